@@ -39,12 +39,15 @@ MORE_IGNORED = "..."
 # A name at the top of a body that has so many letters is taken for a misspelled one if one edit leads to a known name.
 MIN_NEAR_MISS_CHARS = 8
 UNKNOWN = "this field is not known here"
+REQUIRED = "this field is required"
 # A struct with this tag takes the objects of its union whose tag is missing or no other struct's. Its field sent_type
 # gets the tag that was sent.
 OTHER = "?"
 # Integers up to this are the same number as a float. A number as text has at most so many characters.
 _MAX_EXACT_INTEGER = 2**53
 _MAX_NUMBER_CHARS = 32
+# In a body with more escapes of surrogates, those of 131,072 emoji, halves of pairs are not looked for.
+MAX_SURROGATES = 2**18
 _INDEX = re.compile(r"\[\d+\]")
 # A comma or a blank in a name would look like the end of it.
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")
@@ -111,20 +114,18 @@ def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -
 
 def without_halves(body: bytes) -> bytes:
     """Returns a body with U+FFFD in the place of each escape that is half of a surrogate pair, as other servers read
-    it."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+    it. A body of more than MAX_SURROGATES such escapes stays as it is."""
+    if not 0 < body.count(b"\\ud") + body.count(b"\\uD") <= MAX_SURROGATES:
         return body
-    mended = bytearray(body)
+    mended, done = bytearray(body), 0
     for found in _SURROGATES.finditer(body):
-        at = found.start()
-        before = at
-        while before and body[before - 1] == ord("\\"):
-            before -= 1
+        before = body[done : found.start()]
         # After an odd number of backslashes the one that was found is no escape, and what would be its pair has none.
-        escaped = (at - before) % 2
+        escaped = (len(before) - len(before.rstrip(b"\\"))) % 2
         if bool(found[1]) == bool(escaped):
-            half = at + 6 * escaped
+            half = found.start() + 6 * escaped
             mended[half : half + 6] = b"\\ufffd"
+        done = found.end()
     return bytes(mended)
 
 

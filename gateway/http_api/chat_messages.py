@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import note_ignored
+from pillion.gateway.http_api.body_mending import REQUIRED, note_ignored
 from pillion.gateway.http_api.custom_tools import custom_call
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import refused
@@ -86,7 +86,7 @@ class _Told:
         """Returns the texts of a message, and what the assistant thought."""
         path, content = f"messages[{n}]", message.content
         if content is None and role not in ("assistant", "tool") and n == len(self._messages) - 1:
-            raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
+            raise refused(f"{path}.content", REQUIRED, "missing_required_parameter")
         if not isinstance(content, list):
             return [content or message.refusal or ""], []
         texts: list[str] = []
@@ -142,7 +142,7 @@ def _call(call: CallBody, path: str, call_id: str) -> ToolCall | None:
     if call.type not in ("function", "custom"):
         note_ignored(f"{path}.{call.type}")
         return None
-    raise refused(f"{path}.{call.type}", "this field is required", "missing_required_parameter")
+    raise refused(f"{path}.{call.type}", REQUIRED, "missing_required_parameter")
 
 
 def _function_call(function: CalledFunction, path: str, call_id: str) -> ToolCall:

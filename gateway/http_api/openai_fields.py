@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import OTHER, UNKNOWN, mended, note_ignored, without_halves
+from pillion.gateway.http_api.body_mending import OTHER, REQUIRED, UNKNOWN, mended, note_ignored, without_halves
 from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import (
@@ -553,7 +553,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "caller": ({"type": "direct"},),
     "context_management": ([],),
     "defer_loading": (False,),
-    "disable_any_whitespace": (True, False),
     "disable_additional_properties": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -644,6 +643,10 @@ def parse(body: bytes, kind: type[T]) -> T:
         )
         raise refused(field, f"the body holds more than {too_many}")
     parsed: T = _decoded(without_halves(body), READ_AS.get(kind, kind), "")
+    for one in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+        value = getattr(parsed, one.name)
+        if one.required and isinstance(value, Raw) and not given(value):
+            raise refused(one.encode_name, REQUIRED, "missing_required_parameter")
     return parsed
 
 
@@ -667,8 +670,7 @@ def _decoded(raw: bytes | Raw, kind: Any, field: str) -> Any:
 
 def given(raw: Raw) -> bool:
     """Returns whether a raw field was sent with a value other than null."""
-    text = bytes(raw).strip()
-    return bool(text) and text != b"null"
+    return memoryview(raw)[:5].tobytes() not in (b"", b"null")
 
 
 def _judge(parsed: Any, path: str) -> None:
@@ -769,7 +771,7 @@ def _unreadable(error: Exception, field: str) -> ApiError:
     if "unknown field" in what:
         return refused(param, UNKNOWN, "unknown_parameter")
     if "missing required" in what:
-        return refused(param, "this field is required", "missing_required_parameter")
+        return refused(param, REQUIRED, "missing_required_parameter")
     if param.endswith("type") and (unknown := _VALUE.search(what)):
         reason = INSTEAD.get(unknown[1], f"{unknown[1]!r} is not supported here")
         return refused(param, reason, "unsupported_value")

@@ -341,9 +341,10 @@ def test_unknown_fields_have_no_effect_and_are_named(read: Any, least: dict[str,
 
 def test_a_field_that_is_missing_is_named() -> None:
     for read, name in ((completion_request, "prompt"), (chat_request, "messages")):
-        with pytest.raises(ApiError) as caught:
-            read(b"{}", "r")
-        assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
+        for body in ({}, {name: None}):
+            with pytest.raises(ApiError) as caught:
+                read(json.dumps(body).encode(), "r")
+            assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
 
 
 # ---- the shape of the answer -------------------------------------------------------------------------------------
