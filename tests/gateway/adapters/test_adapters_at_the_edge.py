@@ -302,7 +302,7 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
             await fakes.client.unload_adapter("fixed")
         address = fakes.gateway.http_address
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            for body in ({}, [], {"lora_name": 3}, {"lora_name": "x", "lora_path": "v0", "load_inplce": 1}):
+            for body in ({}, [], {"lora_name": 3}, {"lora_name": "x", "lora_int_i": 1, "load_inplce": 1}):
                 assert (await call(address, path, body)).status == 400
         assert [info.name for info in await fakes.client.models()] == ["toy", "models/toy", "fixed"]
 
@@ -459,7 +459,8 @@ async def test_loads_at_once_are_bounded(made, flags, monkeypatch):
     async with running(made, **flags) as fakes:
         async with fakes.gateway.gateway.adapters._turn():
             refused = await load(fakes, "sql", "v0")
-            assert (refused.status, refused.error["message"]) == (429, "1 adapters are being loaded. Please try again in 1s.")
+            said = "1 adapters are being loaded. Please try again in 1s."
+            assert (refused.status, refused.error["message"]) == (429, said)
             assert (await call(fakes.gateway.http_address, "/v1/unload_lora_adapter", {"lora_name": "x"})).status == 429
         assert (await load(fakes, "sql", "v0")).status == 200
 
