@@ -12,8 +12,9 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.json_objects import Ignored, JsonObject
-from pillion.gateway.http_api.openai_fields import Label
+from pillion.gateway.http_api.body_mending import OTHER
+from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject
+from pillion.gateway.http_api.openai_fields import ReasoningEffort
 from pillion.gateway.http_api.sampling_body import Int
 
 
@@ -23,10 +24,12 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         type: only "ephemeral" is known.
         ttl: how long, from each request that has the breakpoint on; default: "5m".
+        scope: a prefix is found by all requests of its tenant and cache_salt.
     """
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: Ignored[Raw] = Raw()
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -61,37 +64,46 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unkn
     Attributes:
         id: the id that the result of the call names.
         name: the tool's name.
-        input: the arguments.
+        input: the arguments. What is no object is the model's to read.
         cache_control: a breakpoint after the call.
+        caller, toolset_name: what an earlier answer said of the call.
     """
 
     id: str
     name: str
-    input: JsonObject
+    input: AnyJson = Raw()
     cache_control: CacheControl | None = None
-    caller: Raw = Raw()
-    toolset_name: Raw = Raw()
+    caller: Ignored[Raw] = Raw()
+    toolset_name: Ignored[Raw] = Raw()
 
 
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
-    """Holds what an assistant of Anthropic's thought, which only Anthropic can read.
+class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
+    """Holds a block of any other type, such as a call of a tool that a server runs, its result, or a document. The
+    model reads its text. One without text is left out, or refused in what the user says last.
 
     Attributes:
-        data: the thoughts, encrypted.
+        sent_type: the block's type.
+        text, content, source: what may have its text.
+        cache_control: a breakpoint after the block.
     """
 
-    data: Ignored[str]
+    sent_type: str = ""
+    text: AnyJson = Raw()
+    content: AnyJson = Raw()
+    source: AnyJson = Raw()
+    cache_control: CacheControl | None = None
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
-    """Holds an image in what a tool gave back. The model reads that it cannot see it.
+    """Holds an image. In the place of one that a tool gave back the model reads that it cannot see it; a user's is
+    refused.
 
     Attributes:
         source: the image.
         cache_control: a breakpoint after what the model reads.
     """
 
-    source: Ignored[Raw]
+    source: Ignored[Raw] = Raw()
     cache_control: CacheControl | None = None
 
 
@@ -107,7 +119,7 @@ class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference",
     cache_control: CacheControl | None = None
 
 
-ResultPart = TextBlock | ImageBlock | ToolReferenceBlock
+ResultPart = TextBlock | ImageBlock | ToolReferenceBlock | OtherBlock
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
@@ -118,16 +130,17 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbi
         content: a text, or blocks, in the place of whose images the model reads that it cannot see them.
         is_error: whether the tool failed; the model then reads "Error: " before the content.
         cache_control: a breakpoint after the result.
+        toolset_name: what an earlier answer said of the call.
     """
 
     tool_use_id: str
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
-    toolset_name: Raw = Raw()
+    toolset_name: Ignored[Raw] = Raw()
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | OtherBlock
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -135,18 +148,19 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         role: who speaks.
-        content: a text, or blocks, whose texts are joined by line ends.
+        content: a text, or blocks, whose texts are joined by line ends. What the user says last has to have some.
     """
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] = []
 
 
 class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
     """Describes a tool that the model may call.
 
     Attributes:
-        type: only "custom" is supported: the client runs its tools.
+        type: "custom", the default. Of a tool of another type, which a server runs or only Anthropic's models know, the
+            model is not told.
         name, description: what the model reads of it.
         input_schema: the JSON schema of its arguments.
         strict: whether the arguments of its calls always fit the schema.
@@ -154,18 +168,29 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
         defer_loading: the model knows every tool from the beginning, and need not search for it.
         input_examples: the model is not told; say it in the description.
         cache_control: a breakpoint after the system prompt, within which templates write tools.
+        allowed_callers: the model itself calls every tool.
     """
 
-    name: str
-    input_schema: JsonObject
-    type: Literal["custom"] | None = None
+    name: str = ""
+    input_schema: JsonObject = Raw()
+    type: str | None = None
     description: str = ""
     strict: bool | None = None
-    eager_input_streaming: Ignored[bool | None] = None
+    eager_input_streaming: Ignored[Raw] = Raw()
     cache_control: CacheControl | None = None
     defer_loading: Ignored[Raw] = Raw()
     input_examples: Ignored[Raw] = Raw()
-    allowed_callers: Raw = Raw()
+    allowed_callers: Ignored[Raw] = Raw()
+
+    @property
+    def is_told(self) -> bool:
+        """Says whether the model is told of the tool."""
+        return self.type in (None, "custom")
+
+    def __post_init__(self) -> None:
+        # Every tool has to have a string, so that their number is bounded.
+        if self.is_told and not self.name:
+            raise ValueError("Object missing required field `name`")
 
 
 class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -187,14 +212,13 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         type: "enabled" and "disabled" set the template's variables enable_thinking and thinking; "adaptive" sets none.
-        budget_tokens: at least 1024 and less than max_tokens, which bounds thinking and text together; nothing is cut
-            at it.
+        budget_tokens: nothing is cut at it; max_tokens bounds thinking and text together.
         display: "omitted" leaves the text of thinking blocks out; their signatures bring it back with the
             conversation.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored[Int | None] = None
+    budget_tokens: Ignored[Raw] = Raw()
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -219,7 +243,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
         task_budget: the model is not told; max_tokens bounds each answer.
     """
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     format: JsonOutput | None = None
     task_budget: Ignored[Raw] = Raw()
 
@@ -228,10 +252,10 @@ class CallerLabels(msgspec.Struct, forbid_unknown_fields=True):
     """Holds labels of a request.
 
     Attributes:
-        user_id: at most 512 characters; nothing is stored.
+        user_id: nothing is stored.
     """
 
-    user_id: Ignored[Label | None] = None
+    user_id: Ignored[Raw] = Raw()
 
 
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -245,12 +269,14 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         tool_choice: how they may be called.
         thinking: whether the model thinks before it answers.
         output_config: further options of the answer.
+        output_format: an older name of output_config.format.
         cache_control: a breakpoint after the last message.
         speed: there is one speed; see priority.
         context_management, compaction: nothing is left out of a conversation; one that is too long is refused.
-        betas, anthropic_beta, anthropic_version: what they allow is taken or refused field by field.
+        mcp_servers, container: the model is not told of tools that a server runs.
         fallbacks, fallback_credit_token: the named model answers, or the call fails.
         billing_policy, user_profile_id, workspace_id: whom Anthropic bills; --api-keys says who calls here.
+        inference_geo: the answer is computed where this cluster is.
     """
 
     model: str = ""
@@ -260,20 +286,19 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = None
     cache_control: CacheControl | None = None
-    speed: Ignored[Literal["standard", "fast"] | None] = None
+    speed: Ignored[Raw] = Raw()
     context_management: Ignored[Raw] = Raw()
     compaction: Ignored[Raw] = Raw()
-    betas: Ignored[Raw] = Raw()
-    anthropic_beta: Ignored[Raw] = Raw()
-    anthropic_version: Ignored[Raw] = Raw()
+    mcp_servers: Ignored[Raw] = Raw()
+    container: Ignored[Raw] = Raw()
     fallbacks: Ignored[Raw] = Raw()
     fallback_credit_token: Ignored[Raw] = Raw()
     billing_policy: Ignored[Raw] = Raw()
     user_profile_id: Ignored[Raw] = Raw()
     workspace_id: Ignored[Raw] = Raw()
-    container: Raw = Raw()
-    mcp_servers: Raw = Raw()
+    inference_geo: Ignored[Raw] = Raw()
     thread: Raw = Raw()
 
 
@@ -298,10 +323,9 @@ class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):
     top_k: Int | None = None
     stream: bool | None = None
     metadata: CallerLabels | None = None
-    service_tier: Ignored[Literal["auto", "standard_only"] | None] = None
+    service_tier: Ignored[Raw] = Raw()
     seed: Int | None = None
     ignore_eos: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     diagnostics: Ignored[Raw] = Raw()
-    inference_geo: Raw = Raw()

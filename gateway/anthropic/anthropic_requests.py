@@ -18,9 +18,10 @@ from pillion.gateway.anthropic.anthropic_fields import (
     AnthropicTool,
     CacheControl,
     CountTokensBody,
+    ImageBlock,
     MessagesBody,
+    OtherBlock,
     OutputConfig,
-    RedactedThinkingBlock,
     ResultPart,
     TextBlock,
     Thinking,
@@ -30,11 +31,12 @@ from pillion.gateway.anthropic.anthropic_fields import (
     ToolUseBlock,
 )
 from pillion.gateway.anthropic.signatures import signed_thoughts
+from pillion.gateway.http_api.body_mending import note_ignored
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import json_object
+from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import note_ignored, parse
+from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
 from pillion.types import (
     ChatMessage,
@@ -49,8 +51,6 @@ from pillion.types import (
 
 Body = TypeVar("Body", bound=CountTokensBody)
 
-# Anthropic demands at least as many tokens of thinking.
-MIN_THINKING_TOKENS = 1024
 MAX_BREAKPOINTS = 4
 _TTLS_S = {None: 300, "5m": 300, "1h": 3600}
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
@@ -80,13 +80,10 @@ def messages_request(raw: bytes, request_id: str, cut: Sequence[str] = ()) -> Me
     ApiError."""
     body = _without_lines(parse(raw, MessagesBody), cut)
     thinking = body.thinking or Thinking("adaptive")
-    budget = thinking.budget_tokens
-    if budget is not None and not MIN_THINKING_TOKENS <= budget < body.max_tokens:
-        raise refused("thinking.budget_tokens", f"{budget} is not in [{MIN_THINKING_TOKENS}, max_tokens)")
-    output = body.output_config or OutputConfig()
+    output = (body.output_config or OutputConfig()).format or body.output_format
     structured: StructuredOutputs | None = None
-    if output.format is not None:
-        structured = StructuredOutputs(json=json_object(output.format.schema, "output_config.format.schema"))
+    if output is not None:
+        structured = StructuredOutputs(json=json_object(output.schema, "output_config.format.schema"))
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -175,23 +172,31 @@ class _BlockConversation:
         # These are the names of the tools that the conversation has called, by the ids of the calls.
         self._called: dict[str, str] = {}
         if body.system:
-            gathered.add(ChatMessage("system", _text(body.system)), "system")
+            gathered.add(ChatMessage("system", _text(body.system, "system")), "system")
+        last = len(body.messages) - 1
+        if whole and body.messages[last].role == "user" and body.messages[last].content == []:
+            raise refused(f"messages[{last}].content", "the last message of the user is empty")
+        # Earlier turns are told, not judged: a client sends them again with each turn.
+        earlier = max((n for n, one in enumerate(body.messages) if one.role == "assistant"), default=-1)
+        earlier = earlier if whole else last
         for n, message in enumerate(body.messages):
-            for made in self._converted(message, f"messages[{n}]"):
+            for made in self._converted(message, f"messages[{n}]", is_new=n > earlier):
                 gathered.add(made, f"messages[{n}]")
         self.messages = gathered.joined(_one_user)
         if not whole:
             return
         self.options = _options(body)
-        self.tools = _tools(body)
-        for n in range(len(self.tools.tools)):
+        told = [(n, tool) for n, tool in enumerate(body.tools or ()) if tool.is_told]
+        self.tools = _tools(body, [_tool(tool, f"tools[{n}]") for n, tool in told])
+        for place, (n, _) in enumerate(told):
             self.names |= {
-                f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
-                f"tools.tools[{n}]": f"tools[{n}]",
+                f"tools.tools[{place}].parameters": f"tools[{n}].input_schema",
+                f"tools.tools[{place}]": f"tools[{n}]",
             }
 
-    def _converted(self, message: AnthropicMessage, path: str) -> Iterator[ChatMessage]:
-        """Yields the gateway's messages that one of the client's stands for."""
+    def _converted(self, message: AnthropicMessage, path: str, is_new: bool) -> Iterator[ChatMessage]:
+        """Yields the gateway's messages that one of the client's stands for. Of a message that ``is_new`` every block
+        has to be told."""
         role = message.role
         if isinstance(message.content, str):
             yield ChatMessage(role, message.content)
@@ -204,27 +209,42 @@ class _BlockConversation:
             match block:
                 case TextBlock():
                     texts.append(block.text)
-                case RedactedThinkingBlock() if role == "assistant":
+                case OtherBlock():
+                    texts += _other_texts(block, f"{path}.content", where if is_new and role == "user" else "")
+                case ImageBlock() if role == "assistant":
                     pass
                 case ThinkingBlock() if role == "assistant":
                     thoughts.append(_thoughts(block, where))
                 case ToolUseBlock() if role == "assistant":
-                    calls.append(ToolCall(block.id, block.name, json_object(block.input, f"{where}.input")))
+                    calls.append(ToolCall(block.id, block.name, arguments_of(block.input)))
                     self._called[block.id] = block.name
                 case ToolResultBlock() if role == "user":
                     if texts:
                         yield ChatMessage(role, "\n".join(texts))
                         texts.clear()
-                    yield self._result(block)
+                    yield self._result(block, f"{where}.content")
+                case ImageBlock():
+                    raise refused(f"{where}.type", "'image' is not supported here", "unsupported_value")
                 case _:
                     raise refused(f"{where}.type", f"a message of role {role} has no such block")
         if texts or thoughts or calls or not message.content:
             yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
-    def _result(self, block: ToolResultBlock) -> ChatMessage:
-        text = ("Error: " if block.is_error else "") + _text(block.content or "")
+    def _result(self, block: ToolResultBlock, path: str) -> ChatMessage:
+        text = ("Error: " if block.is_error else "") + _text(block.content or "", path)
         name = self._called.get(block.tool_use_id, "")
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _other_texts(block: OtherBlock, path: str, refused_at: str = "") -> list[str]:
+    """Returns the text of a block. One without text is left out and noted, or refused if it is ``refused_at`` a place.
+    Raises ApiError."""
+    text = next(filter(None, map(text_in, (block.text, block.content, block.source))), "")
+    if refused_at and not text:
+        raise refused(f"{refused_at}.type", f"{block.sent_type[:100]!r} is not supported here", "unsupported_value")
+    if not text:
+        note_ignored(f"{path}.{block.sent_type}")
+    return [text] if text else []
 
 
 def _thoughts(block: ThinkingBlock, path: str) -> str:
@@ -281,24 +301,28 @@ def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBod
             yield block.cache_control, replace(start, system=body.system[: n + 1])
     for n, message in enumerate(body.messages):
         for m, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if not isinstance(part, ThinkingBlock | RedactedThinkingBlock) and part.cache_control is not None:
+            if not isinstance(part, ThinkingBlock) and part.cache_control is not None:
                 last = AnthropicMessage(message.role, list(message.content[: m + 1]))  # type: ignore[arg-type]
                 yield part.cache_control, replace(body, messages=[*body.messages[:n], last])
     if body.cache_control is not None:
         yield body.cache_control, None
 
 
-def _text(content: str | Sequence[ResultPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+def _text(content: str | Sequence[ResultPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(text for part in content for text in _part_texts(part, path))
 
 
-def _part_text(part: ResultPart) -> str:
+def _part_texts(part: ResultPart, path: str) -> list[str]:
     match part:
         case TextBlock():
-            return part.text
+            return [part.text]
         case ToolReferenceBlock():
-            return part.tool_name
-    return UNSEEN
+            return [part.tool_name]
+        case OtherBlock():
+            return _other_texts(part, path)
+    return [UNSEEN]
 
 
 def _options(body: CountTokensBody) -> ChatOptions:
@@ -319,14 +343,17 @@ def _options(body: CountTokensBody) -> ChatOptions:
     )
 
 
-def _tools(body: CountTokensBody) -> ToolOptions:
-    """Returns the tools of a call and how they may be called."""
+def _tools(body: CountTokensBody, told: Sequence[Tool]) -> ToolOptions:
+    """Returns the tools of a call of which the model is told, and how they may be called."""
+    for tool in body.tools or ():
+        if not tool.is_told:
+            note_ignored(f"tools.{tool.type}")
     choice = body.tool_choice
     parallel = (
         None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
     )
     return ToolOptions(
-        tools=tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools or ())),
+        tools=tuple(told),
         choice="" if choice is None else _CHOICES[choice.type],
         name="" if choice is None else choice.name,
         parallel_tool_calls=parallel,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from itertools import repeat
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.request.client_json import is_object
+from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
 # The arguments of a call that was cut short are no JSON object. They stand as a text in an object, under this name.
 CUT_SHORT = "INVALID_JSON"
+# The text of a document that a tool has fetched stands so many objects and lists deep.
+TOLD_LEVELS = 6
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
     (dict, b"{", "a JSON object"),
@@ -66,3 +70,45 @@ def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
     except UnicodeDecodeError:
         raise refused(field, "not valid UTF-8", "invalid_json") from None
     return text
+
+
+def arguments_of(raw: Raw) -> str:
+    """Returns the arguments of an earlier call, which came as an object, as the text of one, or as anything else."""
+    text = bytes(raw).decode(errors="replace")
+    return called_with(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
+
+
+class _Told(msgspec.Struct):
+    """Holds the fields of any object of a conversation that may have text in them. An object without a type is not
+    looked into, so that the number of strings in a body bounds that of these objects."""
+
+    type: str
+    text: Raw = Raw()
+    refusal: Raw = Raw()
+    content: Raw = Raw()
+    output: Raw = Raw()
+    summary: Raw = Raw()
+    source: Raw = Raw()
+    data: Raw = Raw()
+
+
+def text_in(raw: Raw, levels: int = TOLD_LEVELS) -> str:
+    """Returns the text of a part of an earlier turn whose type nobody here knows: the text itself, or that of its
+    parts, on up to ``levels`` levels; "" where it has none."""
+    first = bytes(raw)[:1] if levels else b""
+    try:
+        if first == b'"':
+            return str(msgspec.json.decode(raw, type=str))
+        if first == b"[":
+            return "\n".join(filter(None, map(_told, msgspec.json.decode(raw, type=list[_Told]), repeat(levels - 1))))
+        return _told(msgspec.json.decode(raw, type=_Told), levels - 1) if first == b"{" else ""
+    except ValueError:
+        return ""
+
+
+def _told(found: _Told, levels: int) -> str:
+    check_wanted()
+    # What is not text, such as a picture, has its bytes in a field of the same name.
+    data = found.data if found.type == "text" else Raw()
+    fields = (found.text, found.refusal, found.content, found.output, found.summary, found.source, data)
+    return next(filter(None, map(text_in, fields, repeat(levels))), "")

@@ -594,7 +594,7 @@ INSTEAD: Mapping[str, str] = {
     "use_beam_search": "answers are sampled; there are no beams",
     "previous_response_id": _WHOLE,
     "conversation": _WHOLE,
-    "item_reference": "nothing is stored here: send the item itself, as clients do that are told store=false",
+    "thread": "nothing is stored here: send the whole conversation as messages",
     "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
 }
 # These fields are read in the second step, as these types; every other field that is bare Raw is not supported.

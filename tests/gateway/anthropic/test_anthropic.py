@@ -255,6 +255,17 @@ async def test_errors_are_anthropics(
         assert late.value.body["error"] == told
 
 
+async def test_a_forced_call_of_a_tool_that_a_server_runs_is_refused(fakes: FakeCluster) -> None:
+    """Otherwise it is a call like any other, in which the model is not told of that tool."""
+    search, asked = {"type": "web_search_20250305", "name": "web_search"}, {"model": "toy", "max_tokens": 5}
+    body = asked | {"messages": ASKED["messages"], "tools": [search]}
+    for choice in ({"type": "tool", "name": "web_search"}, {"type": "any"}):
+        reply = await call(fakes.gateway.http_address, "/v1/messages", body | {"tool_choice": choice})
+        assert (reply.status, "tool_choice" in reply.json["error"]["message"]) == (400, True)
+    reply = await call(fakes.gateway.http_address, "/v1/messages", body | {"tool_choice": {"type": "auto"}})
+    assert (reply.status, reply.headers["x-pillion-ignored"]) == (200, "tools.web_search_20250305")
+
+
 async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> None:
     address = fakes.gateway.http_address
     image = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}

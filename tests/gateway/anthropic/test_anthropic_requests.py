@@ -11,13 +11,27 @@ from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.anthropic.signatures import signature_of
 from pillion.gateway.http_api.body_mending import BodyReading, read_noting
+from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
+from pillion.types import (
+    ChatMessage,
+    ChatOptions,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolOptions,
+)
 
 LEAST: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA, **MARK}
+SCOPED = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+LAST = "messages[2].content"
 
 
 def read(**fields: Any) -> MessagesRequest:
@@ -162,7 +176,7 @@ def test_thinking_sets_the_variables_that_templates_know() -> None:
     assert read(thinking={"type": "enabled", "budget_tokens": 1024}).shows_thinking
     assert not read(thinking={"type": "enabled", "display": "omitted"}).shows_thinking
     for budget in (1023, 2000):
-        assert refusal(thinking={"type": "enabled", "budget_tokens": budget}).param == "thinking.budget_tokens"
+        assert read(thinking={"type": "enabled", "budget_tokens": budget}).shows_thinking
 
 
 @pytest.mark.parametrize(
@@ -202,27 +216,24 @@ def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         (
+            {"messages": [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": [IMAGE]}]},
+            "messages[2].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "b"}, USER]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": []}]}, LAST),
+        ({"messages": [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": None}]}, LAST),
+        (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
             "messages[0].content[0].type",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 5}]}
-                ]
-            },
-            "messages[0].content[0].input",
-        ),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL | {"allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"container": "c"}, "container"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"inference_geo": "eu"}, "inference_geo"),
-        ({"speed": "slow"}, "speed"),
-        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
@@ -309,6 +320,9 @@ def test_too_many_or_strange_breakpoints_are_refused() -> None:
         ({"metadata": {"user_id": "u"}}, "metadata.user_id"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
         ({"betas": ["x"], "anthropic_beta": ["y"], "anthropic_version": "z", "diagnostics": {}}, None),
+        ({"container": {"id": "x"}, "mcp_servers": [{"url": "x"}], "inference_geo": "eu"}, None),
+        ({"system": [{"type": "text", "text": "x", "cache_control": SCOPED}]}, "system.cache_control.scope"),
+        ({"tools": [TOOL | {"allowed_callers": ["code_execution_20260120"]}]}, "tools.allowed_callers"),
         ({"speed": "fast", "service_tier": "standard_only", "fallbacks": [{"model": "x"}], "compaction": {}}, None),
         ({"billing_policy": {}, "user_profile_id": "a", "workspace_id": "b", "fallback_credit_token": "c"}, None),
         ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
@@ -382,10 +396,141 @@ def test_what_no_model_here_can_read_is_told_or_left_out_and_named() -> None:
     ]
     reading = BodyReading()
     made = read_noting(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
-    assert reading.ignored == "messages.content.content.source, messages.content.data"
+    assert reading.ignored == "messages.content.content.source, messages.content.redacted_thinking"
     unseen = "[There is an image here, which this model cannot see.]"
     assert made.requests[0].messages[1:] == (
         ChatMessage("assistant", "", (ToolCall("c", "weather", "{}"),)),
         ChatMessage("tool", f"a\n{unseen}\ngrep", tool_call_id="c", name="weather"),
     )
     assert refusal(messages=[{"role": "user", "content": [image]}]).param == "messages[0].content[0].type"
+
+
+def noted(**fields: Any) -> tuple[GenerateRequest, str]:
+    reading = BodyReading()
+    asked = read_noting(reading, messages_request, json.dumps(LEAST | fields).encode(), "r")
+    (request,) = asked.requests
+    return request, reading.ignored
+
+
+def plain(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+SEARCHED = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}}
+HITS = [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e", "page_age": None}]
+PAGE = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The page."}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+# What an assistant's earlier turn may hold, with what the model is told of it, and what is named.
+TOLD: list[tuple[Any, str, str]] = [
+    (SEARCHED, "", "server_tool_use"),
+    ({"type": "web_search_tool_result", "tool_use_id": "s1", "content": HITS}, "", "web_search_tool_result"),
+    (
+        {
+            "type": "web_fetch_tool_result",
+            "tool_use_id": "s1",
+            "content": {"type": "web_fetch_result", "url": "u", "content": PAGE, "retrieved_at": "now"},
+        },
+        "The page.",
+        "",
+    ),
+    (
+        {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": [plain("m1"), plain("m2")]},
+        "m1\nm2",
+        "",
+    ),
+    ({"type": "compaction", "content": "What was said."}, "What was said.", ""),
+    ({"type": "redacted_thinking", "data": "x"}, "", "redacted_thinking"),
+    ({"type": "hologram_2027", "text": "of next year", "more": [1]}, "of next year", ""),
+    ({"type": "hologram_2027", "text": {"a": 1}, "content": 5, "source": [PDF]}, "", "hologram_2027"),
+    (IMAGE, "", "source"),
+]
+
+
+@pytest.mark.parametrize(("block", "text", "named"), TOLD, ids=lambda value: str(value)[:50])
+def test_earlier_turns_are_told_and_not_judged(block: dict[str, Any], text: str, named: str) -> None:
+    said = {"role": "assistant", "content": [plain("I look."), block, plain("Done.")]}
+    request, ignored = noted(messages=[USER, said, USER])
+    told = "\n".join(filter(None, ("I look.", text, "Done.")))
+    assert request.messages == (ChatMessage("user", "a"), ChatMessage("assistant", told), ChatMessage("user", "a"))
+    assert ignored == (f"messages.content.{named}" if named else "")
+    # What has nothing else in it leaves no trace, and breakpoints stand after it as well.
+    only = {"role": "assistant", "content": [block | MARK if block != IMAGE else {**IMAGE, **MARK}]}
+    request, _ = noted(messages=[USER, only, USER])
+    assert [one.content for one in request.messages] == (["a", text, "a"] if text else ["a\na"])
+
+
+def test_what_a_tool_gave_back_is_told() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    found = {"type": "search_result", "source": "u", "title": "t", "content": [plain("hit")]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [plain("x"), found, PAGE, PDF, IMAGE]}
+    request, ignored = noted(
+        messages=[USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    )
+    assert request.messages[-1].content == f"x\nhit\nThe page.\n{UNSEEN}"
+    assert ignored == "messages.content.content.document, messages.content.content.source"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, '{"a": 1}'),
+        ({"input": None}, ""),
+        ({"input": [1]}, '{"INVALID_JSON": "[1]"}'),
+        ({"input": '{"b": 2}'}, '{"b": 2}'),
+        ({"input": "cut"}, '{"INVALID_JSON": "cut"}'),
+    ],
+    ids=str,
+)
+def test_arguments_of_earlier_calls_are_told_whatever_they_are(arguments: dict[str, Any], told: str) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}} | arguments
+    result = {"type": "tool_result", "tool_use_id": "t", "content": None}
+    turns = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    request, _ = noted(messages=turns)
+    assert [call.arguments for call in request.messages[1].tool_calls] == [told]
+
+
+def test_the_last_words_of_the_user_are_told_or_refused() -> None:
+    request, ignored = noted(messages=[{"role": "user", "content": [PAGE, plain("Is it true?")]}])
+    assert (request.messages[0].content, ignored) == ("The page.\nIs it true?", "")
+    # What an earlier turn showed is named only.
+    talk = [{"role": "user", "content": [PDF, plain("Read.")]}, {"role": "assistant", "content": "Yes."}, USER]
+    request, ignored = noted(messages=talk)
+    assert [one.content for one in request.messages] == ["Read.", "Yes.", "a"]
+    assert ignored == "messages.content.document"
+    for shown in (PDF, IMAGE, {"type": "container_upload", "file_id": "f"}):
+        assert (
+            refusal(messages=[{"role": "user", "content": [shown, plain("x")]}]).param == "messages[0].content[0].type"
+        )
+    # Empty contents are refused in the user's last message only.
+    talk = [{"role": "user", "content": []}, {"role": "assistant"}, {"role": "assistant", "content": []}, USER]
+    assert noted(messages=talk)[0].messages[-1] == ChatMessage("user", "a")
+
+
+SERVERS = [
+    {"type": kind, "name": kind.rpartition("_")[0], "cache_control": None}
+    for kind in (
+        *("web_search_20250305", "web_fetch_20260209", "code_execution_20250825", "bash_20250124"),
+        *("text_editor_20250728", "computer_20251124", "memory_20250818", "hologram_20300101"),
+    )
+]
+
+
+def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
+    options = {"max_uses": 5, "user_location": {"type": "approximate"}}
+    toolset = {"type": "mcp_toolset", "mcp_server_name": "x"}
+    for choice in (None, {"type": "auto"}, {"type": "any"}):
+        request, ignored = noted(tools=[SERVERS[0] | options, TOOL, *SERVERS[1:], toolset], tool_choice=choice)
+        assert [tool.name for tool in request.tools.tools] == ["weather"]
+        kinds = [one["type"] for one in (*SERVERS, toolset)]
+        more = ["max_uses", "mcp_server_name", "user_location"]
+        assert ignored.split(", ") == sorted(f"tools.{name}" for name in (*kinds, *more))
+    asked = messages_request(json.dumps(LEAST | {"tools": [*SERVERS, TOOL]}).encode(), "r")
+    wrong = InvalidRequest.of(FieldViolation("tools.tools[0].parameters", "x"))
+    assert from_pillion(wrong, asked.names[0]).param == f"tools[{len(SERVERS)}].input_schema"
+
+
+def test_an_older_name_of_the_answers_format() -> None:
+    shape = {"type": "json_schema", "schema": {"type": "object"}}
+    old, new = read(output_format=shape), read(output_config={"format": shape})
+    assert old.requests == new.requests
+    assert old.requests[0].sampling.structured_outputs == StructuredOutputs(json='{"type": "object"}')
