@@ -571,6 +571,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "summary": ("none",),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
     "user": ("",),
@@ -594,6 +595,7 @@ INSTEAD: Mapping[str, str] = {
     "use_beam_search": "answers are sampled; there are no beams",
     "previous_response_id": _WHOLE,
     "conversation": _WHOLE,
+    "prompt": "nothing is stored here: send the text itself, as instructions or input",
     "thread": "nothing is stored here: send the whole conversation as messages",
     "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
 }
@@ -684,8 +686,8 @@ def _judge(parsed: Any, path: str) -> None:
         return
     kind: Any = type(parsed)
     prefix = f"{path}." if path else ""
-    for name in unsupported_fields(kind):
-        raw = getattr(parsed, name)
+    for name, attribute in unsupported_fields(kind).items():
+        raw = getattr(parsed, attribute)
         if given(raw) and not _changes_nothing(name, raw):
             harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
             reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
@@ -716,9 +718,10 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
 
 
 @cache
-def unsupported_fields(kind: type[Any]) -> tuple[str, ...]:
-    """Returns the names of the raw fields of a struct that are not read later."""
-    return tuple(f.name for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
+def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
+    """Returns the names of the raw fields of a struct that are not read later, by their names in JSON."""
+    raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
+    return {f.encode_name: f.name for f in raw}
 
 
 @cache

@@ -6,30 +6,33 @@ passed on is not parsed.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Union
+from typing import Literal
 
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.body_mending import OTHER
 from pillion.gateway.http_api.custom_tools import ToolGrammar
-from pillion.gateway.http_api.json_objects import Ignored, JsonObject
+from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject
 from pillion.gateway.http_api.openai_fields import AnyText, JsonObjectFormat, Label, ReasoningEffort, TextFormat
 from pillion.gateway.http_api.sampling_body import Int, ResponsesSampling
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of an item's content; only its text is read.
+    """Holds a part of an item's content, of any type; only its text is read.
 
     Attributes:
-        type: "input_text" of users, "output_text" of the assistant, "reasoning_text" and "summary_text" of reasoning;
-            "input_image" of what a tool gave back.
-        text: the text.
-        image_url, file_id, detail: an image, in whose place the model reads that it cannot see it.
+        type: "input_text" of users, "output_text" and "refusal" of the assistant. A user's "input_image" is refused; in
+            the place of one that a tool gave back the model reads that it cannot see it. Another part without text is
+            left out, or refused in what the user says last.
+        text, refusal: the text.
+        image_url, file_id, detail: an image.
         logprobs, annotations: what stood beside an earlier answer's text.
     """
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "input_image"]
+    type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: Ignored[Raw] = Raw()
     file_id: Ignored[Raw] = Raw()
     detail: Ignored[Raw] = Raw()
@@ -43,42 +46,38 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         type: "message" (the default) has role and content, "function_call" has call_id, name and arguments,
             "function_call_output" has call_id and output, "custom_tool_call" has call_id, name and input,
-            "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary.
+            "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary. An item of any other
+            type is told by its text, or left out.
         role: "user", "system", "developer" or "assistant".
         content: a text, or parts that are joined by line ends.
         call_id: the id that joins a call and its result.
         name: the tool's name.
         namespace: the name of the tool's namespace.
-        arguments: a JSON object, as text. What is no JSON, as of a call that was cut short, is the model's to read.
+        arguments: a JSON object, as text. What is no object, as of a call that was cut short, is the model's to read.
         input: the text that a custom tool was called with.
         output: what the tool gave back.
         summary: parts of reasoning, read where it has no content.
-        id, status, phase: what an earlier answer said of the item.
+        id, status, phase, caller: what an earlier answer said of the item.
         encrypted_content: reasoning that only OpenAI can read.
+        action: what a tool that a server runs was asked for.
     """
 
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
-    ] = "message"
+    type: str = "message"
     role: Literal["user", "system", "developer", "assistant"] | None = None
-    content: str | list[ItemPart] | None = None
+    content: AnyJson = Raw()
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: str | list[ItemPart] | None = None
-    summary: list[ItemPart] | None = None
-    id: Ignored[str | None] = None
-    status: Ignored[Literal["in_progress", "completed", "incomplete"] | None] = None
+    arguments: AnyJson = Raw()
+    input: AnyJson = Raw()
+    output: AnyJson = Raw()
+    summary: AnyJson = Raw()
+    id: Ignored[Raw] = Raw()
+    status: Ignored[Raw] = Raw()
     encrypted_content: Ignored[Raw] = Raw()
     phase: Ignored[Raw] = Raw()
-    caller: Raw = Raw()
+    caller: Ignored[Raw] = Raw()
+    action: Ignored[Raw] = Raw()
 
     def __post_init__(self) -> None:
         # The role is checked at once, so that every item has a string, and their number is bounded: megabytes of {}
@@ -96,6 +95,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unkn
         strict: whether the arguments of its calls always fit the schema.
         defer_loading: the model knows every tool from the beginning, and need not search for it.
         output_schema: what the function gives back; the model is not told.
+        allowed_callers: the model itself calls every tool.
     """
 
     name: str
@@ -104,7 +104,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unkn
     strict: bool | None = None
     defer_loading: Ignored[Raw] = Raw()
     output_schema: Ignored[Raw] = Raw()
-    allowed_callers: Raw = Raw()
+    allowed_callers: Ignored[Raw] = Raw()
 
 
 class InputGrammar(ToolGrammar, tag_field="type", tag="grammar", forbid_unknown_fields=True):
@@ -118,13 +118,14 @@ class CustomTool(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_
         name, description: what the model reads of it.
         format: the form of the input; default: any text.
         defer_loading: the model knows every tool from the beginning, and need not search for it.
+        allowed_callers: the model itself calls every tool.
     """
 
     name: str
     description: str | None = None
     format: AnyText | InputGrammar | None = None
     defer_loading: Ignored[Raw] = Raw()
-    allowed_callers: Raw = Raw()
+    allowed_callers: Ignored[Raw] = Raw()
 
 
 class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, omit_defaults=True):
@@ -138,23 +139,17 @@ class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_un
 
     name: str
     description: str | None = None
-    tools: list[FunctionTool | CustomTool] = []
+    tools: list[FunctionTool | CustomTool | OtherTool] = []
 
 
-class DroppedTool(msgspec.Struct):
-    """Describes a tool that OpenAI's server runs and that an answer can do without, so the model is not told of it. Any
-    fields are taken."""
+class OtherTool(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
+    """Describes a tool that a server runs, of which the model is not told.
 
+    Attributes:
+        sent_type: the tool's type.
+    """
 
-_DROPPED = (
-    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("image_generation", "tool_search"),
-)
-# msgspec needs a type for each value of the tag.
-DROPPED_TOOLS = tuple(
-    msgspec.defstruct(f"DroppedTool_{tag}", [], bases=(DroppedTool,), tag_field="type", tag=tag) for tag in _DROPPED
-)
-ResponseTool: Any = Union[(FunctionTool, CustomTool, NamespaceTool, *DROPPED_TOOLS)]
+    sent_type: str = ""
 
 
 class NamedTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True):
@@ -173,6 +168,10 @@ class NamedCustomTool(NamedTool, tag_field="type", tag="custom", forbid_unknown_
     """Names the custom tool that has to be called, as NamedTool does."""
 
 
+class OtherChoice(OtherTool, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
+    """Names a tool that a server runs, as OtherTool does; no answer here calls it."""
+
+
 class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     """Names the tools that may be called, of those of which the model is told.
 
@@ -182,7 +181,7 @@ class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forb
     """
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool | NamedCustomTool]
+    tools: list[NamedTool | NamedCustomTool | OtherChoice]
 
 
 class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
@@ -195,9 +194,9 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_u
         strict: every answer fits the schema, whatever it says.
     """
 
-    name: str
-    schema: JsonObject
-    description: Ignored[str | None] = None
+    name: str = ""
+    schema: JsonObject = Raw()
+    description: Ignored[Raw] = Raw()
     strict: bool | None = None
 
 
@@ -210,7 +209,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
+    verbosity: Ignored[Raw] = Raw()
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -219,19 +218,24 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         effort: the variable reasoning_effort of the model's chat template.
         summary, generate_summary: reasoning items always have their whole text, and no summary.
+        context, mode: the model reads of earlier reasoning what its template shows.
     """
 
     effort: ReasoningEffort | None = None
-    summary: Ignored[Literal["auto", "concise", "detailed"] | None] = None
-    generate_summary: Ignored[Literal["auto", "concise", "detailed"] | None] = None
-    context: Raw = Raw()
-    mode: Raw = Raw()
+    summary: Ignored[str | None] = None
+    generate_summary: Ignored[Raw] = Raw()
+    context: Ignored[Raw] = Raw()
+    mode: Ignored[Raw] = Raw()
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets options of a stream."""
+    """Sets options of a stream.
 
-    include_obfuscation: Raw = Raw()
+    Attributes:
+        include_obfuscation: nothing is added to events.
+    """
+
+    include_obfuscation: Ignored[Raw] = Raw()
 
 
 class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True):
@@ -250,7 +254,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
         reasoning: options of reasoning.
         include: "message.output_text.logprobs" asks for log probabilities; what asks for more of reasoning, which
             always has its text, or of items of OpenAI's own tools, has no effect.
-        top_logprobs: number of alternatives that are reported with each token.
+        top_logprobs: number of alternatives that are reported with each token, where log probabilities are asked for.
         stream: whether the answer is sent as server-sent events while it grows.
         stream_options: options of that stream.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
@@ -264,6 +268,9 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
         max_tool_calls: it bounds the calls of tools that a server runs, of which there are none.
         service_tier: all requests are of one tier; see priority.
         store: nothing is stored.
+        access_programs, moderation: nothing that a user or a model says is judged.
+        image: no answer has images.
+        background, conversation, previous_response_id, prompt: refused, because nothing is stored.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
         cache_salt: only requests with the same salt share cached prefixes.
     """
@@ -272,7 +279,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[FunctionTool | CustomTool | NamespaceTool | OtherTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | NamedCustomTool | AllowedChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -281,26 +288,28 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     top_logprobs: Int | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Ignored[Literal["auto", "disabled"] | None] = None
+    truncation: Ignored[Raw] = Raw()
     metadata: Raw = Raw()
     user: Ignored[Label | None] = None
     safety_identifier: Ignored[Label | None] = None
     prompt_cache_key: Ignored[Label | None] = None
     prompt_cache_options: Ignored[Raw] = Raw()
-    prompt_cache_retention: Ignored[str | None] = None
+    prompt_cache_retention: Ignored[Raw] = Raw()
     client_metadata: Ignored[Raw] = Raw()
     context_management: Ignored[Raw] = Raw()
     max_tool_calls: Ignored[Int | None] = None
-    service_tier: Ignored[Label | None] = None
-    store: Ignored[bool | None] = None
+    service_tier: Ignored[Raw] = Raw()
+    store: Ignored[Raw] = Raw()
     stop: Raw = Raw()
     ignore_eos: bool | None = None
     chat_template_kwargs: Raw = Raw()
     priority: Int | None = None
     cache_salt: str | None = None
-    access_programs: Raw = Raw()
+    access_programs: Ignored[Raw] = Raw()
+    image: Ignored[Raw] = Raw()
+    moderation: Ignored[Raw] = Raw()
     background: Raw = Raw()
     conversation: Raw = Raw()
-    image: Raw = Raw()
-    moderation: Raw = Raw()
     previous_response_id: Raw = Raw()
+    # A body of another API has a field "prompt" that is read.
+    stored_prompt: Raw = msgspec.field(name="prompt", default=Raw())

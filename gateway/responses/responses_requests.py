@@ -12,24 +12,26 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.body_mending import note_ignored
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import called_with, json_object
+from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, note_ignored, parse
+from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, parse_field
 from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, template_kwargs
 from pillion.gateway.http_api.sampling_body import sampling_of
 from pillion.gateway.responses.responses_fields import (
     AllowedChoices,
     CustomTool,
-    DroppedTool,
     FunctionTool,
     InputGrammar,
     InputItem,
     ItemPart,
     NamedTool,
     NamespaceTool,
+    OtherChoice,
+    OtherTool,
     ReasoningConfig,
     ResponsesBody,
     SchemaFormat,
@@ -47,16 +49,8 @@ from pillion.types import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# These ask for more of items that an answer here has in full, or never has.
-_IDLE_INCLUDES = (
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-)
+# The reasoning of an answer has no summary, whichever of these is asked for.
+_SUMMARIES = ("auto", "concise", "detailed")
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "sampling.max_tokens": "max_output_tokens",
@@ -92,9 +86,11 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
     """Reads the body of POST /v1/responses. Raises ApiError."""
     body = parse(raw, ResponsesBody)
     text, reasoning = body.text or TextConfig(), body.reasoning or ReasoningConfig()
-    if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "it needs stream to be true")
-    logprobs = _check_included(body)
+    logprobs = LOGPROBS in (body.include or ())
+    if set(body.include or ()) - {LOGPROBS}:
+        note_ignored("include")
+    if body.top_logprobs and not logprobs:
+        note_ignored("top_logprobs")
     sampling = SamplingParams(
         **sampling_of(body, "responses"),
         max_tokens=body.max_output_tokens,
@@ -127,19 +123,6 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
     )
 
 
-def _check_included(body: ResponsesBody) -> bool:
-    """Returns whether the field ``include`` asks for log probabilities. Raises ApiError for an unknown value."""
-    for n, name in enumerate(body.include or ()):
-        if name in _IDLE_INCLUDES:
-            note_ignored("include")
-        elif name != LOGPROBS:
-            raise refused(f"include[{n}]", "this is not supported here", "unsupported_value")
-    logprobs = LOGPROBS in (body.include or ())
-    if body.top_logprobs and not logprobs:
-        raise refused("top_logprobs", f"it needs {LOGPROBS} in include")
-    return logprobs
-
-
 def _shape(text: TextConfig) -> StructuredOutputs | None:
     match text.format:
         case SchemaFormat(schema=schema):
@@ -159,9 +142,15 @@ def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, 
     elif not body.input:
         raise refused("input", "at least one item is needed")
     else:
+        # Earlier turns are told, not judged: a client sends them again with each turn.
+        last = len(body.input) - 1
+        earlier = next((n for n in range(last, -1, -1) if body.input[n].role in (None, "assistant")), -1)
         for n, item in enumerate(body.input):
-            conversation.add_item(item, f"input[{n}]")
-    return conversation.gathered.joined(_one_turn)
+            conversation.add_item(item, f"input[{n}]", is_new=n > earlier)
+    messages = conversation.gathered.joined(_one_turn)
+    if not messages:
+        raise refused("input", "at least one item with a text is needed; nothing is stored here that it may refer to")
+    return messages
 
 
 class _ItemConversation:
@@ -171,30 +160,44 @@ class _ItemConversation:
         self.gathered = GatheredMessages("assistant", "input", names)
         # These are the names of the functions that were called, by the ids of calls.
         self._called: dict[str, str] = {}
+        # Whether an item was left out of which only its id came.
+        self._has_references = False
 
-    def add_item(self, item: InputItem, path: str) -> None:
-        """Adds one item of the conversation. Raises ApiError."""
+    def add_item(self, item: InputItem, path: str, is_new: bool) -> None:
+        """Adds one item of the conversation. Every part of one that ``is_new`` has to be told. Raises ApiError."""
         if item.type == "message":
             role = _needed(item.role, f"{path}.role")
-            text = _text(_needed(item.content, f"{path}.content"), f"{path}.content")
+            if is_new and not given(item.content):
+                raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
+            text = _text(item.content, f"{path}.content", role, is_new)
             self.gathered.add(ChatMessage("system" if role == "developer" else role, text), path)
         elif item.type in ("function_call", "custom_tool_call"):
             name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
             name = self._called[call_id] = flat_name(item.namespace, name)
             if item.type == "function_call":
-                call = ToolCall(call_id, name, called_with(_needed(item.arguments, f"{path}.arguments")))
+                call = ToolCall(call_id, name, arguments_of(item.arguments))
             else:
-                call = custom_call(call_id, name, _needed(item.input, f"{path}.input"))
+                call = custom_call(call_id, name, text_in(item.input))
             self.gathered.add(ChatMessage("assistant", "", (call,)), path)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             call_id = _needed(item.call_id, f"{path}.call_id")
-            text = _text(_needed(item.output, f"{path}.output"), f"{path}.output", images=True)
+            text = _text(item.output, f"{path}.output", "tool")
+            if self._has_references and call_id not in self._called:
+                # The call was referred to, and nobody here has it.
+                self.gathered.add(ChatMessage("user", text), path)
+                return
             self.gathered.add(ChatMessage("tool", text, tool_call_id=call_id, name=self._called.get(call_id, "")), path)
-        else:
-            text = _text(item.content or item.summary or "", f"{path}.content")
+        elif item.type == "reasoning":
             # A reasoning item that another server has encrypted says nothing here.
-            if text:
+            if text := text_in(item.content) or text_in(item.summary):
                 self.gathered.add(ChatMessage("assistant", "", reasoning=text), path)
+        elif text := text_in(item.content) or text_in(item.output) or text_in(item.summary):
+            # The result of a call that the model is not told of is no result of its own.
+            role = item.role or ("user" if item.type.endswith("_output") else "assistant")
+            self.gathered.add(ChatMessage("system" if role == "developer" else role, text), path)
+        else:
+            self._has_references |= item.type == "item_reference"
+            note_ignored(f"{path}.{item.type}")
 
 
 def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
@@ -213,18 +216,22 @@ def _needed(value: Any, path: str) -> Any:
     return value
 
 
-def _text(content: str | Sequence[ItemPart], path: str, images: bool = False) -> str:
-    """Returns the text of an item's content. ``images`` says whether an image in it is told of, or refused. Raises
-    ApiError."""
+def _text(raw: Raw, path: str, role: str, is_new: bool = False) -> str:
+    """Returns the text of what an item of a ``role`` says. What the model cannot see of a user's is refused; without
+    text, other parts of what ``is_new`` are, too. Raises ApiError."""
+    content: str | list[ItemPart] = parse_field(raw, str | list[ItemPart], path) if given(raw) else ""
     if isinstance(content, str):
         return content
     texts = []
     for n, part in enumerate(content):
-        if part.type == "input_image" and images:
-            note_ignored(f"{path}.input_image")
-        elif part.type == "input_image":
-            raise refused(f"{path}[{n}].type", "'input_image' is not supported here", "unsupported_value")
-        texts.append(UNSEEN if part.type == "input_image" else _needed(part.text, f"{path}[{n}].text"))
+        text, is_image = part.text or part.refusal, part.type == "input_image"
+        if text or part.type.endswith("_text"):
+            texts.append(text or "")
+        elif role == "user" and (is_image or is_new):
+            raise refused(f"{path}[{n}].type", f"{part.type[:100]!r} is not supported here", "unsupported_value")
+        else:
+            note_ignored(f"{path}.{part.type}")
+            texts += [UNSEEN] if is_image and role == "tool" else []
     return "\n".join(texts)
 
 
@@ -249,9 +256,7 @@ class ToolsRead:
         self.spaced: dict[str, tuple[str, str]] = {}
         self.paths: list[str] = []
         for n, body in enumerate(bodies):
-            if isinstance(body, DroppedTool):
-                note_ignored(f"tools.{body.__struct_config__.tag}")
-            elif isinstance(body, NamespaceTool):
+            if isinstance(body, NamespaceTool):
                 for m, inner in enumerate(body.tools):
                     about = body.description if m == 0 else None
                     self._add(inner, f"tools[{n}].tools[{m}]", body.name, about)
@@ -259,8 +264,15 @@ class ToolsRead:
                 self._add(body, f"tools[{n}]")
 
     def _add(
-        self, body: FunctionTool | CustomTool, path: str, namespace: str | None = None, about: str | None = None
+        self,
+        body: FunctionTool | CustomTool | OtherTool,
+        path: str,
+        namespace: str | None = None,
+        about: str | None = None,
     ) -> None:
+        if isinstance(body, OtherTool):
+            note_ignored(f"tools.{body.sent_type}")
+            return
         name, description = flat_name(namespace, body.name), "\n\n".join(filter(None, (about, body.description)))
         if namespace is not None:
             self.spaced[name] = (namespace, body.name)
@@ -287,8 +299,14 @@ class ToolsRead:
             return replace(options, choice=choice or "")
         if not choice.tools:
             raise refused("tool_choice.tools", "at least one tool is needed")
-        allowed = tuple(flat_name(one.namespace, one.name) for one in choice.tools)
-        return replace(options, choice=choice.mode, allowed=allowed)
+        told = [one for one in choice.tools if not isinstance(one, OtherChoice)]
+        for one in choice.tools:
+            if isinstance(one, OtherChoice):
+                note_ignored(f"tool_choice.tools.{one.sent_type}")
+        if not told and choice.mode == "required":
+            raise refused("tool_choice.tools", "no answer here calls a tool that a server runs", "unsupported_value")
+        allowed = tuple(flat_name(one.namespace, one.name) for one in told)
+        return replace(options, choice=choice.mode if told else "none", allowed=allowed)
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Raw]:
@@ -302,28 +320,31 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
         "metadata": read_metadata(body.metadata),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "reasoning": {
+            "effort": reasoning.effort,
+            "summary": reasoning.summary if reasoning.summary in _SUMMARIES else None,
+        },
         "safety_identifier": body.safety_identifier,
         "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_echoed_tool(tool) for tool in body.tools or () if not isinstance(tool, DroppedTool)],
+        "tools": _echoed_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }
     return {name: Raw(msgspec.json.encode(value)) for name, value in echoed.items()}
 
 
+def _echoed_tools(tools: Sequence[Any]) -> list[Any]:
+    """Returns tools as a response repeats them: functions with all of their fields."""
+    return [_echoed_tool(tool) for tool in tools if not isinstance(tool, OtherTool)]
+
+
 def _echoed_tool(tool: Any) -> Any:
-    """Returns a tool as a response repeats it: a function with all of its fields."""
+    said: dict[str, Any]
     if isinstance(tool, NamespaceTool):
-        return {**msgspec.structs.asdict(tool), "type": "namespace", "tools": [_echoed_tool(one) for one in tool.tools]}
+        said = {"type": "namespace", "name": tool.name, "description": tool.description}
+        return {**said, "tools": _echoed_tools(tool.tools)}
     if not isinstance(tool, FunctionTool):
         return tool
-    parameters = tool.parameters if given(tool.parameters) else None
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": parameters,
-        "strict": tool.strict,
-    }
+    said = {"type": "function", "name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {**said, "parameters": tool.parameters if given(tool.parameters) else None}

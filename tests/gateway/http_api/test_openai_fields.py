@@ -220,7 +220,7 @@ def test_stream_options() -> None:
 
 
 def undone(kind: type[Any]) -> tuple[str, ...]:
-    return unsupported_fields(READ_AS[kind])
+    return tuple(unsupported_fields(READ_AS[kind]))
 
 
 @pytest.mark.parametrize("name", undone(ChatBody))

@@ -283,7 +283,7 @@ async def test_errors_name_the_field(fakes: FakeCluster) -> None:
             (openai.BadRequestError, "input", {"input": "x" * 300}),
             (openai.BadRequestError, "previous_response_id", {"previous_response_id": "resp_1"}),
             (openai.BadRequestError, "background", {"background": True}),
-            (openai.BadRequestError, "tools[0].type", {"tools": [{"type": "local_shell"}]}),
+            (openai.BadRequestError, "tool_choice.type", {"tool_choice": {"type": "local_shell"}}),
             (openai.NotFoundError, "model", {"model": "gpt-4"}),
         ]
         for kind, param, fields in wrong:

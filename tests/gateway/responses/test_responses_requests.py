@@ -11,7 +11,7 @@ from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.body_mending import BodyReading, read_noting
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
-from pillion.types import ChatMessage, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
+from pillion.types import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA, "strict": True}
@@ -170,18 +170,17 @@ def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}, {"role": "assistant", "content": "x"}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "middle"}, "truncation"),
-        ({"include": ["message.thoughts"]}, "include[0]"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        *(({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("local_shell", "shell", "apply_patch", "mcp")),
-        *(({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("file_search", "code_interpreter", "computer")),
         (
             {
                 "tools": [
@@ -191,18 +190,17 @@ def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
             "tools[0].format.syntax",
         ),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
-        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
         ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
-        ({"tools": [TOOL | {"allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "local_shell"}}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "shell"}]}},
+            "tool_choice.tools",
+        ),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "lots"}}, "text.verbosity"),
-        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning.effort"),
-        ({"stream_options": {}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"metadata": {"a": 5}}, "metadata[...]"),
         ({"user": "u" * 513}, "user"),
         ({"temprature": 1}, "temprature"),
@@ -228,9 +226,15 @@ def test_too_many_strings_are_refused_unread() -> None:
         ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "x"}, "safety_identifier": "s"}, None),
         ({"truncation": "auto", "max_tool_calls": 5}, None),
         ({"context_management": [{"type": "compaction", "compact_threshold": 9}]}, "context_management"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["file_search_call.results", "of.next.year"]}, "include"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stream_options": {}}, ""),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"moderation": {"model": "m"}, "access_programs": {}, "image": {}}, None),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed", "context": "auto"}}, "reasoning.context, reasoning.summary"),
+        ({"reasoning": {"summary": "none"}}, ""),
+        ({"tools": [TOOL | {"allowed_callers": ["programmatic"]}]}, "tools.allowed_callers"),
         ({"tools": [TOOL | {"defer_loading": True, "output_schema": {}}]}, "tools.defer_loading, tools.output_schema"),
         ({"tools": [TOOL | {"defer_loading": False}]}, ""),
     ],
@@ -278,9 +282,113 @@ def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
     [
         ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
         ({"conversation": "c"}, "send the whole conversation as input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
+        ({"prompt": {"id": "p"}}, "nothing is stored here"),
         ({"background": True}, "/v1/batches"),
     ],
 )
 def test_what_would_need_a_store_is_refused_with_what_to_send(fields: dict[str, Any], words: str) -> None:
     assert words in refusal(**fields).message
+
+
+def noted(**fields: Any) -> tuple[GenerateRequest, str]:
+    reading = BodyReading()
+    asked = read_noting(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r")
+    (request,) = asked.requests
+    return request, reading.ignored
+
+
+def part(text: str, kind: str = "output_text") -> dict[str, Any]:
+    return {"type": kind, "text": text}
+
+
+SCREEN = {"type": "computer_screenshot", "image_url": "data:image/png;base64,x"}
+# What an earlier turn may hold, with what the model is told of it and by whom, and what is named.
+TOLD: list[tuple[dict[str, Any], tuple[str, str] | None, str]] = [
+    (
+        {"type": "web_search_call", "action": {"type": "search", "query": "x"}},
+        None,
+        "input.action, input.web_search_call",
+    ),
+    (
+        {"type": "local_shell_call", "call_id": "s", "action": {"type": "exec"}},
+        None,
+        "input.action, input.local_shell_call",
+    ),
+    ({"type": "local_shell_call_output", "call_id": "s", "output": "a.txt"}, ("user", "a.txt"), ""),
+    ({"type": "computer_call_output", "call_id": "c", "output": SCREEN}, None, "input.computer_call_output"),
+    ({"type": "mcp_call", "name": "f", "arguments": "{}", "output": "hit"}, ("assistant", "hit"), ""),
+    ({"type": "compaction", "encrypted_content": "e"}, None, "input.compaction, input.encrypted_content"),
+    ({"type": "compaction", "summary": [part("Short.", "summary_text")]}, ("assistant", "Short."), ""),
+    ({"type": "item_reference", "id": "x"}, None, "input.id, input.item_reference"),
+    ({"type": "hologram", "content": [part("of next year", "holo"), {"type": "x"}]}, ("assistant", "of next year"), ""),
+    ({"type": "hologram", "content": {"a": 1}, "output": 5, "shape": {}}, None, "input.hologram, input.shape"),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, ("assistant", "No."), ""),
+    ({"role": "assistant", "content": [{"type": "output_audio"}]}, ("assistant", ""), "input.content.output_audio"),
+    ({"role": "assistant", "content": None}, ("assistant", ""), ""),
+    ({"role": "assistant"}, ("assistant", ""), ""),
+    (
+        {"role": "user", "content": [{"type": "input_file", "file_id": "f"}, part("b", "input_text")]},
+        ("user", "b"),
+        "input.content.file_id, input.content.input_file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("item", "told", "named"), TOLD, ids=lambda value: str(value)[:50])
+def test_earlier_turns_are_told_and_not_judged(item: dict[str, Any], told: tuple[str, str] | None, named: str) -> None:
+    around = [{"role": "user", "content": "a"}, item, {"role": "assistant", "content": "Done."}]
+    request, ignored = noted(input=[*around, {"role": "user", "content": "c"}])
+    said = [] if told is None or told == ("assistant", "") else [told]
+    middle = (
+        [("assistant", f"{said[0][1]}\nDone.")]
+        if said and said[0][0] == "assistant"
+        else [*said, ("assistant", "Done.")]
+    )
+    assert [(one.role, one.content) for one in request.messages] == [("user", "a"), *middle, ("user", "c")]
+    assert ignored == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(None, ""), ({"a": 1}, '{"a": 1}'), ([1], '{"INVALID_JSON": "[1]"}'), ("null", ""), ("{}", "{}")],
+    ids=str,
+)
+def test_arguments_of_earlier_calls_are_told_whatever_they_are(arguments: Any, told: str) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    request, _ = noted(input=[call, {"type": "function_call_output", "call_id": "c", "output": None}])
+    assert [one.arguments for one in request.messages[0].tool_calls] == [told]
+    assert request.messages[1] == ChatMessage("tool", "", tool_call_id="c", name="f")
+
+
+def test_a_result_whose_call_was_only_referred_to_is_told() -> None:
+    reference, result = (
+        {"type": "item_reference", "id": "fc"},
+        {"type": "function_call_output", "call_id": "c", "output": "12"},
+    )
+    request, ignored = noted(input=[{"role": "user", "content": "a"}, reference, result])
+    assert [(one.role, one.content) for one in request.messages] == [("user", "a"), ("user", "12")]
+    assert ignored == "input.id, input.item_reference"
+
+
+SERVERS = ("web_search", "local_shell", "shell", "apply_patch", "mcp", "file_search", "code_interpreter", "of_2030")
+
+
+def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
+    dropped = [{"type": kind, "environment": {"type": "x"}} for kind in SERVERS]
+    spaced = {"type": "namespace", "name": "n", "tools": [TOOL, dropped[0]]}
+    request, ignored = noted(tools=[*dropped, TOOL, spaced])
+    assert [tool.name for tool in request.tools.tools] == ["weather", "n__weather"]
+    assert ignored == ", ".join(sorted(f"tools.{kind}" for kind in SERVERS))
+    asked = responses_request(json.dumps({"input": "x", "tools": [*dropped, TOOL, spaced]}).encode(), "r")
+    assert [tool["name"] for tool in json.loads(bytes(asked.echoed["tools"]))] == ["weather", "n"]
+    # Such a tool may be allowed, but no answer calls it.
+    for named, read_as in (
+        (
+            [{"type": "web_search"}, {"type": "function", "name": "weather"}],
+            ToolOptions(choice="auto", allowed=("weather",)),
+        ),
+        ([{"type": "mcp", "server_label": "x"}], ToolOptions(choice="none")),
+    ):
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": named}
+        request, ignored = noted(tool_choice=choice)
+        assert (request.tools, ignored) == (read_as, f"tool_choice.tools.{named[0]['type']}")
