@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.body_mending import REQUIRED, note_ignored
 from pillion.gateway.http_api.custom_tools import custom_call
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import called_with
+from pillion.gateway.http_api.json_objects import arguments_of
 from pillion.gateway.http_api.openai_fields import (
     CallBody,
     CalledFunction,
     ContentPart,
     MessageBody,
-    given,
     parse_field,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES
@@ -112,8 +110,7 @@ class _Told:
             if made is not None:
                 yield made
         if message.function_call is not None:
-            path = f"messages[{n}].function_call"
-            yield _function_call(message.function_call, path, f"call{n:03}{len(message.tool_calls or ()):02}")
+            yield _function_call(message.function_call, f"call{n:03}{len(message.tool_calls or ()):02}")
 
     def _answered(self, message: MessageBody) -> str:
         """Returns the id of the call whose result a message is, and takes it for answered. A result that names none
@@ -138,18 +135,12 @@ def _call(call: CallBody, path: str, call_id: str) -> ToolCall | None:
     if call.custom is not None:
         return custom_call(call_id, call.custom.name, call.custom.input)
     if call.function is not None:
-        return _function_call(call.function, f"{path}.function", call_id)
+        return _function_call(call.function, call_id)
     if call.type not in ("function", "custom"):
         note_ignored(f"{path}.{call.type}")
         return None
     raise refused(f"{path}.{call.type}", REQUIRED, "missing_required_parameter")
 
 
-def _function_call(function: CalledFunction, path: str, call_id: str) -> ToolCall:
-    """Returns the call of a function, whose arguments may be a text, an object or nothing at all."""
-    arguments = function.arguments
-    if not given(arguments):
-        return ToolCall(call_id, function.name, "")
-    if bytes(arguments)[:1] == b'"':
-        return ToolCall(call_id, function.name, called_with(parse_field(arguments, str, f"{path}.arguments")))
-    return ToolCall(call_id, function.name, called_with(msgspec.json.format(bytes(arguments), indent=-1).decode()))
+def _function_call(function: CalledFunction, call_id: str) -> ToolCall:
+    return ToolCall(call_id, function.name, arguments_of(function.arguments))

@@ -78,7 +78,7 @@ def arguments_of(raw: Raw) -> str:
     return called_with(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
 
 
-class _Told(msgspec.Struct):
+class _TextHolder(msgspec.Struct):
     """Holds the fields of any object of a conversation that may have text in them. An object without a type is not
     looked into, so that the number of strings in a body bounds that of these objects."""
 
@@ -95,18 +95,19 @@ class _Told(msgspec.Struct):
 def text_in(raw: Raw, levels: int = TOLD_LEVELS) -> str:
     """Returns the text of a part of an earlier turn whose type nobody here knows: the text itself, or that of its
     parts, on up to ``levels`` levels; "" where it has none."""
-    first = bytes(raw)[:1] if levels else b""
+    first = memoryview(raw)[:1].tobytes() if levels else b""
     try:
         if first == b'"':
             return str(msgspec.json.decode(raw, type=str))
         if first == b"[":
-            return "\n".join(filter(None, map(_told, msgspec.json.decode(raw, type=list[_Told]), repeat(levels - 1))))
-        return _told(msgspec.json.decode(raw, type=_Told), levels - 1) if first == b"{" else ""
+            found = msgspec.json.decode(raw, type=list[_TextHolder])
+            return "\n".join(filter(None, map(_held_text, found, repeat(levels - 1))))
+        return _held_text(msgspec.json.decode(raw, type=_TextHolder), levels - 1) if first == b"{" else ""
     except ValueError:
         return ""
 
 
-def _told(found: _Told, levels: int) -> str:
+def _held_text(found: _TextHolder, levels: int) -> str:
     check_wanted()
     # What is not text, such as a picture, has its bytes in a field of the same name.
     data = found.data if found.type == "text" else Raw()
