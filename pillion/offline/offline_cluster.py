@@ -245,7 +245,7 @@ def _adapters(flags: OfflineFlags, model: Any) -> Any:
     if not flags.enable_lora:
         return None
     options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True, limits=flags.store_limits)
-    aliases = {model.alias: model.name} if model.alias else {}
+    aliases = dict.fromkeys(model.aliases, model.name)
     return make_adapters(options, ServedFolders({model.name: model.folder}, aliases))
 
 

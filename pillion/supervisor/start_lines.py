@@ -35,7 +35,7 @@ def tell_model(
     from pillion.gateway.answer_formats import parser_names
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
-    called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
+    called = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
     tools, reasoning = parser_names(template, flags)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
