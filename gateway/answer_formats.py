@@ -100,6 +100,9 @@ class AnswerFormats:
         """Makes the text of answer number ``index`` of a request, before its first token."""
         return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)
 
+    async def warm_up(self) -> None:
+        """Does once what the first request would otherwise wait for. It raises nothing."""
+
     async def aclose(self) -> None:
         """Ends the work that a model's formats do beside requests, such as processes that compile grammars."""
 

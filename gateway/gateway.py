@@ -511,6 +511,11 @@ class Gateway:
         still served; the ports take no new ones."""
         self._draining = True
 
+    async def warm_up(self) -> None:
+        """Does once, beside the first requests, what the first ones that ask for a structure would wait for."""
+        for entry in self._models.values():
+            await entry.formats.warm_up()
+
     async def aclose(self) -> None:
         """Ends the tokenizing of prompts, and reports quotas a last time. The readers of answers cancel these
         themselves."""

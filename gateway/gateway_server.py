@@ -63,6 +63,8 @@ READY_POLL_S = 0.1
 PREFILL = "prefill"
 # The last messages of streams that have ended may take this long to be sent; then calls that watch the health are cut.
 LAST_MESSAGES_S = 0.5
+# A gateway makes its first grammars this long after it has started, so that the start is not delayed.
+WARM_UP_AFTER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,10 @@ class GatewayServer:
         self._parts = parts
         for part in parts:
             part.start(heartbeat_s)
-        self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
+        self._tasks = [
+            asyncio.create_task(self._beat(heartbeat_s), name="heartbeat"),
+            asyncio.create_task(_warm_up(gateway), name="first grammars"),
+        ]
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
         if ports.probe is not None:
@@ -318,6 +323,11 @@ async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
         await probe.set_serving(not gateway.not_ready())
         await probe.set_serving(gateway.cluster.knows(PREFILL), (PREFILL,))
         await asyncio.sleep(READY_POLL_S)
+
+
+async def _warm_up(gateway: Gateway) -> None:
+    await asyncio.sleep(WARM_UP_AFTER_S)
+    await gateway.warm_up()
 
 
 async def _follow(keys: KeyFile, gateway: Gateway) -> None:

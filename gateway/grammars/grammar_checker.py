@@ -36,7 +36,7 @@ _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. The first check starts its process.
+    """Checks grammars for one tokenizer. The first check, which a gateway makes when it starts, starts its process.
 
     Args:
         tokenizer: the path of tokenizer.json.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from pillion.config import AnswerFlags
-from pillion.errors import InvalidRequest
+from pillion.errors import InvalidRequest, PillionError
 from pillion.gateway.answer_formats import AskedOutput, FormatMakers, FormatSource, RequestGrammar, TenantTurns
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats, parser_names
@@ -17,7 +18,7 @@ from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.request.structured_bounds import structured_bytes
 from pillion.gateway.request.validation import tools_bytes
 from pillion.gateway.tokens.tokenizer import check_wanted
-from pillion.types import GenerateRequest
+from pillion.types import GenerateRequest, StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,11 @@ class HeldFormats(ModelFormats):
             else:
                 return RequestGrammar(joined.text, tuple(joined.sources))
         raise AssertionError("the last grammar is good, or is refused")
+
+    async def warm_up(self) -> None:
+        """Starts the process that checks grammars, which reads the model's tokenizer."""
+        with suppress(PillionError):
+            await self.checker.check(join([structured_piece(StructuredOutputs(json_object=True))]))
 
     async def aclose(self) -> None:
         """Ends the process that checks grammars."""
