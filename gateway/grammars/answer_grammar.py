@@ -20,6 +20,10 @@ from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 # These characters cannot stand in a regular expression of Lark as they are, whether or not a client has escaped them.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+# A client's expression means ASCII's digits, words and white space, as in vLLM and in JSON Schema; to llguidance these
+# are Unicode's. The sets may stand in a class, too.
+_ASCII_SETS = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[\t-\r ]"}
+_ASCII_SETS |= {name.upper(): f"[^{members[1:]}" for name, members in _ASCII_SETS.items()}
 # The text that a worker gets consists of several grammars; the one of this name refers to the others.
 _ROOT = "answer"
 
@@ -82,8 +86,9 @@ def literal(text: str) -> str:
 
 def expression(pattern: str, field: str) -> str:
     """Returns a regular expression between slashes, as Lark writes it. Raises InvalidRequest, which names the client's
-    ``field``."""
-    written = _ESCAPED.sub(lambda found: _WRITTEN.get(found[0][-1], found[0]), pattern)
+    ``field``, "" for an expression that no client wrote."""
+    sets = _ASCII_SETS if field else {}
+    written = _ESCAPED.sub(lambda found: sets.get(found[0]) or _WRITTEN.get(found[0][-1], found[0]), pattern)
     if _ESCAPED.sub("", pattern).endswith("\\"):
         raise InvalidRequest.of(FieldViolation(field, "it ends within an escape"))
     return f"/{written}/"

@@ -45,8 +45,8 @@ class HeldFormats(ModelFormats):
             piece = None if structured is None else structured_piece(structured, self.mark_ids)
             return join(answer_pieces(output_format, self, tools, piece, loose))
 
-        # A tool without "strict" whose schema cannot be followed may be called with any object.
-        optional = output_format is not None and any(tool.strict is None for tool in tools.tools)
+        # A tool that is not "strict" and whose schema cannot be followed may be called with any object.
+        optional = output_format is not None and any(tool.strict is not True for tool in tools.tools)
         for loose in (False, True) if optional else (False,):
             try:
                 joined: JoinedGrammar = await turns.off_loop(

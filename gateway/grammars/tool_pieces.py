@@ -53,7 +53,7 @@ def answer_pieces(
         output_format: what the answer may hold besides content.
         options: the tools of the request.
         structured: the piece of the content's structure, if one was asked for.
-        loose: whether tools without ``strict`` may be called with any object.
+        loose: whether tools that are not ``strict`` may be called with any object.
 
     Raises InvalidRequest for a schema that no call can be held to.
     """
@@ -158,7 +158,8 @@ class _Calls:
 
     def schema(self, tool: Tool) -> Mapping[str, Any]:
         """Returns the schema that the arguments of a tool's calls have to fit."""
-        if tool.strict is False or (self.loose and tool.strict is None):
+        forced = self.options.choice in ("required", "named")
+        if tool.strict is not True and (self.loose or (tool.strict is False and not forced)):
             return _ANY_OBJECT
         return schema_of(tool) or _ANY_OBJECT
 

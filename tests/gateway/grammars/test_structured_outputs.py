@@ -62,7 +62,24 @@ def test_an_expression_matches_what_pythons_matches(parts: list[str], text: str)
     pattern = "".join(parts)
     grammar = grammar_of(regex=pattern)
     for one in (text, pattern, "".join({"\\d": "7", "[/]": "/"}.get(part, part.strip("\\") or "\\") for part in parts)):
-        assert takes(grammar, one) is bool(re.fullmatch(pattern, one))
+        assert takes(grammar, one) is bool(re.fullmatch(pattern, one, re.ASCII))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "others"),
+    [
+        (r"\d{3}", ["123"], ["١٢٣", "12٣"]),
+        (r"[\d-]\D", ["1a", "--", "1٣"], ["٣a", "12"]),
+        (r"\w+", ["aZ_9"], ["é", "a b"]),
+        (r"[^\w ]\W", ["é!", "-\u00a0"], ["ab", " !"]),
+        (r"a\sb\S", ["a bc", "a\tb\u00a0"], ["a\u00a0bc", "a b\n"]),
+        (r"\\d", [r"\d"], ["1"]),
+    ],
+)
+def test_the_sets_of_an_expression_are_asciis(pattern: str, fits: list[str], others: list[str]) -> None:
+    tag = {"format": {"type": "tag", "begin": "", "content": {"type": "regex", "pattern": pattern}, "end": "."}}
+    for end, grammar in [("", grammar_of(regex=pattern)), (".", grammar_of(structural_tag=json.dumps(tag)))]:
+        assert [one for one in fits + others if takes(grammar, one + end)] == fits
 
 
 def test_an_expression_cannot_end_within_an_escape() -> None:

@@ -361,12 +361,28 @@ def test_messages_in_channels_hold_reasoning_calls_and_shapes(prompt: str, tools
     assert any(contents)
 
 
-@pytest.mark.parametrize(("strict", "loose", "held"), [(None, False, True), (None, True, False), (True, True, True)])
-def test_arguments_are_held_to_the_schema_where_it_is_wanted(strict: bool | None, loose: bool, held: bool) -> None:
+@pytest.mark.parametrize(
+    ("choice", "strict", "loose", "held"),
+    [
+        ("required", None, False, True),
+        ("required", None, True, False),
+        ("required", True, True, True),
+        ("required", False, False, True),
+        ("required", False, True, False),
+        ("named", False, False, True),
+        ("auto", False, False, False),
+        ("auto", None, False, True),
+    ],
+)
+def test_arguments_are_held_to_the_schema_where_it_is_wanted(
+    choice: str, strict: bool | None, loose: bool, held: bool
+) -> None:
     codec = codec_of("hermes")
     formats = choose_formats("", codec, "hermes", "none")
     options = ToolOptions(
-        tools=(Tool(name="weather", parameters=json.dumps(SCHEMA), strict=strict),), choice="required"
+        tools=(Tool(name="weather", parameters=json.dumps(SCHEMA), strict=strict),),
+        choice=choice,
+        name="weather" if choice == "named" else "",
     )
     request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
     grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None, loose)).text
