@@ -67,6 +67,8 @@ class AnswerParts:
         calls: number of calls that have begun.
         thought: whether there was reasoning, or a mark of it.
         thinking: whether the answer is within its reasoning, or may still begin with it.
+        inner: whether content is reasoning, as long as no call begins and no mark ends it.
+        said: whether there was content.
     """
 
     answer_id: str = ""
@@ -75,6 +77,8 @@ class AnswerParts:
     calls: int = 0
     thought: bool = False
     thinking: bool = False
+    inner: bool = False
+    said: bool = False
     _texts: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _deltas: list[ToolCallDelta] = field(default_factory=list)
@@ -82,6 +86,8 @@ class AnswerParts:
     # content.
     _held: list[str] = field(default_factory=list)
     _bare: bool = False
+    # Calls have come behind this white space, which is content if more content follows them; None before there is both.
+    _gap: str | None = None
     # These are the marks around the content that are still to come, and text that may begin the next one.
     _before: str = ""
     _behind: Marks | None = None
@@ -95,7 +101,10 @@ class AnswerParts:
         self._behind = Marks(end) if end else None
 
     def content(self, text: str) -> None:
-        """Adds text to the content of the answer."""
+        """Adds text to the content of the answer, or to its reasoning where it has not ended."""
+        if self.inner:
+            self.think(text)
+            return
         self._add(self._texts, text if self._behind is None else self._between(text, self._behind))
 
     def _between(self, text: str, behind: Marks) -> str:
@@ -133,6 +142,11 @@ class AnswerParts:
         """Adds text to the answer's reasoning."""
         self._add(self._reasoning, text)
 
+    def reasoned(self) -> None:
+        """Notes that the reasoning has ended: content is content from now on."""
+        self.inner = self.thinking = False
+        self.mark()
+
     def mark(self, between: bool = False) -> None:
         """Notes that a mark was read: the white space around a mark is no content. ``between`` says that it separates
         two texts of one sort, which stay paragraphs of their own."""
@@ -142,6 +156,11 @@ class AnswerParts:
     def begin(self, name: str, written_id: str = "") -> None:
         """Begins the next call of a tool, whose id may be one that the model has written."""
         self._whole()
+        if self.inner:
+            self.reasoned()
+        elif self.said and self._gap is None:
+            # Text on both sides of a call stays apart.
+            self._gap = "".join(self._held)
         self.mark()
         made = written_id or call_id(self.answer_id, self.answer, self.calls, self.short_ids)
         self._deltas.append(ToolCallDelta(self.calls, made, name))
@@ -177,10 +196,17 @@ class AnswerParts:
         return taken
 
     def _add(self, texts: list[str], text: str) -> None:
-        text = text.lstrip(_SPACE) if self._bare else text
+        if self._bare:
+            bare = text.lstrip(_SPACE)
+            if self._gap == "" and texts is self._texts:
+                self._gap = text[: len(text) - len(bare)]
+            text = bare
         kept = text.rstrip(_SPACE)
         if kept:
             self._bare = False
+            if texts is self._texts:
+                texts += [self._gap] if self._gap else []
+                self._gap, self.said = None, True
             texts += [*self._held, kept]
             self._held.clear()
         if len(kept) < len(text):
@@ -205,7 +231,7 @@ class PendingText:
         ended: whether no more will come.
     """
 
-    __slots__ = ("_at", "_from", "_may_reread", "_short", "_text", "_was_cut", "ended")
+    __slots__ = ("_aside", "_at", "_from", "_may_reread", "_short", "_text", "_was_cut", "ended")
 
     def __init__(self) -> None:
         self._text = ""
@@ -213,6 +239,7 @@ class PendingText:
         self._at = 0
         self._from: int | None = None
         self._may_reread = MAX_REREAD_CHARS
+        self._aside: tuple[Marks, Callable[[str], object], Callable[[], None]] | None = None
         self.ended = False
         # These say whether the text has ended where more was to come, and whether a trial read wanted more text than
         # there is.
@@ -235,6 +262,15 @@ class PendingText:
         if half:
             self._text = self._text[:-half]
             self._at = min(self._at, len(self._text))
+
+    def aside(self, marks: Marks, give: Callable[[str], object], found: Callable[[], None]) -> None:
+        """Makes ``until`` look for ``marks``, too, amid the text that it hands to ``give``. The first one is read, and
+        ``found`` is called."""
+        self._aside = marks, give, found
+
+    def back(self, count: int) -> None:
+        """Leaves the last ``count`` characters that were read to be read again. There must be no trial read."""
+        self._at -= count
 
     def attempt(self) -> None:
         """Begins a trial read at the next character."""
@@ -323,7 +359,17 @@ class PendingText:
         none. It must not be called within a trial read."""
         while True:
             text, found = self._text, marks.find(self._text, self._at)
-            certain = len(text) - (0 if self.ended else marks.begun(text, self._at)) if found is None else found.start()
+            aside = self._aside if self._aside is not None and self._aside[1] == give else None
+            other = aside[0].find(text, self._at) if aside is not None else None
+            if aside is not None and other is not None and (found is None or other.start() < found.start()):
+                give(text[self._at : other.start()])
+                self._at, self._aside = other.end(), None
+                aside[2]()
+                continue
+            begun = 0 if self.ended or found is not None else marks.begun(text, self._at)
+            if aside is not None and found is None and not self.ended:
+                begun = max(begun, aside[0].begun(text, self._at))
+            certain = len(text) - begun if found is None else found.start()
             if certain > self._at:
                 give(text[self._at : certain])
             self._at = certain if found is None else found.end()

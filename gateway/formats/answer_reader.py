@@ -81,14 +81,17 @@ class AnswerReader:
 
     def _read(self, output_format: OutputFormat) -> Generator[None, None, None]:
         text, parts = self._text, self.parts
-        reasoning, calls = output_format.reasoning, output_format.tools is not None
+        reasoning, tools = output_format.reasoning, output_format.tools
         if reasoning is not None and reasoning.in_channels:
-            yield from HarmonyAnswer(text, parts, output_format.opened, calls).read()
+            known = None if tools is None else frozenset(output_format.schemas)
+            yield from HarmonyAnswer(text, parts, output_format.opened, known).read()
             return
         if reasoning is not None:
-            yield from read_reasoning(reasoning, output_format.opened, text, parts)
-            parts.thinking = False
-        if output_format.tools is not None:
-            yield from output_format.tools.read(text, parts, output_format.schemas)
+            yield from read_reasoning(
+                reasoning, output_format.opened, text, parts, tools is not None and not tools.bare
+            )
+            parts.thinking = parts.inner
+        if tools is not None:
+            yield from tools.read(text, parts, output_format.schemas)
             return
         yield from text.until(Marks(), parts.content)

@@ -43,14 +43,16 @@ class HarmonyAnswer:
     Args:
         opened: None where the answer begins with a header; where its prompt ends within a message, whether that is one
             of reasoning.
-        calls: whether the answer may call tools.
+        known: the names of the tools that may be called; None where none may.
     """
 
-    def __init__(self, text: PendingText, parts: AnswerParts, opened: bool | None, calls: bool) -> None:
+    def __init__(
+        self, text: PendingText, parts: AnswerParts, opened: bool | None, known: frozenset[str] | None
+    ) -> None:
         self._text = text
         self._parts = parts
         self._opened = opened
-        self._calls = calls
+        self._known = known
         # The sort of text that came last, between whose messages a line is left empty.
         self._last: Callable[[str], None] | None = None
 
@@ -103,7 +105,9 @@ class HarmonyAnswer:
     def _message(self, channel: str, recipient: str) -> Generator[None, None, str]:
         """Reads a message's text; returns the mark behind it, "" at the end of the answer."""
         name = recipient.removeprefix(FUNCTIONS)
-        if name != recipient and self._calls and NAME.fullmatch(name):
+        # A model may leave the prefix out.
+        called = self._known is not None and (name != recipient or name in self._known)
+        if called and NAME.fullmatch(name):
             return (yield from self._call(name))
         inner = channel == ANALYSIS or (recipient and name == recipient)
         return (yield from self._plain(self._parts.think if inner else self._parts.content))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 
@@ -72,17 +73,28 @@ class JsonCalls:
     # An object has a tool's name by one of these keys.
     _names: tuple[str, ...] = ("name",)
 
-    def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], begin: str, end: str = "") -> None:
+    def __init__(
+        self,
+        text: PendingText,
+        parts: AnswerParts,
+        known: frozenset[str],
+        begin: str,
+        end: str = "",
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._text = text
         self._parts = parts
         self._known = known
-        self._begin = Marks(begin)
-        self._end = end
+        # The end's mark by that of the begin; some models have written others than their templates have.
+        self._ends = {begin: end, **others}
+        self._begin = Marks(*self._ends)
+        self._mark, self._end = begin, end
 
     def read(self) -> Generator[None, None, None]:
         """Reads the whole answer."""
         text, parts = self._text, self._parts
         while mark := (yield from text.until(self._begin, parts.content)):
+            self._mark, self._end = mark, self._ends.get(mark, "")
             text.attempt()
             if not (yield from self._after_mark()) and not text.drop_half():
                 parts.content(mark + text.leave())
@@ -98,15 +110,17 @@ class JsonCalls:
             yield from self._text.has(self._end)
         return True
 
-    def _call(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads one JSON object and adds it to the answer's calls. Returns False where it is no call, and leaves it to
-        the caller to end the trial read."""
+    def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
+        """Reads one JSON object, of which the brace may be read already (``begun``), and adds it to the answer's calls.
+        Returns False where it is no call, and leaves it to the caller to end the trial read."""
         text, parts = self._text, self._parts
-        if (yield from text.past_space()) != "{":
+        if not begun and (yield from text.past_space()) != "{":
             return False
         name = arguments = character = ""
         while character != "}":
-            text.step()
+            if not begun:
+                text.step()
+            begun = False
             key, character = yield from self._key()
             if key is None or (key in _ARGUMENTS and character != "{"):
                 return False
@@ -126,7 +140,8 @@ class JsonCalls:
             character = yield from text.past_space()
             if not character or character not in ",}":
                 return False
-        if not name:
+        # Amid text, an object with a name alone is no call.
+        if not name or (only_known and self._parts.said and not arguments):
             return False
         text.step()
         text.take()
@@ -182,20 +197,12 @@ class JsonCalls:
 
 
 class LlamaCalls(JsonCalls):
-    """Reads an answer of Llama 3: it begins with a call's object, perhaps after a mark, or is all content."""
-
-    def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
-        # Without a mark an object is a call only if it names a tool, because the answer itself may be JSON.
-        self._text.attempt()
-        if (yield from self._call(only_known=True)):
-            yield from self._more()
-        else:
-            self._parts.content(self._text.leave())
-        yield from super().read()
+    """Reads an answer of Llama 3: a call's object stands after a mark, or anywhere."""
 
     def _after_mark(self) -> Generator[None, None, bool]:
-        if not (yield from self._call()):
+        # Without a mark an object is a call only if it names a tool, because the answer itself may be JSON.
+        bare = self._mark == "{"
+        if not (yield from self._call(only_known=bare, begun=bare)):
             return False
         yield from self._more()
         return True
@@ -220,16 +227,16 @@ class ListCalls(JsonCalls):
         if not (yield from self._list()):
             return False
         yield from text.past_space()
-        if self._end and (yield from text.has(self._end)):
-            yield from text.past_space()
+        if self._end:
+            yield from text.has(self._end)
         return True
 
-    def _list(self) -> Generator[None, None, bool]:
+    def _list(self, only_known: bool = False) -> Generator[None, None, bool]:
         text = self._text
         if (yield from text.past_space()) != "[":
             return False
         text.step()
-        if not (yield from self._call()):
+        if not (yield from self._call(only_known)):
             return False
         while (character := (yield from text.past_space())) and character in ",]":
             text.step()
@@ -243,13 +250,46 @@ class ListCalls(JsonCalls):
         return True
 
 
+class XlamCalls(ListCalls):
+    """Reads an answer of Salesforce's xLAM models: a list of calls stands after one of several marks, or is the whole
+    answer, perhaps behind its reasoning."""
+
+    def read(self) -> Generator[None, None, None]:
+        """Reads the whole answer."""
+        # Without a mark a list is one of calls only if it names a tool, because the answer itself may be JSON.
+        self._text.attempt()
+        if (yield from self._list(only_known=True)):
+            yield from self._text.past_space()
+        else:
+            self._parts.content(self._text.leave())
+        yield from super().read()
+
+
+class ApertusCalls(ListCalls):
+    """Reads an answer of an Apertus model: each object of its list has one key, the tool's name."""
+
+    def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
+        text = self._text
+        if (yield from text.past_space()) != "{":
+            return False
+        text.step()
+        name, character = yield from self._key()
+        if name is None or not NAME.fullmatch(name) or character != "{":
+            return False
+        text.take()
+        self._parts.begin(name)
+        yield from self._stream()
+        yield from self._rest()
+        return True
+
+
 class CohereCalls(ListCalls):
     """Reads an answer of Cohere's Command models: the calls of its list have a number of their own, and another key for
     the name. They may come without the list."""
 
     _names = ("tool_name", "name")
 
-    def _list(self) -> Generator[None, None, bool]:
+    def _list(self, only_known: bool = False) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "{":
             return (yield from self._call())
         return (yield from super()._list())

@@ -79,6 +79,7 @@ def _gemma(begin: str, end: str, quote: str) -> LiteralForm:
 LITERAL_FORMS: dict[str, LiteralForm] = {
     "pythonic": LiteralForm("", "", listed=True),
     "llama4_pythonic": LiteralForm("<|python_start|>", "<|python_end|>", listed=True),
+    "lfm2": LiteralForm("<|tool_call_start|>", "<|tool_call_end|>", listed=True),
     "olmo3": LiteralForm("<function_calls>", "</function_calls>", lines=True),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
@@ -150,8 +151,8 @@ class LiteralCalls:
                 break
         # White space after calls is no content.
         yield from text.past_space()
-        if form.end and (yield from text.has(form.end)):
-            yield from text.past_space()
+        if form.end:
+            yield from text.has(form.end)
         return True
 
     def _call(self, only_known: bool = False) -> Generator[None, None, bool]:

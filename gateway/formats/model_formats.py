@@ -17,7 +17,7 @@ from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import HARMONY, REASONING_FORMATS, ReasoningFormat
-from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_FORMATS, ToolFormat
+from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
 from pillion.gateway.tokens.tool_prompt import knows_tools
@@ -164,7 +164,12 @@ def choose_formats(
             for number, token in added.items()
             if MARK.fullmatch(token.content) and (token.special or token.content[0] == "<")
         },
-        {number: token.content for number, token in added.items() if token.special and token.content in marks},
+        # A mark may consist of several tokens.
+        {
+            number: token.content
+            for number, token in added.items()
+            if token.special and MARK.fullmatch(token.content) and any(token.content in mark for mark in marks)
+        },
         foreign=tools == GENERIC and tool_parser == AUTO and knows_tools(template),
     )
 
@@ -172,6 +177,7 @@ def choose_formats(
 def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
     """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
     template. Raises ConfigError for names that do not exist, or do not go together."""
+    tool_parser = TOOL_ALIASES.get(tool_parser, tool_parser)
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
     reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template))
     # In messages in channels, calls and reasoning have one format.

@@ -86,7 +86,6 @@ class NamedCalls(JsonCalls):
                 # White space around marks is no content.
                 yield from text.past_space()
                 yield from text.has(end)
-            yield from text.past_space()
 
     def _named(self, mark: str) -> Generator[None, None, bool]:
         """Reads a call from after ``mark`` up to the end of its arguments. Returns False where it is none, and leaves

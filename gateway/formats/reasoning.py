@@ -75,8 +75,13 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
     "qwen3": _THINK,
     # Other models have the same marks.
-    **dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "minimax_m2"), _THINK),
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
+    **dict.fromkeys(("deepseek_v3", "hy_v3"), _THINK),
+    # Models of these formats always think unless their prompt says otherwise, and leave the first mark out.
+    **dict.fromkeys(
+        ("deepseek_r1", "glm45", "glm47", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
+        replace(_THINK, assumed=True),
+    ),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", parts=("<|channel>",)),
     "cohere_command3": ReasoningFormat(
@@ -93,9 +98,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def read_reasoning(
-    form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts
+    form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts, calls: bool = False
 ) -> Generator[None, None, None]:
-    """Reads the answer up to where its reasoning ends; reads nothing where the answer does not begin with reasoning."""
+    """Reads the answer up to where its reasoning ends; reads nothing where the answer does not begin with reasoning.
+    With ``calls`` the reader of calls goes on within the reasoning, which a call ends as its mark does."""
     if opened is False:
         return
     text.attempt()
@@ -108,5 +114,9 @@ def read_reasoning(
             return
     parts.mark()
     parts.thought = True
-    if (yield from text.until(Marks(*filter(None, (form.end, form.others[1]))), parts.think)):
+    ends = Marks(*filter(None, (form.end, form.others[1])))
+    if calls:
+        parts.inner = True
+        text.aside(ends, parts.content, parts.reasoned)
+    elif (yield from text.until(ends, parts.think)):
         parts.mark()

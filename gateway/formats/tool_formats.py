@@ -9,7 +9,15 @@ from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
-from pillion.gateway.formats.json_calls import CohereCalls, JsonCalls, ListCalls, LlamaCalls, MistralCalls
+from pillion.gateway.formats.json_calls import (
+    ApertusCalls,
+    CohereCalls,
+    JsonCalls,
+    ListCalls,
+    LlamaCalls,
+    MistralCalls,
+    XlamCalls,
+)
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls, LiteralForm
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls, NamedForm
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
@@ -30,6 +38,7 @@ class ToolFormat:
         marks: texts of special tokens that ``read`` needs to see.
         inner: further marks, within a call.
         short_ids: whether the template takes ids of nine letters and digits only.
+        bare: whether a call may stand without any mark, so that none is looked for in reasoning.
     """
 
     begin: str
@@ -39,6 +48,7 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     short_ids: bool = False
     inner: tuple[str, ...] = ()
+    bare: bool = False
 
 
 def _read_hermes(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
@@ -62,8 +72,8 @@ def _read_literal(
 
 
 def _read_list(name: str, text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    kind = CohereCalls if name == COHERE else ListCalls
-    return kind(text, parts, frozenset(tools), *LIST_MARKS[name]).read()
+    kind = _LIST_READERS.get(name, ListCalls)
+    return kind(text, parts, frozenset(tools), *LIST_MARKS[name], _OTHER_MARKS.get(name, {})).read()
 
 
 def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
@@ -71,11 +81,15 @@ def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> 
 
 
 def _read_llama(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>").read()
+    return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>", "", {"{": ""}).read()
+
+
+def _read_internlm(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return JsonCalls(text, parts, frozenset(tools), *INTERNLM_MARKS).read()
 
 
 def _read_harmony(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return HarmonyAnswer(text, parts, None, calls=True).read()
+    return HarmonyAnswer(text, parts, None, frozenset(tools)).read()
 
 
 GENERIC, OPENAI = "generic", "openai"
@@ -85,7 +99,9 @@ _XML_FOUND = {
     "minimax_m2": ("<minimax:tool_call>",),
     "seed_oss": ("<seed:tool_call>",),
     "qwen3_coder": ("<function=", "<parameter="),
-    "qwen3_xml": ("<function=", "<parameter="),
+    "hy_v3": ("<tool_sep>", "<arg_key>"),
+    "step3": ("<steptml:invoke",),
+    "deepseek_v32": ("｜DSML｜",),
 }
 # So have those of the formats of names between marks, and of lists between marks.
 _NAMED_FOUND = {
@@ -93,20 +109,30 @@ _NAMED_FOUND = {
     "deepseek_v31": (DEEPSEEK_SEPARATOR,),
     "kimi_k2": ("<|tool_calls_section_begin|>",),
 }
-COHERE, PHI4_MINI = "cohere_command3", "phi4_mini_json"
+COHERE, PHI4_MINI, APERTUS, XLAM = "cohere_command3", "phi4_mini_json", "apertus", "xlam"
+INTERNLM, INTERNLM_MARKS = "internlm", ("<|action_start|><|plugin|>", "<|action_end|>")
 LIST_MARKS = {
     "granite": ("<|tool_call|>", ""),
     "hunyuan_a13b": ("<tool_calls>", "</tool_calls>"),
     COHERE: ("<|START_ACTION|>", "<|END_ACTION|>"),
     # This mark is a word, which counts where a list follows.
     PHI4_MINI: ("functools", ""),
+    APERTUS: ("<|tools_prefix|>", "<|tools_suffix|>"),
+    XLAM: (TOOL_CALL, END_TOOL_CALL),
 }
+# Models write these marks instead, the end's by that of the begin.
+_OTHER_MARKS = {
+    "granite": {TOOL_CALL: END_TOOL_CALL},
+    XLAM: {"[TOOL_CALLS]": "", "```json": "```"},
+}
+_LIST_READERS = {COHERE: CohereCalls, APERTUS: ApertusCalls, XLAM: XlamCalls}
 # The system prompts that tell models of Python's calls have this example.
 _EXAMPLE = "func_name1("
 _LITERAL_FOUND = {
     "gemma4": ("<|tool_call>", "call:"),
     "functiongemma": ("<start_function_call>",),
     "olmo3": ("<function_calls>",),
+    "lfm2": ("<|tool_list_start|>",),
     "llama4_pythonic": (_EXAMPLE, "<|python_start|>"),
     "pythonic": (_EXAMPLE,),
 }
@@ -137,7 +163,14 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         for name, named in NAMED_FORMS.items()
     },
     **{
-        name: ToolFormat(*marks, partial(_read_list, name), ((marks[0],),), tuple(filter(None, marks)))
+        name: ToolFormat(
+            *marks,
+            partial(_read_list, name),
+            # The marks of xLAM's calls are those of other formats.
+            ((marks[0],),) if name != XLAM else (),
+            tuple(filter(None, (*marks, *(mark for pair in _OTHER_MARKS.get(name, {}).items() for mark in pair)))),
+            bare=name in (XLAM, PHI4_MINI),
+        )
         for name, marks in LIST_MARKS.items()
     },
     **{
@@ -148,6 +181,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             (found,),
             tuple(filter(None, (literal.begin, literal.end, literal.quote))),
             inner=tuple(filter(None, (literal.quote,))),
+            bare=literal.listed,
         )
         for name, found in _LITERAL_FOUND.items()
         for literal in (LITERAL_FORMS[name],)
@@ -165,9 +199,21 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         _read_llama,
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
+        bare=True,
+    ),
+    INTERNLM: ToolFormat(
+        *INTERNLM_MARKS, _read_internlm, (("<|action_start|>",),), ("<|action_start|>", "<|plugin|>", "<|action_end|>")
     ),
     OPENAI: ToolFormat(CHANNEL, CALL, _read_harmony, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes),
+}
+# Other names of formats, as vLLM and SGLang have them.
+TOOL_ALIASES = {
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "jamba": "hunyuan_a13b",
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
 }
 # In these formats tools, calls and results are told to a model as text, where its template has no place for them.
 SPELLED_OUT = ("hermes", GENERIC)

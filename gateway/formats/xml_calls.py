@@ -34,6 +34,7 @@ class XmlForm:
             separate the parts, and behind its text.
         lines: whether a parameter's text stands on lines of its own.
         together: whether several calls stand between one ``begin`` and one ``end``.
+        typed: whether behind a key and ``keyed[0]`` stands whether the text is a string.
     """
 
     begin: str
@@ -46,11 +47,12 @@ class XmlForm:
     end_parameter: str
     lines: bool = False
     together: bool = False
+    typed: bool = False
 
     @property
     def inner(self) -> tuple[str, ...]:
         """Gives the marks within a call."""
-        found = (self.function, self.end_function, self.parameter, *self.keyed, self.end_parameter)
+        found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
         return tuple(mark for mark in found if len(mark) > len('">'))
 
 
@@ -59,6 +61,40 @@ _QWEN = XmlForm(
 )
 # The formats have the names that vLLM gives them.
 XML_FORMS: dict[str, XmlForm] = {
+    "hy_v3": XmlForm(
+        "<tool_calls>",
+        "</tool_calls>",
+        "<tool_call>",
+        "<tool_sep>",
+        "</tool_call>",
+        "<arg_key>",
+        ("</arg_key>", "<arg_value>"),
+        "</arg_value>",
+        together=True,
+    ),
+    "step3": XmlForm(
+        "<｜tool_calls_begin｜>",
+        "<｜tool_calls_end｜>",
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+        '">',
+        "</steptml:invoke><｜tool_call_end｜>",
+        '<steptml:parameter name="',
+        ('">',),
+        "</steptml:parameter>",
+        together=True,
+    ),
+    "deepseek_v32": XmlForm(
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="',
+        '">',
+        "</｜DSML｜invoke>",
+        '<｜DSML｜parameter name="',
+        ('" string="', '">'),
+        "</｜DSML｜parameter>",
+        together=True,
+        typed=True,
+    ),
     "glm45": XmlForm(TOOL_CALL, END_TOOL_CALL, "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
     "minimax_m2": XmlForm(
         "<minimax:tool_call>",
@@ -82,9 +118,9 @@ XML_FORMS: dict[str, XmlForm] = {
         "</parameter>",
     ),
     "qwen3_coder": _QWEN,
-    "qwen3_xml": _QWEN,
 }
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
+_NO_STRING = {"boolean", "number", "object", "array", "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
@@ -99,8 +135,11 @@ class XmlCalls:
         self._schemas = schemas
         self._form = form
         self._begins = Marks(*filter(None, (form.begin, form.function)))
-        ends = ("\n" + form.end_parameter, form.end_parameter) if form.lines else (form.end_parameter,)
-        self._ends_parameter = Marks(*ends)
+        # A model may leave the mark of a parameter's end out; the next mark, on a line of its own where texts have
+        # lines, then ends it.
+        line = "\n" if form.lines else ""
+        self._next = tuple(line + mark for mark in (form.parameter, form.end_function or form.end))
+        self._ends_parameter = Marks(*dict.fromkeys((line + form.end_parameter, form.end_parameter, *self._next)))
         # A name or a key ends before one of these characters.
         self._behind_word = re.compile(rf"[{form.named[:1]}\n<]")
         # Types are kept by tool and parameter, because a schema may be long, and a model may write a parameter often.
@@ -133,9 +172,9 @@ class XmlCalls:
         if (yield from text.some()):
             # The arguments of a call that is cut short stay an unfinished object, so that nobody takes them for whole.
             self._parts.arguments("{}" if opened == "{" else "}")
-        for end in filter(None, (form.end_function, form.end)):
-            if (yield from text.has(end)):
-                yield from text.past_space()
+        if form.end_function and (yield from text.has(form.end_function)):
+            yield from text.past_space()
+        yield from text.has(form.end)
         return True
 
     def _name(self) -> Generator[None, None, str]:
@@ -146,15 +185,19 @@ class XmlCalls:
             return name if (yield from self._text.has(self._form.named)) else ""
         return name.strip() if (yield from self._text.past_space()) == "<" else ""
 
-    def _key(self) -> Generator[None, None, str]:
-        """Reads a parameter's key and what stands behind it; returns "" where that is not there."""
+    def _key(self) -> Generator[None, None, tuple[str, str]]:
+        """Reads a parameter's key and what stands behind it; returns the key, "" where that is not there, and what the
+        format says of the text's type."""
         key = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        kind = ""
         for number, mark in enumerate(self._form.keyed):
-            if number:
+            if number and self._form.typed:
+                kind = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+            elif number:
                 yield from self._text.past_space()
             if not (yield from self._text.has(mark)):
-                return ""
-        return key
+                return "", ""
+        return key, kind
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
         """Reads the next parameter of the tool ``name``; returns False where there is none."""
@@ -162,7 +205,7 @@ class XmlCalls:
         # White space in a call is no content.
         yield from text.past_space()
         text.attempt()
-        key = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ""
+        key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
         if not key:
             if not text.drop_half():
                 parts.content(text.leave())
@@ -171,8 +214,13 @@ class XmlCalls:
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
         if self._form.lines:
             yield from text.has("\n")
-        value = _Value(self._types_of(name, key), parts.arguments)
+        types = self._types_of(name, key)
+        # What is said to be no string is JSON, whatever the schema does not say.
+        types = {"string"} if kind == "true" else types - {"string"} or _NO_STRING if kind == "false" else types
+        value = _Value(types, parts.arguments)
         mark = yield from text.until(self._ends_parameter, value.push)
+        if mark in self._next:
+            text.back(len(mark))
         value.end(whole=bool(mark))
         return True
 

@@ -16,10 +16,10 @@ from typing import Any
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
-from pillion.gateway.formats.model_formats import ModelFormats, schema_of
+from pillion.gateway.formats.model_formats import MARK, ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import COHERE, LIST_MARKS, OPENAI
+from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI, ToolFormat
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.literal_values import (
@@ -63,9 +63,9 @@ def answer_pieces(
         around = output_format.reasoning.answer
     if structured is not None:
         structured = replace(structured, body=_within(around, structured.body, marks))
-    body = structured
+    body, calls = structured, ""
     if output_format is not None and output_format.tools is not None:
-        body = _Calls(formats, options, loose, output_format.opened, around).piece(structured)
+        body, calls = _Calls(formats, options, loose, output_format.opened, around).piece(structured)
     elif body is not None and formats.in_channels and output_format is not None and output_format.opened is not False:
         body = replace(body, body=f"{_message('final', marks)} ({body.body})")
     if body is None:
@@ -74,7 +74,18 @@ def answer_pieces(
         return [body]
     if formats.in_channels:
         return [_channels_piece(output_format.opened, marks), body]
-    return [reasoning_piece(output_format.reasoning, output_format.opened, marks), body]
+    reasoning = reasoning_piece(output_format.reasoning, output_format.opened, marks)
+    if not calls or output_format.reasoning.end not in marks or not _begins_with_token(output_format.tools, marks):
+        return [reasoning, body]
+    # A call may begin before the reasoning has ended, and ends it.
+    begin = "" if output_format.opened else _term(output_format.reasoning.begin, marks)
+    either = f"({reasoning.body}) ({body.body}) | {begin} {_TEXT} {calls}"
+    return [replace(body, body=either, rules=(*reasoning.rules, *body.rules))]
+
+
+def _begins_with_token(form: ToolFormat | None, marks: Mapping[str, int]) -> bool:
+    """Returns whether each call of a format begins with a token that is a mark."""
+    return form is not None and not form.bare and any(form.begin.startswith(mark) for mark in marks)
 
 
 def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str:
@@ -109,7 +120,7 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
     thought = f"{_TEXT} {_term(form.end, marks)}"
     if form.end not in marks:
         thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {_TEXT} {literal(form.end)}",)
-    begin = _begin(form.begin, marks)
+    begin = _term(form.begin, marks)
     space = r"/\n{0,2}/"
     if opened:
         return Piece(f"{thought} {space}", rules)
@@ -126,9 +137,9 @@ class _Calls:
     opened: bool | None
     around: tuple[str, str] = ("", "")
 
-    def piece(self, structured: Piece | None) -> Piece:
+    def piece(self, structured: Piece | None) -> tuple[Piece, str]:
         """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
-        piece."""
+        piece. Returns the rule for calls alone, too."""
         form = self.formats.tools
         assert form is not None
         choice = self.options.choice or "auto"
@@ -139,18 +150,17 @@ class _Calls:
         writer = _WRITERS[name](self, tools, several)
         rules, grammars = tuple(writer.rules), writer.grammars
         if choice in ("required", "named"):
-            return Piece(writer.calls, rules, grammars, writer.sources)
+            return Piece(writer.calls, rules, grammars, writer.sources), writer.calls
         if structured is not None:
             sources, grammars = writer.sources | structured.sources, grammars | structured.grammars
-            return Piece(
-                f"({writer.calls}) | ({writer.content(structured.body)})", rules + structured.rules, grammars, sources
-            )
+            either = f"({writer.calls}) | ({writer.content(structured.body)})"
+            return Piece(either, rules + structured.rules, grammars, sources), writer.calls
         body, more = writer.amid_text()
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
         if self.around[0] in self.formats.mark_ids:
             # Free text has no token that is a mark.
             body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
-        return Piece(body, rules + more, grammars, writer.sources)
+        return Piece(body, rules + more, grammars, writer.sources), writer.calls
 
     def term(self, mark: str) -> str:
         """Returns a mark as a grammar names it."""
@@ -283,8 +293,8 @@ class _XmlWriter(_TaggedWriter):
         schema, form = self.asked.schema(tool), self.form
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        head = literal(f"{form.function}{tool.name}{form.named}\n")
-        end = literal(form.end_function) if form.end_function else ""
+        head = self.asked.term(f"{form.function}{tool.name}{form.named}\n")
+        end = self.asked.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
             return f'{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} "\\n" {end}'
         required = schema.get("required")
@@ -302,9 +312,12 @@ class _XmlWriter(_TaggedWriter):
             parts.append(f"{name}*")
         return f"{head} {' '.join(parts)} {end}"
 
-    def _head(self, key: str) -> str:
+    def _head(self, key: str, is_text: bool = True) -> str:
         """Returns a rule for what stands before a parameter's text; ``key`` is that of its key."""
         form = self.form
+        if form.typed:
+            head, behind = form.keyed
+            return f"{self.asked.term(form.parameter)} {key} {literal(head + str(is_text).lower() + behind)}"
         keyed = ' "\\n" '.join(map(self.asked.term, form.keyed))
         return f"{self.asked.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
 
@@ -341,10 +354,12 @@ class _XmlWriter(_TaggedWriter):
         values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
         if isinstance(values, list) and values:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            begin = self._head(literal(key), all(isinstance(value, str) for value in values))
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types_of({"properties": {key: schema}}, key):
             return self._text(name, begin, schema)
         shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        begin = self._head(literal(key), False)
         return [f"{name}: {begin} {self.json({**shared, **schema}, number, f'.properties.{key}')} {end}"]
 
     def _text(self, name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
@@ -396,6 +411,20 @@ class _ListWriter(_TaggedWriter):
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         begin, _ = LIST_MARKS[self.asked.formats.tool_parser]
         return _amid_text(begin, "call", False, self.asked.formats.mark_ids)
+
+
+class _ApertusWriter(_ListWriter):
+    """Writes the grammar of the calls of Apertus: each is an object with one key, the tool's name."""
+
+    def one(self, tool: Tool, number: int) -> str:
+        return f'{literal(f"{{{json.dumps(tool.name)}: ")} {self.arguments(tool, number)} "}}"'
+
+
+class _InternlmWriter(_TaggedWriter):
+    """Writes the grammar of InternLM's calls, whose arguments are its ``parameters``."""
+
+    def one(self, tool: Tool, number: int) -> str:
+        return self.object(tool, number, "parameters")
 
 
 class _CohereWriter(_ListWriter):
@@ -575,6 +604,8 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
     **dict.fromkeys(NAMED_FORMS, _NamedWriter),
     **dict.fromkeys(LIST_MARKS, _ListWriter),
     COHERE: _CohereWriter,
+    APERTUS: _ApertusWriter,
+    INTERNLM: _InternlmWriter,
     **dict.fromkeys(LITERAL_FORMS, _LiteralWriter),
     "llama3_json": _LlamaWriter,
     "mistral": _MistralWriter,
@@ -583,21 +614,21 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 
 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
-    """Returns a mark as a grammar writes it: a token by its id, anything else by its text."""
-    return f"<[{ids[mark]}]>" if mark in ids else literal(mark)
-
-
-def _begin(mark: str, ids: Mapping[str, int]) -> str:
-    """Returns a mark as a grammar writes it, which may be a token with a word behind it."""
-    token = next((text for text in ids if mark.startswith(text)), "")
-    return _term(mark, ids) if token in ("", mark) else f"{_term(token, ids)} {literal(mark.removeprefix(token))}"
+    """Returns a mark as a grammar writes it: the tokens in it by their ids, anything else by its text."""
+    written, at = [], 0
+    for found in MARK.finditer(mark):
+        if found[0] in ids:
+            written += [literal(mark[at : found.start()])] if at < found.start() else []
+            written.append(f"<[{ids[found[0]]}]>")
+            at = found.end()
+    return " ".join([*written, literal(mark[at:])] if at < len(mark) else written)
 
 
 def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
     """Returns a rule for free text in which ``call`` stands after each ``begin``, and the rules that it needs; where
     only one call is allowed, nothing follows it."""
     head, rules = f"TEXT {_term(begin, ids)}", [f"TEXT: {_TEXT}"]
-    if begin not in ids:
+    if not any(begin.startswith(mark) for mark in ids):
         head = "text_and_mark"
         rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
     body = f"({head} {call})* TEXT" if several else f"TEXT | {head} {call}"

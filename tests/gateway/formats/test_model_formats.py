@@ -10,7 +10,7 @@ from pillion.errors import ConfigError, InvalidRequest
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
-from pillion.gateway.formats.tool_formats import TOOL_FORMATS
+from pillion.gateway.formats.tool_formats import TOOL_ALIASES, TOOL_FORMATS
 from pillion.gateway.grammars import tool_pieces
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolOptions
 from testbed.toy_tokenizer import byte_tokenizer
@@ -19,7 +19,9 @@ TOOLS = ToolOptions(tools=(Tool(name="f"),))
 
 
 def test_flags_and_tables_name_the_same_formats() -> None:
-    assert set(TOOL_PARSER_CHOICES) == {"auto", "none", *TOOL_FORMATS}
+    assert set(TOOL_PARSER_CHOICES) == {"auto", "none", *TOOL_FORMATS, *TOOL_ALIASES}
+    assert set(TOOL_ALIASES.values()) <= TOOL_FORMATS.keys()
+    assert TOOL_ALIASES.keys().isdisjoint(TOOL_FORMATS)
     assert set(REASONING_PARSER_CHOICES) == {"auto", "none", *REASONING_FORMATS}
     assert set(tool_pieces._WRITERS) == set(TOOL_FORMATS)
 

@@ -83,12 +83,27 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "cohere": ("cohere_command3", ["<|START_ACTION|>", "<|END_ACTION|>"], []),
     "ernie": ("ernie45", ["<tool_call>", "</tool_call>"], []),
     "phi 4 mini": ("phi4_mini_json", [], []),
+    "apertus": ("apertus", ["<|tools_prefix|>", "<|tools_suffix|>"], []),
+    "internlm": ("internlm", ["<|action_start|>", "<|plugin|>", "<|action_end|>"], []),
+    "lfm": ("lfm2", ["<|tool_call_start|>", "<|tool_call_end|>"], []),
+    "xlam": ("xlam", [], []),
+    "hunyuan 3": (
+        "hy_v3",
+        ["<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>"],
+        ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    ),
+    "step": (
+        "step3",
+        [*(f"<｜tool_{mark}｜>" for mark in ("calls_begin", "calls_end", "call_begin", "call_end", "sep"))],
+        [],
+    ),
+    "deepseek v3.2": ("deepseek_v32", [], []),
 }
 
 # These differ from others by their marks.
 _ALIKE = (
     *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
-    *("phi 4 mini", "pythonic", "olmo", "cohere"),
+    *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam"),
 )
 CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
 
@@ -161,6 +176,26 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
             assert [name for name, _ in calls] == ["weather"]
         assert several or len(calls) <= 1
     assert ended >= 2
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_call_may_begin_before_the_reasoning_has_ended(choice: str, opened: bool) -> None:
+    """The model writes the mark of a call in place of that of the reasoning's end; a grammar must not forbid it."""
+    codec = codec_of("hermes with tokens")
+    formats = choose_formats("", codec, "hermes", "qwen3")
+    options = ToolOptions(tools=TOOLS, choice=choice, name="now" if choice == "named" else "")
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    prompt, begin = ("<think>\n", "") if opened else ("", "<think>\n")
+    structured = Piece('"{}"') if choice == "auto" else None
+    for piece in (None, structured):
+        grammar = join(answer_pieces(formats.output_format(request, prompt), formats, options, piece)).text
+        call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        for text in (f"{begin}So. {call}", f"{begin}So.</think>\n\n{call}"):
+            assert accepts(codec, grammar, text)
+            assert read(codec, formats, request, prompt, codec.encode(text).ids)[:2] == ("", [["now", "{}"]])
+        assert not accepts(codec, grammar, f"{begin}So. <tool_call>\n" + "{}\n</tool_call>")
+        assert not accepts(codec, grammar, f"{begin}So.")
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -502,6 +537,18 @@ CALL = {
     "deepseek_v31": _IN_DEEPSEEK % 'patch<｜tool▁sep｜>{"input": %s}',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.patch:0<|tool_call_argument_begin|>"
     '{"input": %s}<|tool_call_end|><|tool_calls_section_end|>',
+    "apertus": '<|tools_prefix|>[{"patch": {"input": %s}}]<|tools_suffix|>',
+    "internlm": '<|action_start|><|plugin|>\n{"name": "patch", "parameters": {"input": %s}}\n<|action_end|>',
+    "lfm2": "[patch(input=%s)]",
+    "xlam": '<tool_call>[{"name": "patch", "arguments": {"input": %s}}]</tool_call>',
+    "hy_v3": "<tool_calls>\n<tool_call>patch<tool_sep>\n<arg_key>input</arg_key>\n<arg_value>%s</arg_value>\n"
+    "</tool_call>\n</tool_calls>",
+    "step3": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="patch">\n'
+    '<steptml:parameter name="input">%s</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+    "<｜tool_calls_end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="patch">\n'
+    '<｜DSML｜parameter name="input" string="true">%s'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
     "hunyuan_a13b": '<tool_calls>[{"name": "patch", "arguments": {"input": %s}}]</tool_calls>',
     "pythonic": "[patch(input=%s)]",
