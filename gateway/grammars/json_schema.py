@@ -176,7 +176,7 @@ def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
 def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema of numbers of which llguidance sees whether any fits: it computes with floats, and takes no heed
     that a multiple of a fraction may have to be an integer."""
-    step, kinds = abs(_exact(schema.get("multipleOf")) or 0), _kinds(schema)
+    step, kinds = _step(schema), _kinds(schema)
     if not step or not {"integer", "number"}.issuperset(map(str, kinds)):
         return schema
     if kinds == ["integer"]:
@@ -187,6 +187,11 @@ def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
     last = [math.ceil(n) - 1 if key[0] == "e" else math.floor(n) for key, n in bounds.items() if "aximum" in key]
     none = first and last and max(first) > min(last)
     return {**schema, "enum": []} if none else schema
+
+
+def _step(schema: dict[str, Any]) -> Fraction:
+    """Returns the number of which the schema's numbers are multiples; 0 for any."""
+    return abs(_exact(schema.get("multipleOf")) or Fraction(0))
 
 
 def _exact(number: Any) -> Fraction | None:
@@ -232,7 +237,7 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
         yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
     if "additionalItems" in schema and _APPLIED & schema.keys():
         yield f"{path}/additionalItems", "items of another schema that holds here too would count as listed"
-    step = abs(_exact(schema.get("multipleOf")) or 0)
+    step = _step(schema)
     mixed = whole.merges and whole.integers and (_kinds(schema) != ["integer"] or step.numerator > MAX_STEP)
     if mixed and step and 1 not in (step.numerator, step.denominator):
         yield f"{path}/multipleOf", "beside integers, only an integer or one divided by an integer"
