@@ -42,11 +42,13 @@ class TenantTurns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Says when an answer ends by its text or tokens: by stop strings and stop ids, but not before ``min_tokens``."""
+    """Says when an answer ends by its text or tokens: by stop strings and stop ids, but not before ``min_tokens``. What
+    stops it is part of its text where it is ``included``."""
 
     strings: StopStrings
     ids: frozenset[int]
     min_tokens: int
+    included: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class AnswerFormats:
         self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
     ) -> AnswerText:
         """Makes the text of answer number ``index`` of a request, before its first token."""
-        return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)
+        return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, stops.included)
 
     async def warm_up(self) -> None:
         """Does once what the first request would otherwise wait for. It raises nothing."""

@@ -62,6 +62,7 @@ from pillion.gateway.request.request_telemetry import (
     version_readings,
 )
 from pillion.gateway.request.validation import (
+    MAX_CUT_TOKENS,
     MAX_WAITING_BYTES,
     ModelLimits,
     check_ids,
@@ -71,6 +72,7 @@ from pillion.gateway.request.validation import (
     check_pool,
     check_request,
     check_scores,
+    kept_tokens,
     not_embedded,
     prompt_field,
     resolve,
@@ -78,7 +80,7 @@ from pillion.gateway.request.validation import (
     tools_bytes,
     weight,
 )
-from pillion.gateway.tokens.answer_text import AnswerText, stop_strings
+from pillion.gateway.tokens.answer_text import AnswerText, NoText, stop_strings
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.gateway.tokens.tokenizer import (
@@ -98,6 +100,9 @@ T = TypeVar("T")
 # Such a function says after how many tokens of a prompt, which begins with so many virtual ones, others may part from
 # it.
 PlacesOf = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]
+
+# Encoding a short text takes as long as checking about so many bytes more.
+WORD_BYTES = 64
 
 STOPPING = "this gateway is stopping"
 # Loading an adapter waits at most this long until all machines have its files.
@@ -269,6 +274,7 @@ class Gateway:
                 own, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(own))
             prompt = _with_virtual_tokens(request, model, own)
+            bad_words = await self._bad_words(request.sampling.bad_words, model, tenant)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
@@ -278,7 +284,8 @@ class Gateway:
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled)
-            admitted = await self._with_places(_with_grammar(admitted, grammar), places)
+            admitted = replace(_with_grammar(admitted, grammar), bad_words=bad_words)
+            admitted = await self._with_places(admitted, places)
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, request.priority, admitted)
@@ -547,6 +554,7 @@ class Gateway:
     ) -> tuple[tuple[int, ...], str]:
         """Returns the prompt's ids and its text; the text of a prompt that came as ids is ""."""
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
+        kept = kept_tokens(request.sampling, model.limits)
         text = request.text
         if not prompt:
             encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
@@ -556,6 +564,8 @@ class Gateway:
                     text = await model.template.render(request.messages, request.chat, tools)
                 encode = tokenizer.encode_chat
             most = model.limits.max_prompt_tokens
+            if kept is not None:
+                most = max(most, MAX_CUT_TOKENS)
             try:
                 prompt, largest = await self._pool.run(
                     _encoded, encode, text, most, tenant=tenant, size_bytes=len(text)
@@ -567,8 +577,21 @@ class Gateway:
                 raise not_embedded(request, tokenizer.codec.id_to_token(largest) or str(largest), model.limits)
             if request.messages:
                 text = text.replace(BREAKER, "")
+        if kept is not None:
+            prompt = tokenizer.cut_ids(prompt, kept, request.sampling.truncation_side)
         check_length(len(prompt), field, model.limits)
         return prompt, text
+
+    async def _bad_words(
+        self, words: tuple[str, ...], model: ModelEntry, tenant: Tenant
+    ) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of the words that a request's answers never have. Raises Overloaded."""
+        size_bytes = sum(WORD_BYTES + len(word) for word in words)
+        job = model.tokenizer.bad_sequences
+        found: tuple[tuple[int, ...], ...] = await self.off_loop(
+            tenant, size_bytes, job, words, model.limits.vocab_size
+        )
+        return found
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: AskedOutput | None, tenant: Tenant
@@ -661,10 +684,13 @@ class Gateway:
         and Overloaded."""
         resolved = admitted.resolved
         stop_ids, min_tokens = frozenset(resolved.stop_token_ids), resolved.sampling.min_tokens or 0
-        stops = StopRules(stop_strings(request.sampling.stop), stop_ids, min_tokens)
+        asked = request.sampling
+        stops = StopRules(stop_strings(asked.stop), stop_ids, min_tokens, asked.include_stop_str_in_output)
 
         def new_answer(index: int) -> AnswerText:
-            detokenizer = model.tokenizer.detokenizer()
+            if asked.detokenize is False:
+                return AnswerText(NoText(), stops.strings, stops.ids)
+            detokenizer = model.tokenizer.detokenizer(shows_specials=asked.skip_special_tokens is False)
             return model.formats.new_text(output_format, detokenizer, stops, admitted.answer_id, index)
 
         answers = [new_answer(index) for index in range(_generated(request.sampling))]

@@ -145,6 +145,14 @@ class SamplingParams:
         best_of: generate so many and give the best n; default n.
         structured_outputs: the structure that every answer must have.
         prompt_logprobs: report log probabilities of the prompt's tokens but the first, and of this many alternatives.
+        allowed_token_ids: only these tokens are chosen, an end token too only where it is one of them; empty: all.
+        bad_words: texts that the answer's tokens never spell, with or without a space before them.
+        skip_special_tokens: False shows the texts of special tokens in the answer's text; None is True.
+        include_stop_str_in_output: the stop string, or the text of the stop token, is part of the answer's text.
+        detokenize: False gives tokens without text; None is True.
+        truncate_prompt_tokens: cut the prompt to so many tokens, -1 to what the context leaves for it; by default a
+            prompt that is too long is refused.
+        truncation_side: "left" cuts the prompt's beginning, "right" its end; "" is left.
     """
 
     temperature: float | None = _option(
@@ -218,6 +226,13 @@ class SamplingParams:
     best_of: int | None = _option(whole=True, doors=_COMPLETIONS)
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, doors=_COMPLETIONS)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool = False
+    detokenize: bool | None = None
+    truncate_prompt_tokens: int | None = _option(Range(-1, MAX_INT32), whole=True, doors=_COMPLETIONS)
+    truncation_side: str = ""
 
 
 # These are the rows of the numbers in SamplingParams, by name.

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.backends.backend import Int32, StateSlots, StepBatch
-from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, RowMasks, SamplingRows, ScoredRows
+from pillion.engine.sampling.allowed_masks import AllowedMasks
+from pillion.engine.sampling.sampling_rows import (
+    NO_IDS,
+    Int64,
+    RowEdit,
+    RowMasks,
+    SamplingRows,
+    ScoredRows,
+    UInt32,
+)
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
@@ -121,8 +130,8 @@ def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
-    """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens some
-    of them may choose (:meth:`Scheduler.masks`).
+    """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens
+    grammars let some of them choose (:meth:`Scheduler.masks`).
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
@@ -132,7 +141,7 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
         rows,
         logprobs=np.array(reports, np.int64),
         edits=tuple(_edits(rows)),
-        masks=masks,
+        masks=AllowedMasks.of(_allowed(rows), masks),
         scored=_scored(plan.pieces),
     )
 
@@ -188,11 +197,15 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
         presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
         prompt = sequence.spec.prompt_tokens
         early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
-        if repetition == 1.0 and not (presence or frequency or params.logit_bias or early):
+        bad_words = sequence.spec.bad_words
+        if repetition == 1.0 and not (presence or frequency or params.logit_bias or early or bad_words):
             continue
         # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it
         # here.
         end = min(position, sequence.num_tokens + sequence.num_proposed)
+        banned = [*sequence.spec.stop_token_ids] if early else []
+        if bad_words:
+            banned += bad_words.completing(sequence.tokens(max(prompt, end - bad_words.longest), end))
         yield RowEdit(
             row=row,
             biased=_ids(params.logit_bias),
@@ -202,8 +215,13 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
             answered=sequence.tokens(prompt, end) if presence or frequency else NO_IDS,
             presence=presence,
             frequency=frequency,
-            banned=_ids(sequence.spec.stop_token_ids) if early else NO_IDS,
+            banned=_ids(banned),
         )
+
+
+def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
+    """Returns the masks of rows whose requests allow only some tokens."""
+    return {row: mask for row, (sequence, *_) in enumerate(rows) if (mask := sequence.spec.allowed) is not None}
 
 
 def _ids(ids: Collection[int]) -> Int64:

@@ -29,7 +29,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import Float32
+from pillion.engine.sampling.bad_words import BadWords
+from pillion.engine.sampling.sampling_rows import Float32, UInt32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
 from pillion.priority import prompt_order, queue_order
@@ -93,6 +94,8 @@ class SequenceSpec:
         pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
         second_from: where the second text of a pair begins, for encoders; 0 for a single text.
         keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
+        allowed: uint32 [ceil(vocabulary / 32)], the mask of the tokens that alone are chosen; None allows all.
+        bad_words: sequences of tokens that the answer never has; None where there are none.
         kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
             carry states keeps one before each of these places.
     """
@@ -117,6 +120,8 @@ class SequenceSpec:
     second_from: int = 0
     keeps_blocks: bool = True
     kept_tokens: tuple[int, ...] = ()
+    allowed: UInt32 | None = None
+    bad_words: BadWords | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,7 @@ class Sequence(BlockChain):
         self.reads_history = sampling is not None and (
             sampling.repetition_penalty not in (None, 1.0)
             or bool(sampling.presence_penalty or sampling.frequency_penalty)
+            or (spec.bad_words is not None and spec.bad_words.longest > 0)
         )
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and spec.max_tokens == 0

@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from opentelemetry.context import Context
 
+from pillion.engine.sampling.allowed_masks import mask_of
+from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec, SiblingSpec
 from pillion.engine.scheduling.step_plan import Update
@@ -54,7 +56,7 @@ from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.priority import bounded
-from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
+from pillion.sampling_ranges import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.errors import as_pillion_error
@@ -360,12 +362,13 @@ class DecodeSession:
         stream.siblings = tuple(sibling for sibling in stream.siblings if self._streams.get(sibling.key) is sibling)
         if _waits(submit):
             self._check_room(1 + len(stream.siblings))
+        sampling, vocab_size = sampling_from_pb(submit.sampling), self._worker.model.backend.vocab_size
         spec = SequenceSpec(
             seq_id=stream.seq_id,
             token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
             parent_hash=submit.root_hash,
             prompt_tokens=submit.prompt_tokens,
-            sampling=sampling_from_pb(submit.sampling),
+            sampling=sampling,
             stop_token_ids=frozenset(submit.stop_token_ids),
             max_tokens=submit.max_tokens,
             max_model_len=self._worker.max_model_len,
@@ -379,6 +382,8 @@ class DecodeSession:
             second_from=submit.second_from,
             keeps_blocks=not self._worker.model.whole_texts,
             kept_tokens=tuple(submit.kept_tokens),
+            allowed=mask_of(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None,
+            bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -520,6 +525,12 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("grammar", f"more than {MAX_GRAMMAR_BYTES} bytes")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
+    words = submit.bad_words
+    if len(words) > MAX_BAD_SEQUENCES or not all(1 <= len(one.token_ids) <= MAX_BAD_TOKENS for one in words):
+        text = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_TOKENS} tokens"
+        yield FieldViolation("bad_words", text)
+    elif any(max(one.token_ids) >= vocab_size for one in words):
+        yield FieldViolation("bad_words", f"an id is outside the vocabulary of {vocab_size}")
     if len(submit.kept_tokens) > MAX_KEPT_PLACES:
         yield FieldViolation("kept_tokens", f"{len(submit.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
 

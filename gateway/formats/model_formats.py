@@ -122,9 +122,9 @@ class ModelFormats(AnswerFormats):
     ) -> AnswerText:
         """Makes the text of answer number ``index`` of a request, before its first token."""
         if not isinstance(output, OutputFormat):
-            return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)
+            return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, stops.included)
         parts = AnswerParts(answer_id, index, output.tools is not None and output.tools.short_ids)
-        return ReadAnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, output, parts)
+        return ReadAnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, output, parts, stops.included)
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:

@@ -26,8 +26,9 @@ class ReadAnswerText(AnswerText):
         min_tokens: int,
         output_format: OutputFormat,
         parts: AnswerParts,
+        included: bool = False,
     ) -> None:
-        super().__init__(detokenizer, strings, stop_ids, min_tokens)
+        super().__init__(detokenizer, strings, stop_ids, min_tokens, included)
         self._reader = AnswerReader(output_format, parts)
         self._visible = output_format.visible
 

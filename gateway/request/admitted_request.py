@@ -88,7 +88,8 @@ class AdmittedRequest:
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. After
     ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
     a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
-    of its text. Ids of calls are made of ``answer_id``.
+    of its text. Ids of calls are made of ``answer_id``. No answer has the tokens of one of its ``bad_words`` in their
+    order.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class AdmittedRequest:
     background: bool = False
     pooled: PooledRows | None = None
     kept_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def own_prompt(self) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
-from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
+from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
@@ -365,6 +365,7 @@ class ComponentCalls:
             grammar=admitted.grammar,
             adapter=admitted.adapter,
             kept_tokens=admitted.kept_tokens,
+            bad_words=[TokenSequence(token_ids=one) for one in admitted.bad_words],
         )
         if admitted.pooled is not None:
             rows = admitted.pooled_rows

@@ -29,7 +29,7 @@ from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, stru
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
-from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
+from pillion.sampling_ranges import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_PROMPT_LOGPROBS, range_violations
 from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, ToolOptions
 
 MAX_PROMPT_CHARS = 4 * 2**20
@@ -56,6 +56,12 @@ MAX_TOOL_CALL_ID_CHARS = 256
 # ones as for one.
 MAX_STOPS_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 64
+# A bad word is banned with a space before it and without.
+MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2
+MAX_BAD_WORD_CHARS = 256
+# A prompt that is to be cut may have so many tokens before, or as many as the model takes where these are more.
+MAX_CUT_TOKENS = 2**18
+TRUNCATION_SIDES = ("", "left", "right")
 # One prompt has at most this many answers.
 MAX_ANSWERS = 128
 # Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
@@ -238,6 +244,7 @@ def weight(request: GenerateRequest) -> int:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
     asked = request.sampling.structured_outputs
     structured = 0 if asked is None else structured_bytes(asked)
+    ids += len(request.sampling.allowed_token_ids)
     return len(request.text) + contents + structured + 4 * ids + 64 * len(request.messages)
 
 
@@ -325,6 +332,13 @@ def resolve(
             stop=(),
             stop_token_ids=(),
             structured_outputs=None,
+            # What concerns the text or the prompt is the gateway's business, too.
+            bad_words=(),
+            skip_special_tokens=None,
+            include_stop_str_in_output=False,
+            detokenize=None,
+            truncate_prompt_tokens=None,
+            truncation_side="",
             top_k=max(0, top_k or 0),
             seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
             max_tokens=wanted,
@@ -370,7 +384,10 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield too_many_chars("text")
     elif not _is_text(request.text):
         yield FieldViolation("text", "not valid Unicode")
-    if len(request.token_ids) > limits.max_prompt_tokens:
+    most = limits.max_prompt_tokens
+    if request.sampling.truncate_prompt_tokens is not None:
+        most = max(most, MAX_CUT_TOKENS)
+    if len(request.token_ids) > most:
         yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
     else:
         yield from _ids("token_ids", request.token_ids, limits)
@@ -531,6 +548,8 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
         text = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
         yield FieldViolation("sampling.logprobs", text)
     yield from _stops(sampling, limits)
+    yield from _bad_words(sampling)
+    yield from _cut(sampling, limits)
     if sampling.structured_outputs is not None:
         yield from structured_violations(sampling.structured_outputs)
 
@@ -560,14 +579,48 @@ def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
             yield from _ids(field, answer.token_ids, limits)
 
 
+def kept_tokens(sampling: SamplingParams, limits: ModelLimits) -> int | None:
+    """Returns to how many tokens a request's prompt is cut; None where it is not."""
+    if sampling.truncate_prompt_tokens != -1:
+        return sampling.truncate_prompt_tokens
+    room = limits.max_model_len_tokens - (sampling.max_tokens or 0)
+    return min(room, limits.max_prompt_tokens)
+
+
+def _cut(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
+    kept, field = kept_tokens(sampling, limits), "sampling.truncate_prompt_tokens"
+    if kept is not None and kept < 1:
+        text = "0 tokens are no prompt"
+        if sampling.truncate_prompt_tokens == -1:
+            text = f"max_tokens leaves the prompt nothing of the {limits.max_model_len_tokens} tokens of the context"
+        yield FieldViolation(field, text)
+    if sampling.truncation_side not in TRUNCATION_SIDES:
+        yield FieldViolation("sampling.truncation_side", f"{sampling.truncation_side[:100]!r} is not left or right")
+
+
+def _bad_words(sampling: SamplingParams) -> Iterator[FieldViolation]:
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        yield FieldViolation("sampling.bad_words", f"{len(sampling.bad_words)} texts; at most {MAX_BAD_WORDS}")
+    for n, word in enumerate(sampling.bad_words[:MAX_BAD_WORDS]):
+        if len(word) > MAX_BAD_WORD_CHARS:
+            yield FieldViolation(f"sampling.bad_words[{n}]", f"longer than {MAX_BAD_WORD_CHARS} characters")
+    yield from _texts("sampling.bad_words", sampling.bad_words[:MAX_BAD_WORDS])
+
+
+def _texts(field: str, texts: Sequence[str]) -> Iterator[FieldViolation]:
+    for n, text in enumerate(texts):
+        if not text:
+            yield FieldViolation(f"{field}[{n}]", "empty")
+        elif not _is_text(text):
+            yield FieldViolation(f"{field}[{n}]", "not valid Unicode")
+
+
 def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
     if sum(map(len, sampling.stop)) > MAX_STOPS_CHARS:
         yield FieldViolation("sampling.stop", f"longer than {MAX_STOPS_CHARS} characters together")
-    for n, stop in enumerate(sampling.stop[:MAX_STOPS_CHARS]):
-        if not stop:
-            yield FieldViolation(f"sampling.stop[{n}]", "empty")
-        elif not _is_text(stop):
-            yield FieldViolation(f"sampling.stop[{n}]", "not valid Unicode")
+    yield from _texts("sampling.stop", sampling.stop[:MAX_STOPS_CHARS])
+    if sampling.stop and sampling.detokenize is False:
+        yield FieldViolation("sampling.stop", "an answer without text (detokenize) ends at no stop string")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         text = f"{len(sampling.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
         yield FieldViolation("sampling.stop_token_ids", text)
@@ -604,7 +657,7 @@ MAX_BRACKETS = 2**20
 # A message of gRPC has at most this many fields, those of its conversation included.
 MAX_FIELDS = 4 * MAX_MESSAGES
 # Stop strings and biases, as many and as long as they may be, take half of the bytes that are left beside a structure.
-MAX_SAMPLING_BYTES = 64 * 2**10 + MAX_STRUCTURED_BYTES
+MAX_SAMPLING_BYTES = 128 * 2**10 + 4 * MAX_ALLOWED_TOKEN_IDS + MAX_STRUCTURED_BYTES
 
 # This describes the fields of a message by number: a field holds a message, described in the same way, or, as its name
 # says, the sampling parameters or ids.

@@ -37,12 +37,15 @@ class Spellings:
         codec: the tokenizer.
         byte_level: whether a token's bytes do not depend on its neighbours.
         whole: texts of tokens met so far that are whole characters, for a byte-level vocabulary.
+        hides_specials: whether special tokens add no text.
     """
 
-    __slots__ = ("_own", "_parts", "_specials", "byte_level", "codec", "whole")
+    __slots__ = ("_own", "_parts", "_showing", "_specials", "byte_level", "codec", "hides_specials", "whole")
 
-    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+    def __init__(self, codec: tokenizers.Tokenizer, *, hides_specials: bool = True) -> None:
         self.codec = codec
+        self.hides_specials = hides_specials
+        self._showing: Spellings | None = None
         self.byte_level = isinstance(codec.decoder, decoders.ByteLevel)
         self.whole: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}
@@ -51,13 +54,20 @@ class Spellings:
         added = codec.get_added_tokens_decoder().values()
         self._specials = frozenset(token.content for token in added if token.special)
 
+    def showing_specials(self) -> Spellings:
+        """Returns the spellings of the same model for texts that show special tokens."""
+        if self._showing is None:
+            self._showing = Spellings(self.codec, hides_specials=False)
+        return self._showing
+
     def is_text(self, token_id: int) -> bool:
-        """Returns whether the tokenizer knows the id, and it is not that of a special token."""
+        """Returns whether the tokenizer knows the id, and it is not that of a special token that adds no text."""
         token = self.codec.id_to_token(token_id)
-        return token is not None and token not in self._specials
+        return token is not None and not (self.hides_specials and token in self._specials)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Gives the bytes that a token of a byte-level vocabulary adds to a text; none for special or unknown ones."""
+        """Gives the bytes that a token of a byte-level vocabulary adds to a text; none for an unknown one, nor for a
+        special one that adds no text."""
         found = self._parts.get(token_id)
         if found is not None:
             return found
@@ -65,7 +75,9 @@ class Spellings:
         if token is None:
             # This result is not cached, because the number of unknown ids has no bound.
             return b""
-        raw = b"" if token in self._specials else _bytes_of(token)
+        raw = _bytes_of(token)
+        if token in self._specials:
+            raw = b"" if self.hides_specials else token.encode()
         try:
             self.whole[token_id] = raw.decode()
         except UnicodeDecodeError:
@@ -93,7 +105,8 @@ class Spellings:
 
 
 class Detokenizer(Protocol):
-    """Decodes one answer step by step. Special tokens, and ids that the tokenizer does not know, add no text."""
+    """Decodes one answer step by step. Special tokens, where they are not shown, and ids that the tokenizer does not
+    know add no text."""
 
     def push(self, token_id: int) -> str:
         """Returns the text that became certain with this token; often one word, sometimes nothing."""
@@ -112,6 +125,16 @@ def new_detokenizer(codec: tokenizers.Tokenizer | Spellings) -> Detokenizer:
     """
     spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
     return _ByteLevelDetokenizer(spellings) if spellings.byte_level else _WindowDetokenizer(spellings)
+
+
+class NoText:
+    """Implements :class:`Detokenizer` for answers of which only the tokens are wanted."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class _ByteLevelDetokenizer:
@@ -165,8 +188,9 @@ class _WindowDetokenizer:
     def _take(self, final: bool) -> str:
         if not self._held:
             return ""
-        before = self._codec.decode(self._context, skip_special_tokens=True)
-        after = self._codec.decode(self._context + self._held, skip_special_tokens=True)
+        hides = self._spellings.hides_specials
+        before = self._codec.decode(self._context, skip_special_tokens=hides)
+        after = self._codec.decode(self._context + self._held, skip_special_tokens=hides)
         if after.endswith(_REPLACEMENT) and not final:
             return ""
         self._context, self._held = self._held, []
@@ -286,7 +310,8 @@ def stop_strings(stops: tuple[str, ...]) -> StopStrings:
 
 
 class StopMatcher:
-    """Lets an answer's text through until a stop string is complete; nothing of a stop string is ever let through.
+    """Lets an answer's text through until a stop string is complete; nothing of a stop string is ever let through, or
+    all of it where it is ``included``.
 
     Text that could still become a stop string is held back: less than the longest of them. The match that is complete
     first wins, and of two that end together the longer one, so the outcome does not depend on where pieces are cut.
@@ -296,10 +321,11 @@ class StopMatcher:
         found: the stop string that is complete; "" while none is.
     """
 
-    __slots__ = ("_held", "_state", "_strings", "found")
+    __slots__ = ("_held", "_included", "_state", "_strings", "found")
 
-    def __init__(self, strings: StopStrings) -> None:
+    def __init__(self, strings: StopStrings, included: bool = False) -> None:
         self._strings = strings
+        self._included = included
         self._state = 0
         self._held = ""
         self.found = ""
@@ -336,7 +362,7 @@ class StopMatcher:
             if matched is not None and matched[state]:
                 begin = end - matched[state]
                 self._held, self.found = "", text[begin:end]
-                return text[:begin]
+                return text[: end if self._included else begin]
         self._state = state
         certain = len(text) - strings.held[state]
         self._held = text[certain:]
@@ -361,8 +387,9 @@ class AnswerText:
     """Follows one answer as it grows, over all attempts.
 
     ``stopped`` turns true with the token that completes a stop string; tokens after it are not part of the answer. The
-    stop string's own text never is. A stop id is part of the tokens, never of the text. The first ``min_tokens`` tokens
-    complete no stop string; one that begins in them may be completed by a later token.
+    stop string's own text is only where it is ``included``. A stop id is part of the tokens, and of the text only where
+    what stops the answer is included. The first ``min_tokens`` tokens complete no stop string; one that begins in them
+    may be completed by a later token.
 
     Attributes:
         completion_tokens: number of tokens so far.
@@ -377,12 +404,18 @@ class AnswerText:
     )
 
     def __init__(
-        self, detokenizer: Detokenizer, strings: StopStrings, stop_ids: frozenset[int], min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        strings: StopStrings,
+        stop_ids: frozenset[int],
+        min_tokens: int = 0,
+        included: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._has_stops = bool(strings.stops)
-        self._stops = StopMatcher(strings)
-        self._stop_ids = stop_ids
+        self._stops = StopMatcher(strings, included)
+        # The texts of these ids are no part of the answer's.
+        self._stop_ids = frozenset[int]() if included else stop_ids
         self._min_tokens = min_tokens
         self._ended = False
         self.completion_tokens = 0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,9 +159,31 @@ class ModelTokenizer:
         # A batch of one releases the interpreter's lock, which plain decode holds.
         return str(self.codec.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
 
-    def detokenizer(self) -> Detokenizer:
-        """Makes a fresh incremental decoder for one answer."""
-        return new_detokenizer(self.spellings)
+    def detokenizer(self, *, shows_specials: bool = False) -> Detokenizer:
+        """Makes a fresh incremental decoder for one answer, whose text may show special tokens."""
+        return new_detokenizer(self.spellings.showing_specials() if shows_specials else self.spellings)
+
+    def bad_sequences(self, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each word, at the beginning of a text and after a space, without doubles. Tokens that
+        the model cannot choose, because it has only ``vocab_size``, leave their sequence out."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            check_wanted()
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                ids: list[int] = self._encoding(text, False).ids
+                if ids and max(ids) < vocab_size:
+                    found[tuple(ids)] = None
+        return tuple(found)
+
+    def cut_ids(self, token_ids: tuple[int, ...], most_tokens: int, side: str) -> tuple[int, ...]:
+        """Returns at most so many ids of a prompt: its first ones where its right ``side`` is cut, else the last ones,
+        after the beginning-of-text token that it begins with."""
+        if len(token_ids) <= most_tokens or side == "right":
+            return token_ids[:most_tokens]
+        keeps_bos = self.adds_bos and token_ids[0] == self.bos_id and most_tokens > 1
+        first = token_ids[:1] if keeps_bos else ()
+        return (*first, *token_ids[len(token_ids) - most_tokens + len(first) :])
 
     def _encode(self, text: str, specials: bool, most_tokens: int, guard: MarkGuard | None = None) -> list[int]:
         # Every token is an object that is freed under the interpreter's lock, and freeing a million of them stops all

@@ -75,6 +75,10 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        truncation_side=message.truncation_side,
         structured_outputs=_structured_from_pb(message.structured_outputs),
     )
 

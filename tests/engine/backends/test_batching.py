@@ -12,18 +12,28 @@ import torch
 
 from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.engine.backends.batching import build_guess_sampling, build_sampling, build_step_batch
+from pillion.engine.sampling.allowed_masks import mask_of
+from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
+from tests.support.sampling import GivenMasks
 
 BLOCK = 4
 
 
 def sequence(
-    seq_id: int, tokens: Seq[int], *, prompt: int | None = None, prefill_range: bool = False, **overrides: Any
+    seq_id: int,
+    tokens: Seq[int],
+    *,
+    prompt: int | None = None,
+    prefill_range: bool = False,
+    allowed: np.ndarray | None = None,
+    bad_words: BadWords | None = None,
+    **overrides: Any,
 ) -> Sequence:
     params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
     spec = SequenceSpec(
@@ -36,6 +46,8 @@ def sequence(
         max_tokens=50,
         max_model_len=100,
         chunk_ends=(len(tokens),) if prefill_range else (),
+        allowed=allowed,
+        bad_words=bad_words,
     )
     slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
     return Sequence(spec, Holding(seq_id, (), slots), BLOCK, 0.0)
@@ -167,3 +179,50 @@ def test_runs_of_adapters_cover_each_row_once(most):
     assert sorted(covered) == [(row, slot) for row, slot in enumerate(slots) if slot >= 0]
     assert len(runs) == 1 + -(-9 // most) + -(-3 // most)
     assert adapted_runs(np.full(3, -1, np.int32), most)[1].shape == (0, 3)
+
+
+def test_bad_words_see_the_answer_and_its_drafts() -> None:
+    """Prompt 1 2, answer 3 4, drafts 5 6: a word is banned where its last token would complete it in the answer."""
+    words = BadWords([(7,), (3, 4, 8), (4, 5, 9), (5, 6, 10), (2, 3, 11), (1, 2, 3, 4, 12)])
+    stream = with_drafts(sequence(1, [1, 2, 3, 4], prompt=2, bad_words=words), [5, 6])
+    rows = build_sampling(StepPlan((SequencePiece(stream, 3, 3, 3),)), None)
+    assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[7, 8], [7, 9], [7, 10]]
+    assert stream.reads_history
+    assert not sequence(1, [1], bad_words=BadWords([(7,)])).reads_history
+    # The tokens of a prompt are none of the answer's.
+    fresh = sequence(1, [1, 2, 3], bad_words=words)
+    assert build_sampling(StepPlan((SequencePiece(fresh, 2, 1, 1),)), None).edits[0].banned.tolist() == [7]
+
+
+def test_allowed_tokens_are_masks_of_their_rows() -> None:
+    """A sibling has its parent's mask, a grammar's mask is narrowed, and one that takes none of the tokens decides."""
+    some = mask_of([3, 40], 64)
+    plain, parent = sequence(1, [1, 2]), sequence(2, [1, 2, 3], allowed=some)
+    other = sequence(3, [5, 6], allowed=mask_of([9], 64))
+    plan = StepPlan(
+        (
+            SequencePiece(plain, 1, 1, 1),
+            SequencePiece(parent, 2, 1, 1, sibling_seeds=(7,)),
+            SequencePiece(other, 1, 1, 1),
+        )
+    )
+    masks = build_sampling(plan, None).masks
+    assert masks is not None
+    bits, there = masks.take()
+    assert masks.rows.tolist() == [1, 2, 3]
+    assert there.all()
+    assert bits.tolist() == [some.tolist(), some.tolist(), mask_of([9], 64).tolist()]
+    allowed = np.zeros((3, 64), bool)
+    allowed[0, [1, 2]] = allowed[1, [40, 41]] = allowed[2, [10, 11]] = True
+    masks = build_sampling(plan, GivenMasks(np.array([0, 2, 3]), allowed, [2])).masks
+    assert masks is not None
+    bits, there = masks.take()
+    assert masks.rows.tolist() == [0, 1, 2, 3]
+    assert there.tolist() == [True, True, True, False]
+    wanted = [mask_of([1, 2], 64), some, mask_of([40], 64), mask_of([10, 11], 64)]
+    assert bits.tolist() == [one.tolist() for one in wanted]
+    # What is drawn is among them, whatever the parameters.
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    chosen = sample(logits, build_sampling(plan, None)).token_ids
+    assert set(chosen[1:3]) <= {3, 40}
+    assert chosen[3] == 9
