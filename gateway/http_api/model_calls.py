@@ -82,9 +82,9 @@ class DeltaReader:
         batch."""
         return next(iter(self._runners.values())).admitted.resolved.sampling
 
-    def first_token(self, prompt: int) -> int:
-        """Returns the first token of a prompt of which a delta has come."""
-        return self._runners[prompt].admitted.own_prompt[0]
+    def prompt_ids(self, prompt: int) -> tuple[int, ...]:
+        """Returns the token ids of a prompt of which a delta has come."""
+        return self._runners[prompt].admitted.own_prompt
 
     def first_prompt(self) -> tuple[tuple[int, ...], int, PlacedPrefix | None]:
         """Returns the first prompt's token ids, how many places for an adapter's virtual tokens they begin with, and

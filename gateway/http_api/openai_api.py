@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.answer_formats import NONE
 from pillion.gateway.gateway import ModelEntry
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
@@ -112,10 +113,13 @@ class OpenAIApi:
 
     async def _prompt_text(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> str:
         """Returns the prompt's text, for an answer that begins with its prompt."""
-        if not request.token_ids:
+        token_ids = request.token_ids
+        if request.sampling.truncate_prompt_tokens is not None:
+            token_ids = await self._gateway.prompt_ids(request, entry, tenant)
+        if not token_ids:
             return request.text
         # The model is found by its own name, because the adapter's may have gone since the call came.
-        return await self._gateway.text_of(entry.limits.name, request.token_ids, tenant)
+        return await self._gateway.text_of(entry.limits.name, token_ids, tenant)
 
     async def _new_writer(
         self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader
@@ -128,13 +132,16 @@ class OpenAIApi:
             "model": entry.name,
             "system_fingerprint": reader.fingerprint,
         }
-        texts = self._calls.texts_of(entry)
+        texts, ids = self._calls.texts_of(entry), reader.prompt_ids
+        if asked.tokens_as_ids:
+            texts = TokenTexts(entry.tokenizer.spellings, by_ids=True)
         if is_chat and entry.formats.read_answers(asked.requests[0].tools):
-            return ReadResponseWriter(head, texts, asked)
+            reasons = entry.formats.reasoning_parser != NONE
+            return ReadResponseWriter(head, texts, asked, ids, reasons)
         if is_chat:
-            return ChatResponseWriter(head, texts, asked)
+            return ChatResponseWriter(head, texts, asked, ids)
         echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.echo else []
-        return CompletionResponseWriter(head, texts, asked, echoed, reader.first_token)
+        return CompletionResponseWriter(head, texts, asked, ids, echoed)
 
 
 def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:

@@ -17,16 +17,22 @@ import msgspec
 
 from pillion.gateway.http_api.custom_tools import CustomCalls
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
-from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.openai_logprobs import TextPlace, TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
+# An id in a list takes about this much of a response.
+ID_BYTES = 8
+# In a content with the reasoning in it, these stand around the reasoning.
+_BEFORE_REASONING, _AFTER_REASONING = "<think>\n", "\n</think>\n\n"
 # The log probability of a token, or of an alternative to it, takes about this much of a response.
 LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
+# Such a function returns the token ids of a prompt, by its number.
+PromptIds = Callable[[int], Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -39,9 +45,10 @@ class _WrittenAnswer:
     back: bytes
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str = ""
-    offset: int = 0
+    place: TextPlace | None = None
     # This is the first token of a prompt whose log probabilities are echoed and have not been written yet.
     first_token: int | None = None
     opened: bool = False
@@ -55,6 +62,7 @@ class ResponseWriter(AnswerWriter):
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
         asked: the call.
+        prompt_ids: returns the token ids of a prompt of which a delta has come.
     """
 
     kind = ""
@@ -67,11 +75,17 @@ class ResponseWriter(AnswerWriter):
     opening = b""
     empty = b""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
+    def __init__(
+        self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds
+    ) -> None:
         self._head = head
         self._tokens = tokens
         self._asked = asked
-        self._shows = asked.logprobs
+        self._prompt_ids = prompt_ids
+        # These say whether answers show log probabilities, and token ids.
+        self._shows, self._shows_ids = asked.logprobs, asked.token_ids
+        # A chunk that brings no token yet has this usage, as JSON.
+        self._usage_before = b""
         self._per_prompt = asked.answers
         # Each event has a field for usage, null before the last one.
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
@@ -84,10 +98,24 @@ class ResponseWriter(AnswerWriter):
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Returns one event for each delta, some with an opening before it."""
-        so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        so_far = b""
+        if self._asked.continuous_usage:
+            counted = usage()
+            so_far = usage_json(counted)
+            self._usage_before = usage_json(Usage(counted.prompt_tokens, counted.cached_tokens, 0))
         if batch:
             self._timings = batch[-1][1].timings
         return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
+
+    def events_bytes(self, batch: DeltaBatch) -> int:
+        """Returns about how large the ids of prompts are that come with these events."""
+        if not self._shows_ids:
+            return 0
+        return sum(ID_BYTES * len(self._prompt_ids(prompt)) for prompt in self._begun(batch))
+
+    def _begun(self, batch: DeltaBatch) -> set[int]:
+        """Returns the prompts of which an answer begins with these deltas."""
+        return {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
 
     def last_events(self, usage: Usage) -> bytes:
         """Returns the event with the usage and the timings, where they were asked for, and the mark of the end."""
@@ -105,12 +133,15 @@ class ResponseWriter(AnswerWriter):
         """Returns ``delta`` as an event, after the answer's opening event where it is the first one. ``usage`` is
         JSON."""
         answer = self._answers.get(index) or self._begin(index)
-        if delta.text and answer.opened and delta.finish_reason is None and not (usage or self._shows):
+        if (
+            delta.text
+            and answer.opened
+            and delta.finish_reason is None
+            and not (usage or self._shows or self._shows_ids)
+        ):
             # Nearly every event brings only text, which takes this short way.
             return answer.front + _encode(delta.text) + answer.back
-        tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
-        opening = b"" if answer.opened or not self.opening else answer.head + self.opening + tail
-        answer.opened = True
+        opening, ids = self._open(index, answer, bool(usage))
         content = self.before + _encode(delta.text) + self.after
         if not (delta.text or delta.token_ids):
             content = self.empty
@@ -120,9 +151,22 @@ class ResponseWriter(AnswerWriter):
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
         if delta.stop_string:
             reason += b',"stop_reason":' + _encode(delta.stop_string)
+        if self._shows_ids:
+            ids += b',"token_ids":' + _encode(delta.token_ids)
+        tail = self._tail_with(usage)
         return b"".join(
-            (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
+            (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}]", tail)
         )
+
+    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
+        """Returns the events that stand before an answer's first one, and further fields of that one's choice; nothing
+        where the answer is open. ``counts``: each event has the usage so far."""
+        answer.opened = True
+        return b"", b""
+
+    def _tail_with(self, usage: bytes) -> bytes:
+        """Returns the end of an event, behind its choices. ``usage`` is JSON, or b"" where the event has none."""
+        return b',"usage":' + usage + b"}\n\n" if usage else self._tail
 
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta of an answer for :meth:`whole`."""
@@ -138,6 +182,11 @@ class ResponseWriter(AnswerWriter):
         if self._shows:
             answer.logprobs.extend(delta.logprobs)
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
+        if self._shows_ids:
+            if not answer.token_ids:
+                self.size_bytes += ID_BYTES * len(self._prompt_ids(prompt))
+            answer.token_ids.extend(delta.token_ids)
+            self.size_bytes += ID_BYTES * len(delta.token_ids)
         if delta.finish_reason is not None:
             answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
@@ -149,6 +198,8 @@ class ResponseWriter(AnswerWriter):
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            if self._shows_ids:
+                choices[-1]["token_ids"] = answer.token_ids
             if answer.stop_string:
                 # This field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
@@ -200,11 +251,26 @@ class ChatResponseWriter(ResponseWriter):
     opening = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
     empty = b'"delta":{}'
 
+    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
+        if answer.opened:
+            return b"", b""
+        answer.opened = True
+        ids = b""
+        if self._shows_ids:
+            ids = b',"prompt_token_ids":' + _encode(self._prompt_ids(0))
+        tail = self._tail_with(self._usage_before if counts else b"")
+        events = answer.head + self.opening + ids + tail
+        if self._asked.echoed:
+            content = self.before + _encode(self._asked.echoed) + self.after
+            events += answer.head + content + b',"logprobs":null,"finish_reason":null}]' + tail
+        return events, b""
+
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": {"role": "assistant", "content": self._asked.echoed + text, "refusal": None}}
 
     def _around(self) -> dict[str, Any]:
-        return self._listed_scores(0)
+        ids = {"prompt_token_ids": self._prompt_ids(0)} if self._shows_ids else {}
+        return {**self._listed_scores(0), **ids}
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._tokens.chat(logprobs)
@@ -212,24 +278,33 @@ class ChatResponseWriter(ResponseWriter):
 
 @dataclass(slots=True)
 class _WrittenParts:
-    """Holds what an answer has beside its content: its reasoning, and its calls by number."""
+    """Holds what an answer has beside its content: its reasoning, and its calls by number. ``joined`` and ``left`` say
+    whether reasoning stands in the content, and has ended there."""
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
+    joined: bool = False
+    left: bool = False
 
 
 class ReadResponseWriter(ChatResponseWriter):
     """Writes responses whose answers may hold reasoning and calls of tools. An event brings a part of at most one
-    call."""
+    call. ``reasons`` says whether the model reasons: log probabilities and ids would tell what it thought, so they are
+    left out where the reasoning is."""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
-        super().__init__(head, tokens, asked)
+    def __init__(
+        self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds, reasons: bool
+    ) -> None:
+        super().__init__(head, tokens, asked, prompt_ids)
+        if reasons and not asked.include_reasoning:
+            self._shows = self._shows_ids = False
         self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
         self._custom = CustomCalls(asked.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Returns ``delta`` as events: its reasoning and content, then the parts of its calls. The last event ends the
         answer."""
+        delta = self._presented(index, delta)
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
         delta = self._custom.read(delta, index)
@@ -240,9 +315,8 @@ class ReadResponseWriter(ChatResponseWriter):
             {"tool_calls": [_call_part(part, self._custom.has(part.index, index))]} for part in delta.tool_calls
         ]
         answer = self._answers.get(index) or self._begin(index)
-        tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
-        events = [] if answer.opened else [answer.head + self.opening + tail]
-        answer.opened = True
+        tail = self._tail_with(usage)
+        events = [self._open(index, answer, bool(usage))[0]]
         for n, change in enumerate(changes):
             logprobs, reason = None, None
             if self._shows and delta.logprobs and n == 0:
@@ -252,15 +326,33 @@ class ReadResponseWriter(ChatResponseWriter):
             fields = {"delta": change, "logprobs": logprobs, "finish_reason": reason}
             if reason is not None and delta.stop_string:
                 fields["stop_reason"] = delta.stop_string
+            if self._shows_ids and n == 0:
+                fields["token_ids"] = delta.token_ids
             events.append(answer.head + _encode(fields)[1:] + b"]" + tail)
         return b"".join(events)
 
+    def _presented(self, index: int, delta: Delta) -> Delta:
+        """Returns the delta with its reasoning where the call wants it: left out, or between marks in its content."""
+        if not self._asked.include_reasoning:
+            return replace(delta, reasoning="") if delta.reasoning else delta
+        if self._asked.separate_reasoning:
+            return delta
+        parts, text = self._parts[index], delta.text
+        if parts.joined and not parts.left and (text or delta.tool_calls) and not delta.reasoning:
+            parts.left, text = True, _AFTER_REASONING + text
+        if delta.reasoning:
+            begin = "" if parts.joined else _BEFORE_REASONING
+            parts.joined, parts.left = True, bool(text or delta.tool_calls)
+            text = begin + delta.reasoning + (_AFTER_REASONING if parts.left else "") + text
+        return delta if text == delta.text else replace(delta, text=text, reasoning="")
+
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta of an answer for :meth:`whole`."""
+        index = prompt * self._per_prompt + delta.index
+        delta = self._presented(index, delta)
         super().keep(prompt, delta)
         if not (delta.reasoning or delta.tool_calls):
             return
-        index = prompt * self._per_prompt + delta.index
         delta, parts = self._custom.read(delta, index), self._parts[index]
         parts.reasoning.append(delta.reasoning)
         self.size_bytes += len(delta.reasoning)
@@ -271,6 +363,7 @@ class ReadResponseWriter(ChatResponseWriter):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         parts = self._parts[index]
         reasoning = "".join(parts.reasoning)
+        text = self._asked.echoed + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not text and (reasoning or parts.calls):
             message["content"] = None
@@ -287,7 +380,6 @@ class CompletionResponseWriter(ResponseWriter):
 
     Args:
         prompts: the texts to echo, one for each prompt; none without an echo.
-        first_token: returns the first token of a prompt of which a delta has come.
     """
 
     kind = event_kind = "text_completion"
@@ -299,12 +391,11 @@ class CompletionResponseWriter(ResponseWriter):
         head: Mapping[str, Any],
         tokens: TokenTexts,
         asked: OpenAIRequest,
+        prompt_ids: PromptIds,
         prompts: Sequence[str],
-        first_token: Callable[[int], int],
     ) -> None:
-        super().__init__(head, tokens, asked)
+        super().__init__(head, tokens, asked, prompt_ids)
         self._prompts = prompts
-        self._first_token = first_token
         # This says whether an echoed prompt is shown with its log probabilities.
         self._echoes_scores = bool(prompts) and asked.logprobs
         # All choices of a prompt have these fields, which are encoded once.
@@ -320,24 +411,33 @@ class CompletionResponseWriter(ResponseWriter):
         return super().events(batch, usage)
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """Returns about how large the echoes are that come with these events."""
+        """Returns about how large the echoes and the ids of prompts are that come with these events."""
         if not self._echoes_scores:
-            return 0
-        begun = {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
-        return self._per_prompt * sum(_score_bytes(self._scores[prompt]) for prompt in begun)
+            return super().events_bytes(batch)
+        scores = sum(_score_bytes(self._scores[prompt]) for prompt in self._begun(batch))
+        return super().events_bytes(batch) + self._per_prompt * scores
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Returns ``delta`` as an event; an echoed prompt is an event of its own before it."""
         echoed = b""
         if self._prompts and index not in self._answers:
             text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
-            echoed = super().event(index, Delta(delta.request_id, text, logprobs=scores), usage)
+            before = self._usage_before if usage else b""
+            echoed = super().event(index, Delta(delta.request_id, text, logprobs=scores), before)
         return echoed + super().event(index, delta, usage)
+
+    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
+        begins, answer.opened = not answer.opened, True
+        if not (begins and self._shows_ids):
+            return b"", b""
+        return b"", b',"prompt_token_ids":' + _encode(self._prompt_ids(index // self._per_prompt))
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         prompt = index // self._per_prompt
         if prompt not in self._listings:
             listed = self._listed_scores(prompt)
+            if self._shows_ids:
+                listed["prompt_token_ids"] = self._prompt_ids(prompt)
             self._listings[prompt] = {name: msgspec.Raw(_encode(value)) for name, value in listed.items()}
         return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._listings[prompt]}
 
@@ -355,14 +455,19 @@ class CompletionResponseWriter(ResponseWriter):
 
     def _begin(self, index: int) -> _WrittenAnswer:
         answer = super()._begin(index)
+        prompt, echoed, prompt_tokens = index // self._per_prompt, "", 0
         if self._echoes_scores:
-            answer.first_token = self._first_token(index // self._per_prompt)
+            ids = self._prompt_ids(prompt)
+            answer.first_token, echoed, prompt_tokens = ids[0], self._prompts[prompt], len(ids)
+        if self._shows:
+            shows_specials = self._asked.requests[0].sampling.skip_special_tokens is False
+            answer.place = TextPlace(self._tokens, echoed, prompt_tokens, shows_specials)
         return answer
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        columns, answer.offset = self._tokens.completion(logprobs, answer.offset, answer.first_token)
-        answer.first_token = None
-        return columns
+        assert answer.place is not None
+        first_token, answer.first_token = answer.first_token, None
+        return self._tokens.completion(logprobs, answer.place, first_token)
 
 
 def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:

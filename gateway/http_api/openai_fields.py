@@ -89,7 +89,13 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_fie
 
 
 class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type"):
-    """Asks for any JSON object."""
+    """Asks for any JSON object, or, as other servers have it, for one that fits a schema.
+
+    Attributes:
+        schema: the schema.
+    """
+
+    schema: JsonSchema = Raw()
 
 
 class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
@@ -172,6 +178,10 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
         kv_hints: what is to become of the KV when the answer has ended, in vLLM's envelope; at most 64 KiB.
         response_format: the structure of the answer, in OpenAI's words.
         structured_outputs: the structure of the answer, in vLLM's words.
+        json_schema, regex, grammar, ebnf: the structure of the answer, in SGLang's and llama.cpp's words; a grammar is
+            in Lark's notation, or in GBNF's. One structure is given.
+        return_token_ids: whether the answer has the ids of its own tokens and of the prompt's, as vLLM's has.
+        return_tokens_as_token_ids: whether log probabilities name a token "token_id:" with its id.
         usage: whether the usage is wanted, in OpenRouter's words.
         user, metadata: labels; nothing is stored.
         service_tier: all requests are of one tier; see priority.
@@ -193,6 +203,17 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     kv_hints: Raw = Raw()
     response_format: Raw = Raw()
     structured_outputs: Raw = Raw()
+    json_schema: JsonShape = Raw()
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: Raw = Raw()
+    bad_words: Raw = Raw()
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: Ignored[Raw] = Raw()
     metadata: Ignored[Raw] = Raw()
     service_tier: Ignored[Raw] = Raw()
@@ -216,6 +237,18 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: Int | None = None
 
 
+class ThinkingSwitch(msgspec.Struct, forbid_unknown_fields=True):
+    """Says whether a model thinks before it answers, as other servers have it.
+
+    Attributes:
+        type: "enabled", "disabled", or "adaptive", which leaves it to the model.
+        budget_tokens: how long it may think; nothing is cut.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"] = "enabled"
+    budget_tokens: Ignored[Raw] = Raw()
+
+
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/chat/completions.
 
@@ -226,7 +259,13 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
         logprobs: whether to report log probabilities of the answer's tokens.
         top_logprobs: number of alternatives that are reported with each token.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        chat_template_args: another name of chat_template_kwargs.
+        enable_thinking: a variable of the template that some models know.
+        thinking: sets the variables enable_thinking and thinking of the template.
         reasoning_effort: a variable of the template that some models know.
+        include_reasoning: false leaves out what the model thought; log probabilities and token ids, which tell it, too.
+        separate_reasoning: false leaves what the model thought in the content, between <think> and </think>.
+        echo: whether each answer begins with the last message, where that is the assistant's, as vLLM does.
         safety_identifier: a label; nothing is stored.
         prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
         prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
@@ -246,6 +285,12 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = Raw()
+    chat_template_args: Raw = Raw()
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    echo: bool | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -533,14 +578,11 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # API any more, or change only how fast an answer comes (early_stopping, kv_transfer_params, mm_processor_kwargs), are
 # fields that nobody knows.
 _UNSUPPORTED_IN_BOTH = """
-    allowed_token_ids bad_words guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output
-    return_token_ids return_tokens_as_token_ids skip_special_tokens
-    truncate_prompt_tokens use_beam_search
+    guided_choice guided_grammar guided_json guided_regex use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
-    ChatBody: f"{_UNSUPPORTED_IN_BOTH} chat_template documents echo function_call functions modalities moderation",
+    ChatBody: f"{_UNSUPPORTED_IN_BOTH} chat_template documents function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
 # These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does.
@@ -549,24 +591,18 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "background": (False,),
     "annotations": ([],),
-    "bad_words": ([],),
     "caller": ({"type": "direct"},),
     "context_management": ([],),
     "defer_loading": (False,),
     "disable_additional_properties": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "include_obfuscation": (False,),
-    "include_stop_str_in_output": (False,),
     "mcp_servers": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
     "rank_fields": (["text"],),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "speed": ("standard",),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -608,12 +644,15 @@ READ_LATER: Mapping[str, Any] = {
     "tool_choice": Literal["auto", "none", "required"] | ChoiceBody | CustomChoice | AllowedChoice,
     "stop": str | list[str],
     "stop_token_ids": list[Int],
+    "allowed_token_ids": list[Int],
+    "bad_words": list[str],
     "logit_bias": dict[Int, float],
     "kv_hints": dict[str, Any],
     "metadata": dict[str, str],
     "response_format": TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat,
     "structured_outputs": ShapeBody,
     "chat_template_kwargs": dict[str, Raw],
+    "chat_template_args": dict[str, Raw],
     "tokens": list[Int],
 }
 

@@ -6,8 +6,8 @@ The structure that an answer must have may be asked for in vLLM's words, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +37,7 @@ from pillion.gateway.http_api.openai_fields import (
     StreamOptions,
     TagFormat,
     TextFormat,
+    ThinkingSwitch,
     TokenizeBody,
     given,
     parse,
@@ -45,6 +46,8 @@ from pillion.gateway.http_api.openai_fields import (
 from pillion.gateway.http_api.sampling_body import Int, sampling_of
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.gateway.request.validation import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_PROMPT_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_CHARS,
@@ -53,8 +56,9 @@ from pillion.gateway.request.validation import (
     too_long,
 )
 from pillion.gateway.tokens.tokenizer import check_wanted
-from pillion.sampling_ranges import MAX_LOGIT_BIASES
+from pillion.sampling_ranges import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 from pillion.types import (
+    ChatMessage,
     ChatOptions,
     GenerateRequest,
     SamplingParams,
@@ -66,31 +70,53 @@ from pillion.types import (
 # JSON needs at most six bytes for each character of a structure.
 _MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
 _SHAPE = "sampling.structured_outputs"
-# Where response_format is given, clients know these fields of the gateway under these names.
-FORMAT_NAMES: Mapping[str, str] = {
-    f"{_SHAPE}.json": "response_format.json_schema.schema",
-    f"{_SHAPE}.structural_tag": "response_format",
-    _SHAPE: "response_format",
-}
+# These fields of other servers ask for a structure, too; each is one of StructuredOutputs'.
+_BY_NAME = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
 
 
-def read_structured(response_format: Raw, structured_outputs: Raw) -> StructuredOutputs | None:
-    """Reads the structure that an answer must have; returns None for free text. Raises ApiError."""
-    for field, raw in (("response_format", response_format), ("structured_outputs", structured_outputs)):
-        if len(bytes(raw)) > _MAX_RAW_BYTES:
-            raise refused(field, f"more than {_MAX_RAW_BYTES} bytes")
-    structured = None
-    if given(response_format):
-        field = "response_format"
-        structured = _of_format(parse_field(response_format, READ_LATER[field], field))
-    if not given(structured_outputs):
-        return structured
-    if structured is not None:
-        raise refused("structured_outputs", "response_format asks for a structure already; send one of both")
-    body: ShapeBody = parse_field(structured_outputs, ShapeBody, "structured_outputs")
-    schema = compact_json(body.json, "structured_outputs.json", dict, str, bool) if given(body.json) else None
+@dataclass(frozen=True, slots=True)
+class AskedStructure:
+    """Holds the structure that an answer must have; None for free text. ``names`` are the client's names of fields, by
+    the gateway's."""
+
+    structured: StructuredOutputs | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_structure(body: CompletionBody | ChatBody) -> AskedStructure:
+    """Reads the structure that an answer must have, which at most one field asks for. Raises ApiError."""
+    for name in ("response_format", "structured_outputs", "json_schema"):
+        if len(bytes(getattr(body, name))) > _MAX_RAW_BYTES:
+            raise refused(name, f"more than {_MAX_RAW_BYTES} bytes")
+    asked: dict[str, AskedStructure] = {}
+    if given(body.response_format):
+        form = _of_format(parse_field(body.response_format, READ_LATER["response_format"], "response_format"))
+        if form.structured is not None:
+            asked["response_format"] = form
+    if given(body.structured_outputs):
+        asked["structured_outputs"] = AskedStructure(_of_shape(body.structured_outputs))
+    for name, kind in _BY_NAME.items():
+        sent: Any = getattr(body, name)
+        if isinstance(sent, Raw):
+            sent = _schema(sent, name) if given(sent) else None
+        if sent:
+            asked[name] = AskedStructure(StructuredOutputs(**{kind: sent}), {f"{_SHAPE}.{kind}": name})
+    if len(asked) > 1:
+        first, second = [*asked][:2]
+        raise refused(second, f"{first} asks for a structure already; send one of both")
+    return next(iter(asked.values()), AskedStructure())
+
+
+def _schema(raw: Raw, field: str) -> str:
+    """Returns a JSON schema, which may have been sent as its text. Raises ApiError."""
+    schema = compact_json(raw, field, dict, str, bool)
+    return msgspec.json.decode(schema, type=str) if schema.startswith('"') else schema
+
+
+def _of_shape(raw: Raw) -> StructuredOutputs:
+    body: ShapeBody = parse_field(raw, ShapeBody, "structured_outputs")
     return StructuredOutputs(
-        json=msgspec.json.decode(schema) if schema is not None and schema.startswith('"') else schema,
+        json=_schema(body.json, "structured_outputs.json") if given(body.json) else None,
         json_object=bool(body.json_object),
         regex=body.regex,
         choice=tuple(body.choice or ()),
@@ -99,13 +125,15 @@ def read_structured(response_format: Raw, structured_outputs: Raw) -> Structured
     )
 
 
-def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat) -> StructuredOutputs | None:
+def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat) -> AskedStructure:
+    schema, field = Raw(), "response_format.json_schema.schema"
     match asked:
         case TextFormat():
-            return None
-        case JsonSchemaFormat(json_schema) if given(json_schema.schema):
-            field = "response_format.json_schema.schema"
-            return StructuredOutputs(json=compact_json(json_schema.schema, field, dict, bool))
+            return AskedStructure()
+        case JsonSchemaFormat():
+            schema = asked.json_schema.schema
+        case JsonObjectFormat():
+            schema, field = asked.schema, "response_format.schema"
         case TagFormat():
             triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
             sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
@@ -114,8 +142,12 @@ def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagForm
                 for name, raw in sent
                 if given(raw)
             ]
-            return StructuredOutputs(structural_tag=f"{{{','.join(parts)}}}")
-    return StructuredOutputs(json_object=True)
+            tag = StructuredOutputs(structural_tag=f"{{{','.join(parts)}}}")
+            return AskedStructure(tag, {f"{_SHAPE}.structural_tag": "response_format", _SHAPE: "response_format"})
+    if not given(schema):
+        return AskedStructure(StructuredOutputs(json_object=True), {_SHAPE: "response_format"})
+    shape = StructuredOutputs(json=compact_json(schema, field, dict, bool))
+    return AskedStructure(shape, {f"{_SHAPE}.json": field, _SHAPE: "response_format"})
 
 
 # OpenAI and vLLM have this default for completions; a chat's answer may fill the context.
@@ -126,12 +158,16 @@ MAX_CALL_ANSWERS = 16_384
 # JSON needs at most six bytes for a character, and a number has at most twenty digits.
 _MAX_STOP_BYTES = 16 * MAX_STOPS_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
+_MAX_WORDS_BYTES = 16 * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS
+_MAX_ALLOWED_BYTES = 32 * MAX_ALLOWED_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
 _MAX_HINTS_BYTES = 65_536
 _MAX_RAW_TOOLS_BYTES = 2 * MAX_TOOLS_BYTES
 _MAX_CHOICE_BYTES = 1024
 _STOPS_BOUND = f"at most {MAX_STOPS_CHARS} characters together"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
+_WORDS_BOUND = f"at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARS} characters"
+_ALLOWED_BOUND = f"at most {MAX_ALLOWED_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
 _HINTS_BOUND = f"at most {_MAX_HINTS_BYTES} bytes of JSON"
 _KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
@@ -169,6 +205,11 @@ class OpenAIRequest(AskedCall):
         include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
         timings: whether the whole answer, or the stream's end, says where the prompt and the time went.
         echo: whether each answer begins with its prompt.
+        echoed: the last message of a conversation, with which each answer begins; "" for none.
+        token_ids: whether the token ids of prompts and answers are shown.
+        tokens_as_ids: whether log probabilities name tokens by their ids.
+        include_reasoning: whether answers show what the model thought.
+        separate_reasoning: whether that has a field of its own; else it stands in the content, between marks.
         logprobs: whether log probabilities are shown.
         prompt_logprobs: number of alternatives that are listed with log probabilities of the prompt; None lists none.
         custom: the names of the custom tools.
@@ -179,6 +220,11 @@ class OpenAIRequest(AskedCall):
     timings: bool
     echo: bool
     logprobs: bool
+    echoed: str = ""
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     prompt_logprobs: int | None = None
     custom: frozenset[str] = frozenset()
 
@@ -192,10 +238,13 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused before it is parsed.
     Raises ApiError."""
     body = parse(raw, CompletionBody)
+    if body.truncate_prompt_tokens is not None:
+        most_ids = MAX_PROMPT_IDS
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
-    sampling = _sampling(body, most, body.logprobs)
+    structure = read_structure(body)
+    sampling = _sampling(body, most, body.logprobs, structure.structured)
     if body.echo and body.logprobs is not None:
         # An echoed prompt is shown with log probabilities of the same kind as the answer's.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
@@ -207,7 +256,7 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
         for prompt in prompts.values()
     )
     scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
-    names = tuple({"text": field, "token_ids": field, **scores} for field in prompts)
+    names = tuple({"text": field, "token_ids": field, **scores, **structure.names} for field in prompts)
     return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
@@ -220,14 +269,26 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
     newer = body.max_completion_tokens is not None
     most = body.max_completion_tokens if newer else body.max_tokens
-    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
+    structure = read_structure(body)
+    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structure.structured)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
     tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
     tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
     request = _request(body, request_id, sampling, messages=messages, chat=options, tools=tools)
-    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names}
+    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure.names}
     asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
-    return replace(asked, custom=custom) if custom else asked
+    return replace(
+        asked,
+        custom=custom,
+        echoed=_echoed(messages[-1], options) if body.echo else "",
+        include_reasoning=body.include_reasoning is not False,
+        separate_reasoning=body.separate_reasoning is not False,
+    )
+
+
+def _echoed(last: ChatMessage, options: ChatOptions) -> str:
+    """Returns the text of the last message where the answer goes on with it, or has its role; else ""."""
+    return last.content if last.role == "assistant" or not options.begins_message else ""
 
 
 def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
@@ -338,21 +399,41 @@ def _tool(function: FunctionBody, path: str) -> Tool:
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
     """Says how the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template.
     Raises ApiError."""
+    raw, field, wanted = body.chat_template_kwargs, "chat_template_kwargs", []
+    if isinstance(body, ChatBody):
+        if given(body.chat_template_args):
+            if given(raw):
+                raise refused("chat_template_args", "chat_template_kwargs, its other name, is there too; send one")
+            raw, field = body.chat_template_args, "chat_template_args"
+        thinks = body.thinking
+        if isinstance(thinks, ThinkingSwitch):
+            thinks = None if thinks.type == "adaptive" else thinks.type == "enabled"
+        wanted = [("enable_thinking", thinks, "thinking"), ("thinking", thinks, "thinking")]
+        wanted.append(("enable_thinking", body.enable_thinking, "enable_thinking"))
+    wanted.append(("reasoning_effort", reasoning_effort, "reasoning_effort"))
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning_effort, "reasoning_effort"),
+        chat_template_kwargs=template_kwargs(raw, wanted, field),
     )
 
 
-def template_kwargs(raw: Raw, reasoning_effort: str | None, field: str) -> str:
-    """Returns further variables of the chat template, with the one that ``field`` sets, as JSON text; "" for none.
-    Raises ApiError."""
-    kwargs = _bounded(raw, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
-    if reasoning_effort is not None:
-        effort = Raw(msgspec.json.encode(reasoning_effort))
-        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
-            raise refused(field, "chat_template_kwargs says something else")
+def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field: str = "chat_template_kwargs") -> str:
+    """Returns further variables of the chat template, as JSON text; "" for none.
+
+    Args:
+        raw: an object with variables.
+        wanted: a variable's name, its value, and the client's field that sets it; None sets none.
+        field: the client's name of ``raw``.
+
+    Raises ApiError.
+    """
+    kwargs = _bounded(raw, field, MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    for name, value, setter in wanted:
+        if value is not None:
+            encoded = Raw(msgspec.json.encode(value))
+            if bytes(kwargs.setdefault(name, encoded)) != bytes(encoded):
+                raise refused(setter, f"another field sets the template's variable {name} to something else")
     return msgspec.json.encode(kwargs).decode() if kwargs else ""
 
 
@@ -362,7 +443,12 @@ def read_stops(raw: Raw) -> tuple[str, ...]:
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
-def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: CompletionBody | ChatBody,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured: StructuredOutputs | None,
+) -> SamplingParams:
     stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
         **sampling_of(body, "completions"),
@@ -371,9 +457,22 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=read_stops(body.stop),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        structured_outputs=read_structured(body.response_format, body.structured_outputs),
+        structured_outputs=structured,
+        allowed_token_ids=_allowed_ids(body.allowed_token_ids),
+        bad_words=tuple(_bounded(body.bad_words, "bad_words", _MAX_WORDS_BYTES, _WORDS_BOUND) or ()),
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        truncation_side=body.truncation_side or "",
         logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
+
+
+def _allowed_ids(raw: Raw) -> tuple[int, ...]:
+    """Reads the tokens that alone are chosen. Raises ApiError; an empty list allows none."""
+    ids = _bounded(raw, "allowed_token_ids", _MAX_ALLOWED_BYTES, _ALLOWED_BOUND)
+    if ids is not None and not ids:
+        raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
+    return tuple(ids or ())
 
 
 def _request(
@@ -405,7 +504,7 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     options = body.stream_options or StreamOptions()
-    usage = body.usage is not None and bool(body.usage.include)
+    include_usage = bool(options.include_usage) or (body.usage is not None and bool(body.usage.include))
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
             "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
@@ -416,13 +515,15 @@ def _openai_request(
         note_ignored("stream_options")
     return OpenAIRequest(
         requests=requests,
-        names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
+        names=names,
         stream=bool(body.stream),
-        include_usage=usage or bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
         timings=bool(body.timings),
         echo=echo,
         logprobs=logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_logprobs=body.prompt_logprobs,
     )
 

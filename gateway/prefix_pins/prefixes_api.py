@@ -129,7 +129,7 @@ def _read(raw: bytes, most_ids: int) -> tuple[PrefixBody, GenerateRequest]:
         prompt = {"token_ids": read_ids(body.tokens, "tokens", most_ids)}
     elif given(body.messages):
         prompt = {"messages": read_messages(body.messages), "tools": read_tools(body.tools, Raw())[0]}
-        variables = template_kwargs(body.chat_template_kwargs, None, "")
+        variables = template_kwargs(body.chat_template_kwargs)
         prompt["chat"] = ChatOptions(add_generation_prompt=False, chat_template_kwargs=variables)
     return body, GenerateRequest(model=body.model, cache_salt=body.cache_salt or "", **prompt)
 

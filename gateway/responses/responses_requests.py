@@ -104,7 +104,9 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
         model=body.model,
         messages=_messages(body, names),
         chat=ChatOptions(
-            chat_template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning.effort, "reasoning.effort")
+            chat_template_kwargs=template_kwargs(
+                body.chat_template_kwargs, [("reasoning_effort", reasoning.effort, "reasoning.effort")]
+            )
         ),
         tools=read.options(body, names),
         sampling=sampling,
