@@ -133,21 +133,30 @@ def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagForm
         case JsonSchemaFormat():
             schema = asked.json_schema.schema
         case JsonObjectFormat():
-            schema, field = asked.schema, "response_format.schema"
+            schema = asked.schema
+            field = "response_format.schema" if given(schema) else field
         case TagFormat():
-            triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
-            sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
-            parts = [
-                f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
-                for name, raw in sent
-                if given(raw)
-            ]
-            tag = StructuredOutputs(structural_tag=f"{{{','.join(parts)}}}")
-            return AskedStructure(tag, {f"{_SHAPE}.structural_tag": "response_format", _SHAPE: "response_format"})
+            return AskedStructure(StructuredOutputs(structural_tag=_tag_of(asked)), _format_names(field))
     if not given(schema):
-        return AskedStructure(StructuredOutputs(json_object=True), {_SHAPE: "response_format"})
-    shape = StructuredOutputs(json=compact_json(schema, field, dict, bool))
-    return AskedStructure(shape, {f"{_SHAPE}.json": field, _SHAPE: "response_format"})
+        return AskedStructure(StructuredOutputs(json_object=True), _format_names(field))
+    return AskedStructure(StructuredOutputs(json=compact_json(schema, field, dict, bool)), _format_names(field))
+
+
+def _tag_of(asked: TagFormat) -> str:
+    triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
+    sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
+    parts = [
+        f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
+        for name, raw in sent
+        if given(raw)
+    ]
+    return f"{{{','.join(parts)}}}"
+
+
+def _format_names(schema_field: str) -> Mapping[str, str]:
+    """Returns the client's names of the gateway's fields where response_format asks for the structure."""
+    names = (f"{_SHAPE}.structural_tag", _SHAPE)
+    return {f"{_SHAPE}.json": schema_field, **dict.fromkeys(names, "response_format")}
 
 
 # OpenAI and vLLM have this default for completions; a chat's answer may fill the context.

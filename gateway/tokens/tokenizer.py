@@ -181,7 +181,7 @@ class ModelTokenizer:
         after the beginning-of-text token that it begins with."""
         if len(token_ids) <= most_tokens or side == "right":
             return token_ids[:most_tokens]
-        keeps_bos = self.adds_bos and token_ids[0] == self.bos_id and most_tokens > 1
+        keeps_bos = token_ids[0] == self.bos_id and most_tokens > 1
         first = token_ids[:1] if keeps_bos else ()
         return (*first, *token_ids[len(token_ids) - most_tokens + len(first) :])
 

@@ -49,7 +49,11 @@ EXAMPLES: dict[str, Any] = {
     "logit_bias": {"5": 1.5},
     "metadata": {"team": "a"},
     "chat_template_kwargs": {"enable_thinking": False, "n": [1]},
+    "chat_template_args": {"enable_thinking": False},
     "reasoning_effort": "low",
+    "thinking": {"type": "disabled"},
+    "json_schema": {"type": "object"},
+    "truncation_side": "left",
     "stream_options": {"include_usage": True},
     "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
     "prompt": [[1, 2], [3]],
@@ -116,7 +120,7 @@ def test_what_is_described_is_what_is_read(
     values: dict[str, Any] = {"boolean": True, "integer": 1, "number": 0.5, "string": "x"}
     for name, schema in DOCUMENT["components"]["schemas"][kind]["properties"].items():
         types = [one.get("type") for one in schema.get("anyOf", [schema])]
-        value = schema["enum"][0] if "enum" in schema else (EXAMPLES | examples).get(name, values.get(types[0]))
+        value = schema["enum"][0] if "enum" in schema else (EXAMPLES | examples).get(name, values.get(str(types[0])))
         needed = {"stream": True} if name == "stream_options" else {}
         if name == "top_logprobs":
             needed = {"include": RESPONSES["include"]} if kind == "ResponsesBody" else {"logprobs": True}
