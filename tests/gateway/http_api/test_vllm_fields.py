@@ -244,7 +244,7 @@ async def test_token_ids_stand_beside_texts(stream: bool) -> None:
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             ids[choice.index] += choice.token_ids
             before[choice.index] += [found] if (found := getattr(choice, "prompt_token_ids", None)) else []
-        assert ids == {n: script for n in range(4)}
+        assert ids == dict.fromkeys(range(4), script)
         assert before == {n: [ids_of(prompts[n // 2])] for n in range(4)}
         answer = await client.chat.completions.create(messages=MESSAGES, **asked)
         chunks = [chunk async for chunk in answer] if stream else [answer]
@@ -278,11 +278,11 @@ async def test_log_probabilities_name_tokens_by_their_ids() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_offsets_count_the_text_that_is_there(stream: bool) -> None:
     """A token of half a character begins where the character does, and special tokens are no text."""
-    async with clients("é!") as (fakes, client):
+    async with clients("é!") as (_, client):
         special = CODEC.id_to_token(EOS)
         for prompt, offsets in (
             ("Größe", [0, 1, 2, 2, 3, 3, 4, 5, 5, 6, 7]),
-            (ids_of("ab") + [EOS] + ids_of("c"), [0, 1, 2, 2, 3, 3, 4, 5]),
+            ([*ids_of("ab"), EOS, *ids_of("c")], [0, 1, 2, 2, 3, 3, 4, 5]),
             (f"a{special}b", [0, 1, 1 + len(special), *(2 + len(special) + n for n in (0, 0, 1, 2))]),
         ):
             answer: Any = await client.completions.create(
