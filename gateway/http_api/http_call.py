@@ -258,6 +258,7 @@ class Endpoint:
         body_type: the body's content type, for the API's description.
         example: a body, for the API's description. A test sends it.
         in_batches: whether the handler answers with what a model generates, so that a line of a batch may be its call.
+        statuses: errors of a page without a key that other such pages do not have, for the API's description.
     """
 
     method: str
@@ -268,6 +269,7 @@ class Endpoint:
     body_type: str = JSON_TYPE.decode()
     example: Mapping[str, Any] | None = None
     in_batches: bool = False
+    statuses: tuple[int, ...] = ()
 
     @property
     def needs_key(self) -> bool:

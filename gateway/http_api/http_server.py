@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
-from pillion.errors import PillionError, Unavailable
+from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.asked_address import BelowPath, asked_address
 from pillion.gateway.http_api.body_mending import IGNORED_HEADER
-from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, OwnPagesWrite
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods, OwnPagesWrite
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
@@ -89,6 +89,41 @@ class _Pages:
             await call.answer(503, msgspec.json.encode({"status": "unavailable", "missing": missing}))
         else:
             await call.answer(200, b'{"status":"ok"}')
+
+    async def ping(self, call: HttpCall) -> None:
+        """Answers as /health does, for those who look there."""
+        await self.health(call)
+
+    async def ping_posted(self, call: HttpCall) -> None:
+        """Answers as /health does, for those who ask with POST."""
+        await self.health(call)
+
+    async def load(self, call: HttpCall) -> None:
+        """Says how many answers are under way at this gateway, in vLLM's form."""
+        await call.answer(200, msgspec.json.encode({"server_load": self._gateway.active_requests}))
+
+    async def tokenizer_info(self, call: HttpCall) -> None:
+        """Describes the tokenizer of a model, which the path's parameter ``model`` names: its special tokens, and how
+        many tokens there are."""
+        name = call.query("model").get("model", "")
+        try:
+            entry = await self._gateway.find_entry(name, call.tenant)
+        except NotFound as error:
+            raise unknown_model(error.message) from None
+        tokenizer = entry.tokenizer
+        await call.answer(
+            200,
+            msgspec.json.encode(
+                {
+                    # All tokenizers here are those of a tokenizer.json.
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "model_max_length": entry.limits.max_model_len_tokens,
+                    "vocab_size": entry.limits.vocab_size,
+                    "add_bos_token": tokenizer.adds_bos,
+                    **tokenizer.specials,
+                }
+            ),
+        )
 
     async def version(self, call: HttpCall) -> None:
         """Answers with this gateway's version."""
@@ -203,8 +238,16 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
     """
     pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway, flags.strict_fields)
     routes = [
-        Route("/health", Endpoint("GET", pages.health)),
+        Route("/health", Endpoint("GET", pages.health, statuses=(503,))),
+        Route(
+            "/ping",
+            Methods(
+                Endpoint("GET", pages.ping, statuses=(503,)), Endpoint("POST", pages.ping_posted, statuses=(403, 503))
+            ),
+        ),
         Route("/version", Endpoint("GET", pages.version)),
+        Route("/load", Endpoint("GET", pages.load, tenant_of)),
+        Route("/tokenizer_info", Endpoint("GET", pages.tokenizer_info, tenant_of)),
         Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
         Route("/v1/refusals", Endpoint("GET", pages.refusals, tenant_of)),
         Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),

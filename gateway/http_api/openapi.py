@@ -36,10 +36,18 @@ _HARMLESS = "Asks for what is not supported here; taken with the value that chan
 _ERRORS = {
     400: "A field is wrong, misspelled or refused; the message begins with its name.",
     401: "An API key is needed, or this one is not known.",
-    404: "The model is not served here.",
+    403: "This key may not do this, or a browser asked for a page of another origin.",
+    404: "The model, or what the path names, is not here.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    415: "The body is of another type.",
     429: "A bound or a quota is met; Retry-After says when to come again.",
-    503: "No worker serves the model now.",
+    431: "Path and headers are too large.",
+    500: "Something in the gateway or a worker failed.",
+    503: "What the call needs does not run now.",
 }
+# These errors may be the answer of any page, of pages that need a key, and of pages that read a body.
+_OF_ALL, _OF_KEYS, _OF_BODIES = (431, 500), (400, 401, 403, 404, 429, 503), (408, 413, 415)
 
 
 def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
@@ -60,7 +68,9 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
         operation["responses"] = {"200": {"description": "The answer."}} | {
             str(form.statuses.get(status, status)): {"description": text, "content": _json(form.name)}
             for status, text in _ERRORS.items()
-            if endpoint.body is not None or (status == 401 and endpoint.needs_key)
+            if status in _OF_ALL + endpoint.statuses
+            or (status in _OF_KEYS and endpoint.needs_key)
+            or (status in _OF_BODIES and endpoint.body is not None)
         }
         if endpoint.needs_key:
             operation["security"] = [{"key": []}, {}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -13,14 +14,15 @@ from starlette.routing import Route
 from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import parse
+from pillion.gateway.http_api.openai_fields import given, parse
+from pillion.gateway.http_api.openai_requests import read_messages, template_kwargs
 from pillion.gateway.http_api.sampling_body import Int
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import EmbeddedTexts
-from pillion.types import GenerateRequest
+from pillion.types import ChatOptions, GenerateRequest
 
 _EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
 # A value of a vector takes about so many bytes in an answer.
@@ -34,6 +36,10 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         input: a text, token ids, or a list of either, at most 2,048; each gets a vector.
+        messages: a conversation in place of input, as vLLM takes it; the chat template makes its text.
+        add_generation_prompt: whether that text ends where the assistant's next message begins; default: false.
+        continue_final_message: whether that text ends within the last message.
+        chat_template_kwargs: further variables of the model's chat template; at most 16 KiB.
         encoding_format: "float", or "base64" of float32 values, least significant byte first; default "float".
         dimensions: how many values of each vector are wanted, from its first one on; default: all.
         prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
@@ -41,7 +47,11 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
         normalize: the checkpoint says whether a vector is normalized.
     """
 
-    input: Raw
+    input: Raw = Raw()
+    messages: Raw = Raw()
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Raw = Raw()
     encoding_format: Encoding = "float"
     dimensions: Int | None = None
     prompt_name: str | None = None
@@ -92,7 +102,18 @@ def _read(
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
     """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, EmbeddingsBody)
-    return body, *requests_of(body.input, most_ids, body.shared(request_id))
+    if given(body.input) == given(body.messages):
+        raise refused("input", "exactly one of input and messages is needed", "missing_required_parameter")
+    shared = body.shared(request_id)
+    if not given(body.messages):
+        return body, *requests_of(body.input, most_ids, shared)
+    options = ChatOptions(
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=template_kwargs(body.chat_template_kwargs),
+    )
+    request = replace(shared, messages=read_messages(body.messages), chat=options)
+    return body, {"inputs[0]": "messages"}, [request]
 
 
 def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:

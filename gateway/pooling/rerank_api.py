@@ -37,6 +37,9 @@ SCORE_BYTES = 64
 # Cohere's clients read this version of the API in each answer.
 COHERE_VERSION = "2"
 
+# These fields hold the first texts and the second ones of pairs, in the names that vLLM has had for them.
+SCORED_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
 B = TypeVar("B", bound="PairsBody")
 
 
@@ -84,12 +87,18 @@ class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/score.
 
     Attributes:
-        text_1: a text, or as many as text_2 has.
-        text_2: a text, or up to 2,048.
+        text_1, data_1, queries: a text, or as many as there are to compare it with; vLLM's names of one thing.
+        text_2, data_2, documents, items: a text, or up to 2,048; likewise. text_2 goes with text_1, data_2 with data_1,
+            documents and items with queries.
     """
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +201,14 @@ def _read_rerank(raw: bytes, request_id: str) -> AskedPairs:
 def _read_score(raw: bytes, request_id: str) -> AskedPairs:
     """Reads the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
-    first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
+    sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
+    one, other = next((pair for pair in SCORED_FIELDS if sent == {*pair}), ("", ""))
+    if not one:
+        listed = "; ".join(" and ".join(pair) for pair in SCORED_FIELDS)
+        raise refused(min(sent, default="text_1"), f"two fields are needed: {listed}", "missing_required_parameter")
+    first, second = _texts(getattr(body, one), one), _texts(getattr(body, other), other)
     if len(first) not in (1, len(second)):
-        raise refused("text_1", f"{len(first)} texts and {len(second)} of text_2; 1:1, 1:N or N:N are needed")
+        raise refused(one, f"{len(first)} texts and {len(second)} of {other}; 1:1, 1:N or N:N are needed")
     asked = list(first.items()) if len(first) == len(second) else list(first.items()) * len(second)
     names: dict[str, str] = {}
     for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):

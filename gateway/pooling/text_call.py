@@ -138,10 +138,13 @@ class TextCall:
         return await in_turns([read_one(name, request) for name, request in zip(names, asked, strict=True)])
 
     async def ids_of(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Returns the ids of a text, cut where it is longer than the call wants; a conversation is never cut."""
+        """Returns the ids of a text or a conversation, cut where it is longer than the call wants."""
         keep, tenant = self.cut_tokens, self.tenant or OPEN
-        if keep is None or request.messages:
+        if keep is None:
             return await self.whole_ids(request)
+        if request.messages:
+            cut = replace(request.sampling, truncate_prompt_tokens=keep, truncation_side="right")
+            return await self.whole_ids(replace(request, sampling=cut))
         if request.token_ids:
             return request.token_ids[:keep]
         encode = self.model.tokenizer.encode_cut

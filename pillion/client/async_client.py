@@ -120,7 +120,7 @@ class AsyncClient:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         schema: Schema[Value] | None = None,
         **fields: Any,
@@ -150,7 +150,7 @@ class AsyncClient:
         structured = None if schema is None else answer_schema(schema)
         chosen = with_schema(client_requests.sampling_of(sampling, fields), structured)
         request = client_requests.prompt_request(
-            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
+            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority or 0
         )
         return self._stream(request, timeout_s, structured).deltas()
 
@@ -162,7 +162,7 @@ class AsyncClient:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         schema: Schema[Value] | None = None,
         add_generation_prompt: bool | None = None,
@@ -199,7 +199,7 @@ class AsyncClient:
             sampling=chosen,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         return self._stream(request, timeout_s, structured).deltas()
 
@@ -210,7 +210,7 @@ class AsyncClient:
         model: str = "",
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
@@ -239,7 +239,9 @@ class AsyncClient:
         structured = None if schema is None else answer_schema(schema)
         chosen = [with_schema(each, structured) for each in one_each(sampling, fields, len(prompts))]
         requests = [
-            client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
+            client_requests.item_request(
+                prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority or 0
+            )
             for prompt, each in zip(prompts, chosen, strict=True)
         ]
         return await run_batch_async(
@@ -261,7 +263,7 @@ class AsyncClient:
         truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float = TEXTS_TIMEOUT_S,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
@@ -286,7 +288,7 @@ class AsyncClient:
             truncate_prompt_tokens=truncate_prompt_tokens,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         reply = await self._unary("Embed", message, timeout_s)
         return [
@@ -305,7 +307,7 @@ class AsyncClient:
         max_tokens_per_doc: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float = TEXTS_TIMEOUT_S,
     ) -> list[ScoringRequestOutput]:
         """Returns how well each document answers the query, in the documents' order: a cosine of vectors, or what the
@@ -331,7 +333,7 @@ class AsyncClient:
             max_tokens_per_doc=max_tokens_per_doc,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         reply = await self._unary("Score", message, timeout_s)
         return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in reply.scores]

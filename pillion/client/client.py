@@ -119,7 +119,7 @@ class Client:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         schema: Schema[Value] | None = None,
         **fields: Any,
@@ -149,7 +149,7 @@ class Client:
         structured = None if schema is None else answer_schema(schema)
         chosen = with_schema(client_requests.sampling_of(sampling, fields), structured)
         request = client_requests.prompt_request(
-            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
+            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority or 0
         )
         return self._stream(request, timeout_s, structured).deltas()
 
@@ -161,7 +161,7 @@ class Client:
         sampling: SamplingParams | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         schema: Schema[Value] | None = None,
         add_generation_prompt: bool | None = None,
@@ -198,7 +198,7 @@ class Client:
             sampling=chosen,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         return self._stream(request, timeout_s, structured).deltas()
 
@@ -209,7 +209,7 @@ class Client:
         model: str = "",
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float | None = None,
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
@@ -238,7 +238,9 @@ class Client:
         structured = None if schema is None else answer_schema(schema)
         chosen = [with_schema(each, structured) for each in one_each(sampling, fields, len(prompts))]
         requests = [
-            client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
+            client_requests.item_request(
+                prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority or 0
+            )
             for prompt, each in zip(prompts, chosen, strict=True)
         ]
         return run_batch(
@@ -260,7 +262,7 @@ class Client:
         truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float = TEXTS_TIMEOUT_S,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
@@ -285,7 +287,7 @@ class Client:
             truncate_prompt_tokens=truncate_prompt_tokens,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         reply = self._unary("Embed", message, timeout_s)
         return [
@@ -304,7 +306,7 @@ class Client:
         max_tokens_per_doc: int = 0,
         cache_salt: str = "",
         request_id: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
         timeout_s: float = TEXTS_TIMEOUT_S,
     ) -> list[ScoringRequestOutput]:
         """Returns how well each document answers the query, in the documents' order: a cosine of vectors, or what the
@@ -330,7 +332,7 @@ class Client:
             max_tokens_per_doc=max_tokens_per_doc,
             cache_salt=cache_salt,
             request_id=request_id,
-            priority=priority,
+            priority=priority or 0,
         )
         reply = self._unary("Score", message, timeout_s)
         return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in reply.scores]

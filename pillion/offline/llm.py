@@ -126,7 +126,7 @@ class LLM:
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
     ) -> list[RequestOutput[Value]]:
@@ -161,7 +161,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
         chat_template: str | None = None,
@@ -195,7 +195,7 @@ class LLM:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of one text or of many, in the prompts' order, as the checkpoint's sentence-transformers
         files say: that of the last token, normalized.
@@ -212,7 +212,7 @@ class LLM:
         Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
         """
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
-        requests = [replace(request, model=lora, priority=priority) for request in requests]
+        requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
         cut = truncate_prompt_tokens
         return self._waited(_embed_all(self._thread.cluster, requests, dimensions, prompt_name, cut))
 
@@ -224,7 +224,7 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
     ) -> list[ScoringRequestOutput]:
         """Returns how well each of the second texts answers the first one, in their order: a cosine of vectors, or what
         the checkpoint of a reranker says.
@@ -241,7 +241,7 @@ class LLM:
         """
         first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
         first = first * len(second) if len(first) == 1 else first
-        shared = GenerateRequest(model=lora, priority=priority)
+        shared = GenerateRequest(model=lora, priority=priority or 0)
         pairs = list(zip(first, second, strict=True))
         work = _score_all(self._thread.cluster, pairs, shared, instruction, truncate_prompt_tokens)
         return self._waited(work)
@@ -253,7 +253,7 @@ class LLM:
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
-        priority: int = 0,
+        priority: int | None = 0,
     ) -> list[ClassificationRequestOutput]:
         """Returns what a classifier says of one text or of many, in the prompts' order: a probability of each label.
 
@@ -264,7 +264,7 @@ class LLM:
         Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
         """
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
-        requests = [replace(request, model=lora, priority=priority) for request in requests]
+        requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
         return self._waited(_classify_all(self._thread.cluster, requests, use_activation, truncate_prompt_tokens))
 
     def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -359,12 +359,12 @@ class LLM:
         requests: list[GenerateRequest],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
-        priority: int | Sequence[int],
+        priority: int | Sequence[int] | None,
         schema: Schema | None,
         template: str = "",
     ) -> list[RequestOutput]:
         shape = None if schema is None else answer_schema(schema)
-        priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * len(requests)
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         given = one_each(sampling, {}, len(requests))
