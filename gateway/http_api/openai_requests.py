@@ -408,7 +408,8 @@ def _tool(function: FunctionBody, path: str) -> Tool:
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
     """Says how the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template.
     Raises ApiError."""
-    raw, field, wanted = body.chat_template_kwargs, "chat_template_kwargs", []
+    raw, field = body.chat_template_kwargs, "chat_template_kwargs"
+    wanted: list[tuple[str, Any, str]] = []
     if isinstance(body, ChatBody):
         if given(body.chat_template_args):
             if given(raw):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         n: int | None = None
         best_of: int | None = None
         prompt_logprobs: int | None = None
+        truncate_prompt_tokens: int | None = None
 
     class ResponsesSampling(msgspec.Struct, kw_only=True):
         """Holds the sampling values of a response; the code reads these by name."""

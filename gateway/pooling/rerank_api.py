@@ -202,10 +202,13 @@ def _read_score(raw: bytes, request_id: str) -> AskedPairs:
     """Reads the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
-    one, other = next((pair for pair in SCORED_FIELDS if sent == {*pair}), ("", ""))
-    if not one:
-        listed = "; ".join(" and ".join(pair) for pair in SCORED_FIELDS)
-        raise refused(min(sent, default="text_1"), f"two fields are needed: {listed}", "missing_required_parameter")
+    one, other = next((pair for pair in SCORED_FIELDS if sent & {*pair}), SCORED_FIELDS[0])
+    if other not in sent and "items" in sent:
+        other = "items"
+    if sent != {one, other}:
+        wrong = next((name for name in (one, other) if name not in sent), min(sent - {one, other}, default=one))
+        listed = ", or ".join(" and ".join(pair) for pair in SCORED_FIELDS)
+        raise refused(wrong, f"two fields are needed, {listed}", "missing_required_parameter")
     first, second = _texts(getattr(body, one), one), _texts(getattr(body, other), other)
     if len(first) not in (1, len(second)):
         raise refused(one, f"{len(first)} texts and {len(second)} of {other}; 1:1, 1:N or N:N are needed")

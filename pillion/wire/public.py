@@ -86,9 +86,9 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
     plain = {field.name: getattr(params, field.name) for field in fields(params) if field.name != _SHAPE}
-    if isinstance(params.stop, str):
+    if isinstance(plain["stop"], str):
         # Programs for vLLM write a single stop string so; as a list it would be one string a character.
-        plain["stop"] = (params.stop,)
+        plain["stop"] = (plain["stop"],)
     structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
     return common_pb2.SamplingParams(**plain, structured_outputs=structured)
 

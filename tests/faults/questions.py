@@ -60,6 +60,10 @@ QUESTIONS: dict[str, Ask] = {
         temperature=1.0,
         structured_outputs=StructuredOutputs(regex=PATTERN),
     ),
+    "bad words": _asks(
+        byte_prompt(13, 90),
+        **_long(200, seed=12, temperature=1.0, bad_words=("a", "be"), allowed_token_ids=tuple(range(40, 160))),
+    ),
     "adapter": _asks(byte_prompt(12, 150), model=ADAPTER, **_long(150, temperature=0.0)),
 }
 

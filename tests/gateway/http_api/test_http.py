@@ -70,6 +70,55 @@ NEAR = {
 }
 
 
+async def test_the_small_pages_of_other_servers() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        for method in ("GET", "POST"):
+            pong = await call(address, "/ping", method=method)
+            assert (pong.status, pong.json) == (200, {"status": "ok"})
+        assert (await call(address, "/load")).json == {"server_load": 0}
+        fakes.decode.gate.clear()
+        asking = asyncio.create_task(call(address, "/v1/completions", TEXT | {"n": 2}))
+        await until("the answers to be under way", lambda: fakes.decode.submits)
+        assert (await call(address, "/load")).json == {"server_load": 2}
+        fakes.decode.gate.set()
+        assert (await asking).status == 200
+        for path in ("/tokenizer_info", "/tokenizer_info?model=models/toy"):
+            assert (await call(address, path)).json == {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": MAX_LEN,
+                "vocab_size": 259,
+                "add_bos_token": False,
+                "bos_token": "<bos>",
+                "eos_token": "<eos>",
+            }
+        missing = await call(address, "/tokenizer_info?model=other")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        await fakes.settled()
+
+
+async def test_the_description_names_the_statuses_that_occur() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        paths = (await call(address, "/openapi.json")).json["paths"]
+        foreign = {"Origin": "https://x.org", "Content-Type": "text/plain"}
+        for path, described, body, headers in (
+            ("/v1/chat/completions", "/v1/chat/completions", CHAT | {"n": 0}, None),
+            ("/v1/chat/completions", "/v1/chat/completions", CHAT | {"model": "x"}, None),
+            ("/v1/chat/completions", "/v1/chat/completions", CHAT, foreign),
+            ("/ping", "/ping", {}, foreign),
+            ("/v1/completions", "/v1/completions", TEXT, {"Content-Type": "text/csv"}),
+            ("/v1/completions", "/v1/completions", TEXT, {"X-Long": "x" * 40_000}),
+            ("/v1/models/x", "/v1/models/{name}", None, None),
+            ("/tokenizer_info?model=x", "/tokenizer_info", None, None),
+            ("/tokenizer_info?x=1", "/tokenizer_info", None, None),
+        ):
+            status = (await call(address, path, body, headers)).status
+            method = "get" if body is None else "post"
+            assert str(status) in paths[described][method]["responses"], (path, status)
+            assert status != 200
+
+
 async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address

@@ -150,3 +150,35 @@ async def test_a_line_of_a_batch_may_be_such_a_call() -> None:
         assert reply.status == 200
         (found,) = json.loads(reply.body)["data"]
         assert found["embedding"] == pytest.approx(unit(ids_of("hi")), abs=1e-6)
+
+
+async def test_the_chat_template_makes_the_text_of_messages() -> None:
+    """As vLLM's embeddings take a conversation: one vector, of the rendered text."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
+    text = "<bos>[system] Be brief.\n[user] x\n"
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        for fields, rendered in (
+            ({}, text),
+            ({"add_generation_prompt": True}, f"{text}[assistant] "),
+            ({"chat_template_kwargs": {"n": 1}}, text),
+            ({"truncate_prompt_tokens": 9}, ids_of(text)[:9]),
+        ):
+            reply = await call(address, PATH, {"messages": messages, **fields})
+            (one,) = reply.json["data"]
+            ids = ids_of(rendered) if isinstance(rendered, str) else rendered
+            assert one["embedding"] == pytest.approx(unit(ids), abs=1e-6), fields
+            assert reply.json["usage"]["prompt_tokens"] == len(ids)
+        for wrong, param in (
+            ({}, "input"),
+            ({"input": "x", "messages": messages}, "input"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "a role", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user", "content": "x" * 1000}]}, "messages"),
+        ):
+            refused = await call(address, PATH, wrong)
+            assert (refused.status, refused.error["param"]) == (400, param), wrong
+        await fakes.settled()

@@ -13,6 +13,7 @@ from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.pooling_pages import pooling_routes
+from pillion.gateway.pooling.rerank_api import SCORED_FIELDS
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
@@ -78,6 +79,24 @@ async def test_pairs_one_to_one_one_to_many_and_many_to_many(path: str) -> None:
             # A text that several pairs have is computed once.
             assert reply.json["usage"]["prompt_tokens"] == sum(len(ids_of(text)) for text in {*left, *right})
         await fakes.settled()
+
+
+@pytest.mark.parametrize("one", SCORED_FIELDS)
+async def test_pairs_have_any_of_vllms_names(one: tuple[str, str]) -> None:
+    first, second = one
+    async with running_fake_cluster() as fakes:
+        reply = await ask(fakes, "/score", **{first: QUERY, second: TEXTS})
+        scores = [found["score"] for found in reply.json["data"]]
+        assert scores == [pytest.approx(cosine(QUERY, text), abs=1e-6) for text in TEXTS]
+        wrong = await ask(fakes, "/score", **{first: QUERY, second: ["x", ""]})
+        assert (wrong.status, wrong.error["param"]) == (400, f"{second}[1]")
+        both = {first: "x", second: "y"}
+        other = "text_1" if first != "text_1" else "data_1"
+        extra = other if first == "text_1" else "text_2"
+        for body, param in (({second: "x"}, first), ({}, "text_1"), (both | {other: "z"}, extra)):
+            alone = await ask(fakes, "/score", **body)
+            assert (alone.status, alone.error["param"]) == (400, param)
+            assert "queries and documents" in alone.error["message"]
 
 
 @pytest.mark.parametrize(

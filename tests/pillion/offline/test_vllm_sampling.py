@@ -1,4 +1,4 @@
-"""vLLM's fields of sampling in LLM, with a real model: which tokens are chosen, alone, beside drafts and in grammars."""
+"""vLLM's fields of sampling in LLM, with a real model: which tokens are chosen, beside drafts and in grammars too."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_allowed_tokens_are_chosen(llm: LLM, sampling: SamplingParams) -> N
 
 
 def test_bad_words_are_never_completed(llm: LLM, codec: Tokenizer) -> None:
-    """Words of one token and of several, taken from what the model would write; the other tokens stay what they were."""
+    """Words of one token and of several, taken from what the model would write."""
     free = answers(llm, GREEDY, "free")[0]
     words = [text for end in (1, 2, 3) if (text := codec.decode(free[end : 2 * end]).strip())]
     assert words
