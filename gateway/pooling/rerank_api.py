@@ -202,9 +202,7 @@ def _read_score(raw: bytes, request_id: str) -> AskedPairs:
     """Reads the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
-    one, other = next((pair for pair in SCORED_FIELDS if sent & {*pair}), SCORED_FIELDS[0])
-    if other not in sent and "items" in sent:
-        other = "items"
+    one, other = max(SCORED_FIELDS, key=lambda pair: len(sent & {*pair}))
     if sent != {one, other}:
         wrong = next((name for name in (one, other) if name not in sent), min(sent - {one, other}, default=one))
         listed = ", or ".join(" and ".join(pair) for pair in SCORED_FIELDS)
