@@ -274,7 +274,6 @@ class Gateway:
                 own, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(own))
             prompt = _with_virtual_tokens(request, model, own)
-            bad_words = await self._bad_words(request.sampling.bad_words, model, tenant)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
@@ -284,8 +283,7 @@ class Gateway:
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled)
-            admitted = replace(_with_grammar(admitted, grammar), bad_words=bad_words)
-            admitted = await self._with_places(admitted, places)
+            admitted = await self._with_words(_with_grammar(admitted, grammar), request, model, tenant, places)
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, request.priority, admitted)
@@ -299,11 +297,6 @@ class Gateway:
                 count_refused(self.meters, error)
             end_refused_span(span, error)
             raise
-
-    async def _with_places(self, admitted: AdmittedRequest, places: PlacesOf | None) -> AdmittedRequest:
-        if places is None or not self.cluster.keeps_states(admitted.model):
-            return admitted
-        return replace(admitted, kept_tokens=await places(admitted.prompt, admitted.virtual_tokens))
 
     def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
         """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
@@ -582,16 +575,23 @@ class Gateway:
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
-    async def _bad_words(
-        self, words: tuple[str, ...], model: ModelEntry, tenant: Tenant
-    ) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of the words that a request's answers never have. Raises Overloaded."""
-        size_bytes = sum(WORD_BYTES + len(word) for word in words)
-        job = model.tokenizer.bad_sequences
-        found: tuple[tuple[int, ...], ...] = await self.off_loop(
-            tenant, size_bytes, job, words, model.limits.vocab_size
-        )
-        return found
+    async def _with_words(
+        self,
+        admitted: AdmittedRequest,
+        request: GenerateRequest,
+        model: ModelEntry,
+        tenant: Tenant,
+        places: PlacesOf | None,
+    ) -> AdmittedRequest:
+        """Returns the request with the tokens of the words that its answers never have, and the ``places`` at which
+        other prompts part from it. Raises Overloaded."""
+        if words := request.sampling.bad_words:
+            size_bytes = sum(WORD_BYTES + len(word) for word in words)
+            job, vocab_size = model.tokenizer.bad_sequences, model.limits.vocab_size
+            admitted = replace(admitted, bad_words=await self.off_loop(tenant, size_bytes, job, words, vocab_size))
+        if places is None or not self.cluster.keeps_states(admitted.model):
+            return admitted
+        return replace(admitted, kept_tokens=await places(admitted.prompt, admitted.virtual_tokens))
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: AskedOutput | None, tenant: Tenant

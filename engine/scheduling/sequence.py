@@ -219,11 +219,7 @@ class Sequence(BlockChain):
         sampling = spec.sampling
         # This says whether a sampled token depends on the tokens before it, and not only on the logits and its
         # position.
-        self.reads_history = sampling is not None and (
-            sampling.repetition_penalty not in (None, 1.0)
-            or bool(sampling.presence_penalty or sampling.frequency_penalty)
-            or (spec.bad_words is not None and spec.bad_words.longest > 0)
-        )
+        self.reads_history = sampling is not None and _reads_history(sampling, spec.bad_words)
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and spec.max_tokens == 0
         # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
@@ -539,3 +535,10 @@ class Sequence(BlockChain):
         """Says whether the next token ends the stream, whichever it is."""
         after = self.num_tokens + 1
         return after >= self.spec.max_model_len or after - self.spec.prompt_tokens >= self.spec.max_tokens
+
+
+def _reads_history(sampling: SamplingParams, bad_words: BadWords | None) -> bool:
+    """Returns whether a choice depends on the tokens before it."""
+    penalties = sampling.presence_penalty or sampling.frequency_penalty
+    words = bad_words is not None and bad_words.longest > 0
+    return bool(penalties) or sampling.repetition_penalty not in (None, 1.0) or words
