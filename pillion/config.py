@@ -814,6 +814,12 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
     strict_fields: bool = flag(False, STRICT_FIELDS)
+    stream_ping_ms: int = flag(
+        10_000,
+        "Milliseconds after which a stream without a first token gets a comment (in Messages a ping), again and again"
+        " until it begins. 0: none.",
+        least=0,
+    )
     cut_system_lines: tuple[str, ...] = flag((BILLING_HEADER,), CUT_SYSTEM_LINES, kind=str)
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
     lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str, room="adapters")

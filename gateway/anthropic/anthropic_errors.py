@@ -54,4 +54,6 @@ ANTHROPIC_ERRORS = ErrorForm(
     },
     _STATUSES,
     (b"x-request-id", b"request-id"),
+    b"event: error\ndata: %b\n\n".__mod__,
+    b'event: ping\ndata: {"type":"ping"}\n\n',
 )

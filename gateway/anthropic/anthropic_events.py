@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.anthropic.anthropic_errors import ANTHROPIC_ERRORS
 from pillion.gateway.anthropic.signatures import signature_of
 from pillion.gateway.http_api.json_objects import CUT_SHORT
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
@@ -19,7 +20,6 @@ from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartK
 from pillion.types import Delta, FinishReason, Usage
 
 _END = b"\n\n"
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP_REASONS = {
     None: None,
     FinishReason.STOP: "end_turn",
@@ -74,7 +74,7 @@ class MessageWriter(AnswerWriter):
         written = []
         if not self._begun:
             self._begun = True
-            written += [_event("message_start", {"message": self._message([], usage())}), _PING]
+            written += [_event("message_start", {"message": self._message([], usage())}), ANTHROPIC_ERRORS.waiting]
         for _, delta in batch:
             if self._parts.further_text(delta):
                 written.append(self._front + _encode(delta.text) + b"}}\n\n")
@@ -87,10 +87,6 @@ class MessageWriter(AnswerWriter):
         stopped = self._block_end(self._parts.all[-1]) if self._parts.all else b""
         ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._cached_to)})
         return stopped + ended + _event("message_stop", {})
-
-    def failed(self, error: bytes) -> bytes:
-        """Writes the error as the last event of a stream; Anthropic's clients raise it."""
-        return b"event: error\ndata: " + error + _END
 
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta of an answer for :meth:`whole`."""

@@ -28,17 +28,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
+from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES, BodyReader, too_large
 from pillion.gateway.request.refusals import STRANGERS, Caller, Refusals
 from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import DEFECT
-from pillion.gateway.request.validation import MAX_REQUEST_BYTES
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
 
-MAX_BODY_BYTES = MAX_REQUEST_BYTES
 # All bodies that are being read have at most this many bytes, as thousands of clients may send one at the same time.
-MAX_BODIES_BYTES = 64 * MAX_BODY_BYTES
+MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
 # Path and headers together have at most this many bytes.
 MAX_HEADER_BYTES = 32 * 2**10
 # A body that takes longer than this to arrive is refused, because it holds a connection for nothing.
@@ -77,10 +77,14 @@ class HttpCall:
         # What is refused, or had no effect, leaves a trace under this name of the API.
         self.api = self.path
         self._refusals: Refusals | None = scope.get("pillion.refusals")
-        self.started = self._reading = False
+        self.started = self._reading = self._streams = False
+        # So many of the bytes that this process holds of bodies are this call's.
+        self._body_bytes = 0
         self.tenant = OPEN
         self.answer_id = new_answer_id()
         self.request_id = request_label(self.header(b"x-request-id"), self.answer_id)
+        # Once events have begun, this writes an error as an event, from its body; None: as the API's errors say.
+        self.error_event: Callable[[bytes], bytes] | None = None
         # The response gets these headers beside those of its kind.
         self.notes: Headers = []
 
@@ -90,27 +94,24 @@ class HttpCall:
         return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
-        """Reads the whole body, which must be JSON by its header. Raises ApiError before more than MAX_BODY_BYTES are
-        read."""
+        """Reads the whole body, which must be JSON by its header: inflated, and without images that no model sees.
+        Raises ApiError before more than MAX_BODY_BYTES are kept."""
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
-        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise ApiError(415, "a compressed body is not taken")
+        reader = BodyReader(self.header(b"content-encoding").strip().lower())
         length = self._headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > MAX_BODY_BYTES:
-            raise _too_large()
-        parts: list[bytes] = []
+        if not length.isdigit() or len(length) > 18 or int(length) > MAX_SENT_BYTES:
+            raise too_large()
         self._reading = True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                await self._read(parts)
+                return await self._read(reader)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:g} s") from None
         finally:
-            HttpCall.bodies_bytes -= sum(map(len, parts))
-        self._reading = False
-        return b"".join(parts)
+            HttpCall.bodies_bytes -= self._body_bytes
+            self._body_bytes = 0
 
     def query(self, *known: str) -> dict[str, str]:
         """Returns the parameters after the path's "?". Raises ApiError for a parameter that is not one of ``known``, or
@@ -173,19 +174,24 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error, where nothing has been sent yet. Where the call's body was not read, the connection is
-        closed."""
+        """Sends an error: as the response, or as the last event of a stream that has begun. Where the call's body was
+        not read, the connection is closed."""
         if self._refusals is not None:
             reason, parent = error.code or error.kind, self.trace_parent()
             self._refusals.refused(
                 self.caller(error.status), error.status, reason, error.param or "", self.request_id, parent
             )
-        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         status, body = self.error_form.write(error, self.request_id)
+        if self._streams:
+            await self.write((self.error_event or self.error_form.event)(body), last=True)
+            return
+        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         await self.answer(status, body, [*error.headers(), *close])
 
     async def start_events(self) -> None:
-        """Begins a response of server-sent events."""
+        """Begins a response of server-sent events, unless it has begun."""
+        if self._streams:
+            return
         await self.start(
             200,
             [
@@ -195,6 +201,7 @@ class HttpCall:
                 (b"x-accel-buffering", b"no"),
             ],
         )
+        self._streams = True
 
     def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
         """Writes some events to the client in one write. The result must be awaited, which takes long if the client
@@ -203,25 +210,28 @@ class HttpCall:
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begins a response whose body the caller writes next."""
-        self.started = True
         label = self.request_id.encode()
         labels = [(name, label) for name in self.error_form.id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.notes, *labels]})
+        self.started = True
 
-    async def _read(self, parts: list[bytes]) -> None:
-        """Reads the call's body into ``parts``, and counts its bytes, until it is whole or too large."""
-        size = 0
+    async def _read(self, reader: BodyReader) -> bytes:
+        """Reads the call's body with ``reader``, and counts its bytes, until it is whole or too large. What takes more
+        than some microseconds is done on a thread."""
         while True:
             message = await self._receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            HttpCall.bodies_bytes += len(parts[-1])
-            if size > MAX_BODY_BYTES:
-                raise _too_large()
-            if not message.get("more_body", False):
-                return
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if reader.packed or reader.kept_bytes + len(part) > LOOP_BYTES:
+                await asyncio.to_thread(reader.feed, part)
+            else:
+                reader.feed(part)
+            HttpCall.bodies_bytes += reader.kept_bytes - self._body_bytes
+            self._body_bytes = reader.kept_bytes
+            if not more:
+                self._reading = False
+                return await asyncio.to_thread(reader.whole) if reader.kept_bytes > LOOP_BYTES else reader.whole()
             if HttpCall.bodies_bytes > MAX_BODIES_BYTES:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
@@ -314,11 +324,6 @@ class Methods:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         other = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler)
         await next((one for one in self.endpoints if one.method == method), other)(scope, receive, send)
-
-
-def _too_large() -> ApiError:
-    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-    return ApiError(413, message, code="request_too_large")
 
 
 # Calls with these methods change nothing, or a browser asks before it sends them for a foreign page.

@@ -35,7 +35,7 @@ class StrictParser(h11.Connection):
     _chunks = _chunk_bytes = 0
     _kept_head = b""
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: Any) -> Any:
         """Returns the bytes that are to be written for an event; those of a response's head come with the next
         event."""
         written = super().send(event)

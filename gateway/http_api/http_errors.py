@@ -87,6 +87,8 @@ class ErrorForm:
         schema: the JSON schema of the body.
         statuses: the statuses that stand for OpenAI's, where they differ.
         id_headers: headers of responses that carry the request's id.
+        event: makes the event of an error's body, for a stream that has begun.
+        waiting: what a stream brings while its client waits for the first token.
     """
 
     write: Callable[[ApiError, str], tuple[int, bytes]]
@@ -94,6 +96,9 @@ class ErrorForm:
     schema: Mapping[str, Any]
     statuses: Mapping[int, int] = field(default_factory=dict)
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    event: Callable[[bytes], bytes] = b"data: %b\n\n".__mod__
+    # A line that begins with a colon is a comment, which clients pass over.
+    waiting: bytes = b": waiting\n\n"
 
 
 def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:

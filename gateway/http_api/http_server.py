@@ -236,7 +236,8 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
     The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
     Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway, flags.strict_fields)
+    pages, tenant_of = _Pages(gateway, flags), gateway.tenant_of
+    calls = ModelCalls(gateway, flags.strict_fields, flags.stream_ping_ms)
     routes = [
         Route("/health", Endpoint("GET", pages.health, statuses=(503,))),
         Route(

@@ -3,8 +3,9 @@
 body --> read by the door --> first delta --> status and headers --> events of the door's writer ... its last events
             | 4xx with a param   | 4xx, 5xx                           | the error as an event
 
-The status is sent with the first delta, so that a refusal is a status and not an event. A client that goes away before
-or after cancels its request (I8).
+The status is sent with the first delta, so that a refusal is a status and not an event. But proxies hang up on a stream
+that is silent for long: after --stream-ping-ms the status is sent without a delta, and something that clients pass
+over, again and again until the first delta comes. A client that goes away before or after cancels its request (I8).
 
 A call has one prompt or several, whose deltas are read in batches of all that are there.
 
@@ -15,9 +16,10 @@ several prompts:  a task each reads its request runner into one bounded queue; a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -195,10 +197,6 @@ class AnswerWriter:
         """Returns the events that stand after those of the last delta."""
         raise NotImplementedError
 
-    def failed(self, error: bytes) -> bytes:
-        """Returns the last event of a stream that fails. ``error`` is its JSON, in the form of the API's errors."""
-        raise NotImplementedError
-
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
         raise NotImplementedError
@@ -218,12 +216,13 @@ NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[Answe
 
 
 class ModelCalls:
-    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them;
-    ``strict_fields`` says whether fields that no API documents are refused."""
+    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them; ``strict_fields``
+    says whether fields that no API documents are refused, and ``ping_ms`` is --stream-ping-ms."""
 
-    def __init__(self, gateway: Gateway, strict_fields: bool = False) -> None:
+    def __init__(self, gateway: Gateway, strict_fields: bool = False, ping_ms: int = 0) -> None:
         self.gateway = gateway
         self._strict_fields = strict_fields
+        self._ping_s = ping_ms / 1000
         self._texts: dict[str, TokenTexts] = {}
         self._pacer = WritePacer()
 
@@ -273,11 +272,8 @@ class ModelCalls:
         places: Places[Asked] | None,
         raw: bytes,
     ) -> None:
-        asked = await self.read(call, read, raw, call.request_id)
-        # All prompts of a call are answered by the model that the name means now.
-        entry, parent = await self.entry(asked.requests[0].model, call.tenant), call.trace_parent()
-        if len(asked.requests) > 1:
-            await self._check_prompts(asked, call.tenant)
+        arrived = asyncio.get_running_loop().time()
+        asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
 
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is asked.requests[0]
@@ -291,13 +287,18 @@ class ModelCalls:
 
         reader = DeltaReader(asked.requests, start)
         try:
-            batch = await reader.read()
-            if (cut_tokens := reader.cut_tokens()) is not None:
-                call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
-            # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
-            writer = await new_writer(call, asked, entry, reader)
+            async with self._heard(call, asked, arrived):
+                # All prompts of a call are answered by the model that the name means now.
+                entry = await self.entry(asked.requests[0].model, call.tenant)
+                if len(asked.requests) > 1:
+                    await self._check_prompts(asked, call.tenant)
+                batch = await reader.read()
+                if (cut_tokens := reader.cut_tokens()) is not None:
+                    call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
+                # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
+                writer = await new_writer(call, asked, entry, reader)
             if asked.stream:
-                await self._stream(call, asked, reader, writer, batch)
+                await self._stream(call, reader, writer, batch)
                 return
             while batch:
                 for prompt, delta in batch:
@@ -310,29 +311,46 @@ class ModelCalls:
         finally:
             reader.close()
 
-    async def _stream(
-        self, call: HttpCall, asked: AskedCall, reader: DeltaReader, writer: AnswerWriter, batch: DeltaBatch
-    ) -> None:
+    @contextlib.asynccontextmanager
+    async def _heard(self, call: HttpCall, asked: AskedCall, arrived_s: float) -> AsyncIterator[None]:
+        """Lets a stream's client hear something while its answer has not begun: every --stream-ping-ms since its body
+        was there, at ``arrived_s`` of the loop's clock."""
+        loop, speaking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        timer: asyncio.TimerHandle | None = None
+        if asked.stream and self._ping_s:
+            timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for task in speaking:
+                task.cancel()
+            # The next event must not come between the head and what was to be said.
+            await asyncio.gather(*speaking, return_exceptions=True)
+
+    async def _speak(self, call: HttpCall) -> None:
+        await call.start_events()
+        while True:
+            await call.write(call.error_form.waiting)
+            await asyncio.sleep(self._ping_s)
+
+    async def _stream(self, call: HttpCall, reader: DeltaReader, writer: AnswerWriter, batch: DeltaBatch) -> None:
         pacer = self._pacer
         await call.start_events()
-        try:
-            with pacer:
-                while batch:
-                    size = writer.events_bytes(batch)
-                    if size:
-                        events = await self.gateway.off_loop(call.tenant, size, writer.events, batch, reader.usage)
-                    else:
-                        events = writer.events(batch, reader.usage)
-                    wrote = time.monotonic()
-                    if events:
-                        await call.write(events)
-                    if batch[-1][1].usage is None:
-                        await pacer.rest(wrote)
-                    batch = await reader.read()
-        except PillionError as error:
-            said = call.error_form.write(from_pillion(error, asked.names[reader.failed]), call.request_id)[1]
-            await call.write(writer.failed(said), last=True)
-            return
+        with pacer:
+            while batch:
+                size = writer.events_bytes(batch)
+                if size:
+                    events = await self.gateway.off_loop(call.tenant, size, writer.events, batch, reader.usage)
+                else:
+                    events = writer.events(batch, reader.usage)
+                wrote = time.monotonic()
+                if events:
+                    await call.write(events)
+                if batch[-1][1].usage is None:
+                    await pacer.rest(wrote)
+                batch = await reader.read()
         await call.write(writer.last_events(reader.usage()), last=True)
 
     async def _check_prompts(self, asked: AskedCall, tenant: Tenant) -> None:

@@ -125,10 +125,6 @@ class ResponseWriter(AnswerWriter):
             return DONE
         return self._common + b',"choices":[],' + _encode(found)[1:] + _END + DONE
 
-    def failed(self, error: bytes) -> bytes:
-        """Returns the error as the last event of a stream; OpenAI's clients raise it."""
-        return b"data: " + error + _END
-
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Returns ``delta`` as an event, after the answer's opening event where it is the first one. ``usage`` is
         JSON."""

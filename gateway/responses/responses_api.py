@@ -5,6 +5,8 @@ stored.
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
 from starlette.routing import Route
 
@@ -15,6 +17,7 @@ from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.responses.responses_events import ResponsesWriter
 from pillion.gateway.responses.responses_fields import ResponsesBody
 from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
+from pillion.types import SamplingParams
 
 _EXAMPLE = {"model": "demo", "input": "What is the capital of France?", "max_output_tokens": 32}
 
@@ -35,19 +38,33 @@ class ResponsesApi:
 
     async def responses(self, call: HttpCall) -> None:
         """Answers a conversation with output items: reasoning, messages and calls of functions."""
-        await self._calls.answer(call, responses_request, self._new_writer)
+        await self._calls.answer(call, partial(_read, call), self._new_writer)
 
     async def _new_writer(
         self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
-        head = {
-            "id": f"resp_{call.answer_id}",
-            "created_at": int(time.time()),
-            "model": entry.name,
-            "system_fingerprint": reader.fingerprint,
-            "temperature": reader.sampling.temperature,
-            "top_p": reader.sampling.top_p,
-            "presence_penalty": reader.sampling.presence_penalty,
-            "frequency_penalty": reader.sampling.frequency_penalty,
-        }
-        return ResponsesWriter(head, self._calls.texts_of(entry), asked)
+        head = _head(call, entry.name, reader.sampling) | {"system_fingerprint": reader.fingerprint}
+        writer = ResponsesWriter(head, self._calls.texts_of(entry), asked)
+        call.error_event = writer.failed
+        return writer
+
+
+def _read(call: HttpCall, raw: bytes, request_id: str) -> ResponsesRequest:
+    """Reads a body. Raises ApiError. An error of a stream ends the response, which is
+    empty until the answer's writer is made."""
+    asked = responses_request(raw, request_id)
+    first = asked.requests[0]
+    call.error_event = ResponsesWriter(_head(call, first.model, first.sampling), None, asked).failed
+    return asked
+
+
+def _head(call: HttpCall, model: str, sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        "id": f"resp_{call.answer_id}",
+        "created_at": int(time.time()),
+        "model": model,
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "presence_penalty": sampling.presence_penalty or 0.0,
+        "frequency_penalty": sampling.frequency_penalty or 0.0,
+    }

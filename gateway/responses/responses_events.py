@@ -45,11 +45,11 @@ class ResponsesWriter(AnswerWriter):
 
     Args:
         head: the response's fields "id", "created_at", "model" and "system_fingerprint", and those of sampling.
-        tokens: texts of the model's tokens, for log probabilities.
+        tokens: texts of the model's tokens, for log probabilities; None for a response that has no text.
         asked: the call.
     """
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: ResponsesRequest) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts | None, asked: ResponsesRequest) -> None:
         self._head = head
         self._tokens = tokens
         self._shows = asked.logprobs
@@ -67,10 +67,7 @@ class ResponsesWriter(AnswerWriter):
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Returns the deltas as events of output items, the first ones after those of the response's begin."""
-        written = []
-        if not self._number:
-            begun = self._response("in_progress", None)
-            written = [self._event(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
+        written = self._begin()
         for _, delta in batch:
             if not self._shows and self._parts.further_text(delta):
                 written.append(self._text_event(delta.text))
@@ -89,7 +86,7 @@ class ResponsesWriter(AnswerWriter):
         said = msgspec.json.decode(error)["error"]
         code = _CODES.get(said["code"], "server_error")
         response = self._response("failed", None) | {"error": {"code": code, "message": said["message"]}}
-        return self._event("response.failed", {"response": response})
+        return b"".join([*self._begin(), self._event("response.failed", {"response": response})])
 
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta of the answer for :meth:`whole`."""
@@ -103,6 +100,13 @@ class ResponsesWriter(AnswerWriter):
     def whole(self, usage: Usage) -> bytes:
         """Returns the whole response, for a client that asked for no stream."""
         return _encode(self._response(self._status(), usage))
+
+    def _begin(self) -> list[bytes]:
+        """Returns the events of the response's begin, unless they have been written."""
+        if self._number:
+            return []
+        begun = self._response("in_progress", None)
+        return [self._event(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
 
     def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         self._finish_reason = delta.finish_reason or self._finish_reason
@@ -249,6 +253,7 @@ class ResponsesWriter(AnswerWriter):
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, logprobs: Any) -> Any:
+        assert self._tokens is not None
         return self._tokens.chat(logprobs)["content"]
 
 
