@@ -585,34 +585,23 @@ _UNSUPPORTED = {
     ChatBody: f"{_UNSUPPORTED_IN_BOTH} chat_template documents function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
-# These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does.
+# These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does. So do
+# those of _NOTHING, except of the fields of FALSE_ASKS.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
-    "background": (False,),
-    "annotations": ([],),
     "caller": ({"type": "direct"},),
-    "context_management": ([],),
-    "defer_loading": (False,),
-    "disable_additional_properties": (False,),
-    "documents": ([],),
     "function_call": ("none",),
-    "functions": ([],),
-    "include_obfuscation": (False,),
-    "mcp_servers": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "rank_fields": (["text"],),
     "speed": ("standard",),
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
     "summary": ("none",),
     "truncation": ("disabled",),
-    "use_beam_search": (False,),
-    "user": ("",),
     "verbosity": ("medium",),
 }
+FALSE_ASKS = frozenset({"add_special_tokens", "normalize"})
+_NOTHING: tuple[Any, ...] = (False, "", [])
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
 # For refused fields and types of items, this says what a client sends in their place.
 INSTEAD: Mapping[str, str] = {
@@ -737,7 +726,7 @@ def _judge(parsed: Any, path: str) -> None:
         if isinstance(value, Raw):
             has_value = given(value) and not _changes_nothing(name, value)
         else:
-            has_value = value not in (None, "", *HARMLESS.get(name, ()))
+            has_value = value is not None and value not in harmless_values(name)
         if has_value:
             note_ignored(prefix + spelled)
     for name in _nested_fields(kind):
@@ -753,7 +742,12 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
         parsed = msgspec.json.decode(raw)
     except (ValueError, RecursionError):
         return False
-    return any(type(parsed) is type(value) and parsed == value for value in HARMLESS.get(name, ()))
+    return any(type(parsed) is type(value) and parsed == value for value in harmless_values(name))
+
+
+def harmless_values(name: str) -> tuple[Any, ...]:
+    """Returns the values of an unsupported field, or of one without effect, that ask for what happens anyhow."""
+    return (*HARMLESS.get(name, ()), *(() if name in FALSE_ASKS else _NOTHING))
 
 
 @cache

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from pillion._version import VERSION
 from pillion.gateway.http_api.body_mending import OTHER
 from pillion.gateway.http_api.http_call import Endpoint, Methods
-from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER, is_ignored
+from pillion.gateway.http_api.openai_fields import READ_AS, READ_LATER, harmless_values, is_ignored
 from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"
@@ -119,7 +119,7 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
         found = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, met)
         policy = NO_EFFECT if is_ignored(field) else CARRIED_OUT
         if field.type is Raw and field.name not in READ_LATER:
-            found = {"enum": [*HARMLESS.get(field.name, ()), None], "description": _HARMLESS}
+            found = {"enum": [*harmless_values(field.name), None], "description": _HARMLESS}
             policy = REFUSED
         elif field.type is Raw and not field.required:
             found = {"anyOf": [found, {"type": "null"}]}

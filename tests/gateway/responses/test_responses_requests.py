@@ -258,7 +258,7 @@ def test_what_there_is_of_a_call_that_was_cut_comes_back() -> None:
 
 
 def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
-    said = {"type": "output_text", "text": "ok", "annotations": [{"type": "url_citation"}], "logprobs": []}
+    said = {"type": "output_text", "text": "ok", "annotations": [{"type": "url_citation"}], "logprobs": [{}]}
     sent = {"type": "message", "role": "assistant", "content": [said], "id": "msg_1", "status": "completed"}
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs_1"}
     items = [
