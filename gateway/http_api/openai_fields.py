@@ -7,7 +7,8 @@ Raw           it is refused by its name, because ignoring it would change the an
               anyhow is let through, and clients do send such values
 any other     it is carried out; the bare Raw fields of READ_LATER are, too
 
-A field that no body has is refused by its name, except for those of --ignored-fields, which have no effect.
+A field that no body has needs no declaration: it has no effect, and the header names it (body_mending.py). So only
+fields are declared that are carried out, that an API documents, or that have to be refused.
 
 A body is read in two steps, so that a body that is too long is refused before it is parsed whole: its strings are
 counted first, and the lists and maps stay raw until each is counted.
