@@ -22,10 +22,12 @@ RUN pip uninstall --yes pip \
     && python -m compileall -q -j 0 /opt/pillion
 
 FROM ${PYTHON_IMAGE}
+# Some clusters (OpenShift) run containers as a user that the image does not know, whose group is 0: it may write where the
+# image's own user may.
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pillion \
-    && mkdir -p -m 0700 /run/pillion /cache \
-    && mkdir -p /models \
-    && chown pillion:pillion /run/pillion /cache
+    && mkdir -p /run/pillion /cache /models \
+    && chown pillion:0 /run/pillion /cache \
+    && chmod 0770 /run/pillion /cache
 COPY --from=build /opt/venv /opt/venv
 # Triton builds the launchers of its kernels with a C compiler.
 RUN if /opt/venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
@@ -38,8 +40,10 @@ RUN python -m compileall -q -j 0 -x '/(tests?|site-packages|dist-packages)/' \
 WORKDIR /opt/pillion
 # A number, so that Kubernetes can see that it is not root's.
 USER 10001:10001
+# Libraries look the user's name up, which is USER where the image does not know the user.
 ENV PATH=/opt/venv/bin:$PATH \
     HOME=/tmp \
+    USER=pillion \
     HF_HOME=/cache/huggingface \
     PILLION_CACHE=/cache \
     TRITON_CACHE_DIR=/cache/triton \

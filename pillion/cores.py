@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from pathlib import Path, PurePosixPath
 from threading import get_native_id
 
 from pillion.errors import ConfigError
@@ -26,13 +28,41 @@ def allowed_cores() -> frozenset[int]:
 
 def usable_cores() -> int:
     """Returns how many cores this process may use, by its affinity and by a container's quota where there is one."""
-    cores = len(allowed_cores())
+    return max(1, int(min(len(allowed_cores()), quota_cores())))
+
+
+def quota_cores(root: Path = Path("/")) -> float:
+    """Returns how many cores' time the control groups of this process have: the tightest quota of its own group and of
+    all groups around it, of either version. It is infinite where there is none, and outside Linux."""
+    groups = root / "sys" / "fs" / "cgroup"
     try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        lines = (root / "proc" / "self" / "cgroup").read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    # Version 2 names no controllers. In a container without a namespace of its own for groups the path is the host's,
+    # and the container's own group stands at the root.
+    found, own = [math.inf], [tuple(line.split(":", 2)[1:]) for line in lines if line.count(":") > 1]
+    for controllers, path in (("", "/"), ("cpu", "/"), *own):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        inner = PurePosixPath(path.strip("/"))
+        for place in (controllers, "cpu") if controllers else ("", "unified"):
+            found += [_quota(groups / place / folder) for folder in (inner, *inner.parents)]
+    return min(found)
+
+
+def _quota(folder: Path) -> float:
+    """Returns the cores' time that one control group may have; infinite where it has no quota, or is not there."""
+    try:
+        if (file := folder / "cpu.max").is_file():
+            quota, period = file.read_text("ascii").split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("ascii") for name in ("quota", "period"))
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        # The quota "max" is no number.
+        return math.inf
+    return cores if cores > 0 else math.inf
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

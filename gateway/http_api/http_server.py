@@ -34,6 +34,7 @@ from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import openai_routes
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
+from pillion.net.addresses import listen
 from pillion.observability.metrics_export import MetricsPage
 from pillion.rooms import Seam, entered
 from pillion.sampling_defaults import SAMPLING_KEYS
@@ -348,9 +349,8 @@ async def start_http(
     With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
     OSError when the address cannot be bound.
     """
-    host, address = flags.host, (flags.host, flags.http_port)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
+    host = flags.host
+    listener = listen(host, flags.http_port, LISTEN_BACKLOG, share_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
         make_app(gateway, flags, parts),

@@ -20,6 +20,7 @@ from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, op
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
+from pillion.net.addresses import spare_loopback
 from pillion.rooms import Seam, entered
 from pillion.types import SAMPLING_OPTIONS
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _open_standard_descriptors()
+    spare_loopback()
     try:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:

@@ -65,8 +65,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
     """Makes an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
-    # An explicit None is a default for click 8.5, and a required option with a default would not be enforced.
-    given = {} if default is None else {"default": default, "show_default": default not in ("", ())}
+    # An explicit None is a default for click 8.5, and a required option that has a default is not enforced.
+    given = {} if more.get("required") else {"default": default, "show_default": default not in (None, "", ())}
     return click.option(*name.split(), help=about, **given, **more)
 
 
@@ -194,7 +194,7 @@ def _flag_of_path(ctx: click.Context, message: str) -> str:
         value = ctx.params.get(param.name or "")
         if value and isinstance(value, str | Path):
             path = Path(value).expanduser()
-            if path.exists() and (str(path.resolve()) in message or (os.sep in str(value) and str(value) in message)):
+            if str(path.resolve()) in message or (os.sep in str(value) and str(value) in message):
                 return "--model" if param.name == MODEL_ARGUMENT else param.opts[0]
     return ""
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pillion.errors import ConfigError, DeadlineExceeded, Internal, PillionError
 from pillion.net import rpc
 from pillion.net.advice import grpc_advice
 from pillion.net.listener import KnownListener, proxy_variable
+from pillion.net.tls import load_pair
 from pillion.observability import telemetry
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
@@ -47,6 +49,8 @@ class GatewayConnection:
     api_key: str
     max_message_bytes: int
     listeners: tuple[KnownListener, ...]
+    # Health checks ask a port itself, whatever proxy the environment names.
+    by_proxy: bool = True
 
     def open(self, number: int = 0) -> grpc.Channel:
         """Opens a blocking channel to one of the addresses. It connects with its first call, and again whenever the
@@ -121,7 +125,8 @@ class GatewayConnection:
         return grpc_advice(target, listener, self.credentials is not None, found.message) if listener else ""
 
     def _options(self) -> rpc.Options:
-        return [*rpc.client_options(self.max_message_bytes), ("grpc.service_config", service_config())]
+        direct = [] if self.by_proxy else [("grpc.enable_http_proxy", 0)]
+        return [*rpc.client_options(self.max_message_bytes), ("grpc.service_config", service_config()), *direct]
 
 
 def connect(
@@ -167,7 +172,11 @@ def connect(
         raise ConfigError("the API key must be printable ASCII without spaces around it")
     credentials = None
     if encrypted:
-        credentials = grpc.ssl_channel_credentials(_pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert"))
+        pems = _pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert")
+        if isinstance(cert, str | os.PathLike) and isinstance(key, str | os.PathLike):
+            # gRPC would only log that they do not fit, and then every connection would fail.
+            load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), os.fspath(cert), os.fspath(key))
+        credentials = grpc.ssl_channel_credentials(*pems)
     listeners = tuple(map(KnownListener, targets))
     return GatewayConnection(targets, credentials, key_text, max_message_bytes, listeners)
 

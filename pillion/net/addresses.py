@@ -4,10 +4,52 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 
 # No network reaches addresses that begin like this, and nothing on them is encrypted.
 IN_PROCESS = "in-process:"
 OFF_NETWORK = ("unix:", IN_PROCESS)
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Such a variable sends calls of HTTP and gRPC through a proxy.
+PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+# With this host a server listens at all addresses of both families.
+BOTH_FAMILIES = "::"
+
+
+def listening_host(host: str) -> str:
+    """Returns the host on which a server listens: for BOTH_FAMILIES, that of IPv4 where the machine has no IPv6."""
+    if host != BOTH_FAMILIES:
+        return host
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return "0.0.0.0"  # noqa: S104
+    return host
+
+
+def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.socket:
+    """Returns a socket that listens for TCP at a host and port, at BOTH_FAMILIES for both. Raises OSError."""
+    host = listening_host(host)
+    both = host == BOTH_FAMILIES and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server(
+        (host, port), family=family, backlog=backlog, reuse_port=share_port, dualstack_ipv6=both
+    )
+
+
+def spare_loopback() -> None:
+    """Makes the libraries of this process, and of its children, reach this machine's own addresses without the proxy
+    that the environment names: buckets, collectors, health checks."""
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        said = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        hosts = [one.strip() for one in said.split(",") if one.strip()]
+        if "*" not in hosts:
+            os.environ[name] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 
 
 def is_local(address: str) -> bool:

@@ -79,6 +79,11 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
+def component_options() -> Options:
+    """Returns the options of a channel to another component, which no proxy of the environment stands before."""
+    return [*client_options(), ("grpc.enable_http_proxy", 0)]
+
+
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
     """Returns the options of every server."""
     return [
@@ -114,8 +119,8 @@ def open_channel(target: str) -> grpc.aio.Channel:
     if target.startswith(IN_PROCESS):
         return cast(grpc.aio.Channel, _in_process(target).channel(target))
     if _identity is None or target.startswith("unix:"):
-        return grpc.aio.insecure_channel(target, options=client_options())
-    return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, client_options()))
+        return grpc.aio.insecure_channel(target, options=component_options())
+    return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, component_options()))
 
 
 def _in_process(address: str) -> InProcessCalls:

@@ -142,11 +142,11 @@ def client_context(
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _load_authorities(context, ca)
     if cert is not None:
-        _load_own(context, os.fspath(cert), os.fspath(key or cert))
+        load_pair(context, os.fspath(cert), os.fspath(key or cert))
     return context
 
 
-def _load_own(context: ssl.SSLContext, cert: str, key: str) -> None:
+def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
     """Gives a context its own certificate chain and private key. Raises ConfigError that names the wrong file."""
     if b"-----BEGIN CERTIFICATE-----" not in _read(cert):
         raise ConfigError(f"TLS: {cert} has no certificate in PEM")
@@ -272,7 +272,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    _load_own(context, files.cert, files.key)
+    load_pair(context, files.cert, files.key)
     _refuse_expired(context, files.cert)
     if files.ca:
         _load_authorities(context, files.ca)

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from pillion._version import VERSION
 from pillion.errors import ConfigError
+from pillion.net.addresses import listening_host
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics, telemetry
 from pillion.observability.metrics import Meters, Snapshot, Values
@@ -109,7 +110,7 @@ class Exports:
         if port:
             registry = MetricsPage(self._collect, vllm_names=vllm_names).registry()
             try:
-                self._server = prometheus_client.start_http_server(port, host, registry)
+                self._server = prometheus_client.start_http_server(port, listening_host(host), registry)
             except OSError as error:
                 raise ConfigError(f"the metrics page cannot listen on {host}:{port}: {error}") from None
             self._server[0].RequestHandlerClass = _OneSegment

@@ -20,6 +20,7 @@ from pillion.cli.flags import option_name
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.net import tls
+from pillion.net.addresses import listening_host
 from pillion.served_models import other_models
 
 # The check waits this long for a Redis that is just being started.
@@ -103,6 +104,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
     A component binds the port later; because it is chosen here, it stays the same when the component is started again.
     """
     try:
+        host = listening_host(host)
         family = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         with socket.socket(family) as probe:
             probe.bind((host, 0))

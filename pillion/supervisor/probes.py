@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 PROBE_TIMEOUT_S = 1.0
@@ -10,7 +11,7 @@ PROBE_TIMEOUT_S = 1.0
 
 def reachable_host(host: str) -> str:
     """Returns the host by which a client on this machine reaches a server that listens on ``host``."""
-    known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}  # noqa: S104
+    known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}  # noqa: S104
     if host in known:
         return known[host]
     return f"[{host}]" if ":" in host else host
@@ -50,7 +51,8 @@ async def _health(target: str, ca: str | None = None, service: str = "") -> bool
     from pillion.net.rpc import open_channel
 
     public = target.startswith("grpcs://")
-    async with connect(target, ca=ca).open_async() if public else open_channel(target) as channel:
+    direct = replace(connect(target, ca=ca), by_proxy=False) if public else None
+    async with direct.open_async() if direct is not None else open_channel(target) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -195,6 +196,15 @@ def test_image_is_nobodys() -> None:
     assert written == {"/run/pillion", "/cache", "/tmp"}
     for name in ("HOME", "HF_HOME", "PILLION_CACHE", "PILLION_ATTACH_SOCKET"):
         assert any(image.environment[name].startswith(folder) for folder in written), name
+
+
+def test_the_image_runs_as_any_user_of_group_0() -> None:
+    words = " ".join((ROOT / "Dockerfile").read_text().replace("\\\n", " ").split())
+    for folder in ("/run/pillion", "/cache"):
+        assert re.search(rf"chown pillion:0 [^&]*{folder}\b", words)
+        assert re.search(rf"chmod 0770 [^&]*{folder}\b", words)
+    # Libraries ask for the name of a user that the image may not know.
+    assert read_image().environment["USER"] == "pillion"
 
 
 def test_mounted_files_exist() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
@@ -20,6 +22,7 @@ from kubernetes_validate import ValidationError
 
 from pillion.cli.flags import ALL_FLAGS, env_name, known_names
 from tests.support.charts import (
+    CHART,
     CUSTOM,
     Manifest,
     check_restricted,
@@ -107,6 +110,45 @@ def test_schemas_are_really_asked() -> None:
 def test_pods_are_restricted(manifests: list[Manifest]) -> None:
     for pod in pods(manifests):
         check_restricted(pod)
+
+
+def test_ids_are_values_and_left_to_openshift(tmp_path: pathlib.Path) -> None:
+    """Helm's library renders without a cluster, so in a copy of the chart a group of APIs that each cluster has stands
+    for OpenShift's."""
+    ids = {"runAsUser", "runAsGroup", "fsGroup"}
+    mine = {"podSecurity": {"runAsUser": 1234, "fsGroup": None}, "redis": {"podSecurity": {"runAsUser": None}}}
+    copy = tmp_path / "chart"
+    shutil.copytree(CHART, copy)
+    helpers = copy / "templates" / "_helpers.tpl"
+    helpers.write_text(helpers.read_text().replace('"security.openshift.io/v1"', '"apps/v1"'))
+    for values, folder, expected, of_redis in (
+        (
+            {},
+            CHART,
+            {"runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001},
+            {"runAsUser": 999, "runAsGroup": 1000},
+        ),
+        (mine, CHART, {"runAsUser": 1234, "runAsGroup": 10001}, {"runAsGroup": 1000}),
+        (mine, copy, {}, {}),
+    ):
+        for pod in pods(render(values, folder=folder)):
+            check_restricted(pod)
+            context = pod["securityContext"]
+            found = {name: value for name, value in context.items() if name in ids}
+            assert found == (of_redis if pod["containers"][0]["name"] == "redis" else expected)
+
+
+def test_parts_listen_at_both_families(manifests: list[Manifest]) -> None:
+    found = [
+        (name, value)
+        for pod in pods(manifests)
+        for container in containers(pod)
+        for name, value in environment(container).items()
+        if name in ("PILLION_HOST", "PILLION_METRICS_HOST", "PILLION_LISTEN", "PILLION_NODE_LISTEN")
+    ]
+    assert {name for name, _ in found} >= {"PILLION_HOST", "PILLION_METRICS_HOST", "PILLION_LISTEN"}
+    assert all(value == "::" or value.startswith("[::]:") for _, value in found), found
+    assert "0.0.0.0" not in json.dumps(manifests)
 
 
 def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -95,9 +96,11 @@ CUSTOM = {
 }
 
 
-def render(values: Mapping[str, Any] | None = None, name: str = "rel", namespace: str = "ns") -> list[Manifest]:
-    """Every object of the chart. Raises HelmError for values that the chart refuses."""
-    with helm_python.Chart.load(str(CHART)) as chart:
+def render(
+    values: Mapping[str, Any] | None = None, name: str = "rel", namespace: str = "ns", folder: Path = CHART
+) -> list[Manifest]:
+    """Every object of the chart in ``folder``. Raises HelmError for values that the chart refuses."""
+    with helm_python.Chart.load(str(folder)) as chart:
         merged = dict(values or {})
         chart.validate_schema(merged)
         files = chart.render(merged, name=name, namespace=namespace)
@@ -141,7 +144,7 @@ def check_restricted(pod: Manifest) -> None:
     """Kubernetes' Pod Security Standard "restricted", and a root file system that nobody writes to."""
     context = pod["securityContext"]
     assert context["runAsNonRoot"] is True
-    assert context["runAsUser"] > 0
+    assert context.get("runAsUser", 1) > 0
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert pod["automountServiceAccountToken"] is False

@@ -4,7 +4,7 @@
     down:  in the opposite order, SIGTERM, and SIGKILL after the service's stop_grace_period
 
 Only what a container has of its own is translated. Each container's network is a loopback address (127.x.y.n), which
-stands for 0.0.0.0 and for the container's own 127.0.0.1; a service's name is the address of its first container.
+stands for :: and for the container's own 127.0.0.1; a service's name is the address of its first container.
 Volumes, tmpfs and bind mounts are folders under one temporary folder. The image's entry point is this Python. Users,
 capabilities, read-only file systems and other images than this repository's and Redis are not tried, and nothing is
 started again but by `kill`.
@@ -207,7 +207,8 @@ class ComposeRun:
 
     def _here(self, text: str, container: Container) -> str:
         """A text of the container's configuration, with this machine's addresses and paths."""
-        text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1|localhost)\b", container.address, text)
+        text = container.address if text == "::" else text.replace("[::]", container.address)
+        text = re.sub(r"\b(127\.0\.0\.1|localhost)\b", container.address, text)
         for name in self.services:
             if self.of(name):
                 text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", self.of(name)[0].address, text)

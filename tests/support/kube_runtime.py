@@ -67,7 +67,7 @@ class _LocalProcess:
 
 
 class ProcessRuntime:
-    """Runs a pod's containers as processes. A pod's address is a loopback address, which stands for 0.0.0.0 in what its
+    """Runs a pod's containers as processes. A pod's address is a loopback address, which stands for :: in what its
     containers are told; volumes are folders under ``folder``, whose path must be short. ``lines``: what each said."""
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -112,7 +112,7 @@ class ProcessRuntime:
 
     def _here(self, pod: str, container: Manifest, text: str) -> str:
         address, spec = self._pods[pod]
-        text = text.replace("0.0.0.0", address)
+        text = address if text == "::" else text.replace("[::]", address)
         for mount in sorted(container["volumeMounts"], key=lambda one: -len(one["mountPath"])):
             path = mount["mountPath"]
             if re.match(rf"{re.escape(path)}(?=/|$)", text):

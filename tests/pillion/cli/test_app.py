@@ -149,6 +149,26 @@ def test_mistakes_are_one_line_on_standard_error(command: Run, argv: list[str], 
     assert done.stdout == ""
 
 
+def test_a_client_s_certificates_that_cannot_be_used_are_one_line(tmp_path: pathlib.Path, command: Run) -> None:
+    from pillion.cli.certs import make_certs
+
+    for name in ("one", "two"):
+        make_certs(tmp_path / name)
+    one, two, plain = tmp_path / "one", tmp_path / "two", tmp_path / "a.txt"
+    plain.write_text("x")
+    cases = {
+        ("--ca", "/no/where"): "--ca: ca: /no/where: No such file",
+        ("--ca", plain): f"--ca: ca: {plain} is no PEM",
+        ("--cert", one / "client.pem", "--key", two / "client.key"): f"the private key {two}/client.key does not fit",
+        ("--cert", one / "client.key", "--key", one / "client.key"): "client.key has no certificate in PEM",
+    }
+    for words, complaint in cases.items():
+        done = command("status", "--target", "grpcs://127.0.0.1:1", *map(str, words))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert complaint in done.stderr
+        assert done.stderr.startswith("pillion: --c")
+
+
 def leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yields each command that is no group, with the words that name it."""
     if isinstance(command, click.Group):

@@ -23,11 +23,20 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{/* OpenShift gives each namespace ids of its own, and refuses pods that ask for others. */}}
+{{- define "pillion.ids" -}}
+{{- if not (.root.Capabilities.APIVersions.Has "security.openshift.io/v1") }}
+{{- range $name, $id := .ids }}
+{{- if not (kindIs "invalid" $id) }}
+{{ $name }}: {{ int64 $id }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "pillion.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
+{{- include "pillion.ids" (dict "root" . "ids" .Values.podSecurity) }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -75,7 +84,8 @@ PILLION_ENABLE_LORA: "true"
 PILLION_MAX_LORAS: {{ .Values.adapters.maxLoras | int | toString | quote }}
 PILLION_MAX_LORA_RANK: {{ .Values.adapters.maxLoraRank | int | toString | quote }}
 {{- end }}
-PILLION_METRICS_HOST: "0.0.0.0"
+{{- /* Both families: a cluster may have either, or both. */}}
+PILLION_METRICS_HOST: "::"
 PILLION_INSECURE_INTERNAL: {{ empty .Values.internalTls.existingSecret | toString | quote }}
 {{- if .Values.internalTls.existingSecret }}
 PILLION_INTERNAL_TLS_CERT: /etc/pillion/internal/tls.crt
