@@ -227,6 +227,56 @@ ERNIE = _turns(
     thought=_thought("<think>\\n", "\\n</think>\\n\\n"),
     reply="{{- '<response>\\n' + m.content + '\\n</response>\\n' if m.content else '' }}",
 )
+
+
+def _elements(head: str, key: str, behind_key: str, end: str, tail: str) -> str:
+    """Returns what a template writes for a call as elements, by what stands around names, keys and values."""
+    return f"""{{{{- '{head[0]}' + tc.function.name + '{head[1]}' }}}}
+            {{%- for k, v in tc.function.arguments.items() %}}
+                {{{{- '{key}' + k + '{behind_key}' }}}}
+                {_VALUE}
+                {{{{- '{end}' }}}}
+            {{%- endfor %}}
+            {{{{- '{tail}' }}}}"""
+
+
+HUNYUAN_3 = _turns(
+    _elements(
+        ("<tool_call>", "<tool_sep>\\n"),
+        "<arg_key>",
+        "</arg_key>\\n<arg_value>",
+        "</arg_value>\\n",
+        "</tool_call>\\n",
+    ),
+    "<tool_calls>\\n",
+    behind="</tool_calls>",
+    thought=_thought("<think>", "</think>"),
+)
+STEP_3 = _turns(
+    _elements(
+        ('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">'),
+        '<steptml:parameter name="',
+        '">',
+        "</steptml:parameter>",
+        "</steptml:invoke><｜tool_call_end｜>",
+    ),
+    "<｜tool_calls_begin｜>\\n",
+    "\\n",
+    "\\n<｜tool_calls_end｜>",
+    _thought("<think>\\n", "\\n</think>\\n"),
+)
+DEEPSEEK_32 = _turns(
+    _elements(
+        ('<｜DSML｜invoke name="', '">\\n'),
+        '<｜DSML｜parameter name="',
+        "\" string=\"' + ('true' if v is string else 'false') + '\">",
+        "</｜DSML｜parameter>\\n",
+        "</｜DSML｜invoke>\\n",
+    ),
+    "\\n\\n<｜DSML｜function_calls>\\n",
+    behind="</｜DSML｜function_calls>",
+    thought=_thought("<think>", "</think>"),
+)
 # The formats of tools and of reasoning that each template is found to have.
 TEMPLATES = {
     "glm": (GLM, "glm45", "qwen3"),
@@ -270,6 +320,35 @@ TEMPLATES = {
         "granite",
     ),
     "phi 4 mini": (_turns(f"{{{{- {_JSON} }}}}", "functools[", ", ", "]"), "phi4_mini_json", "none"),
+    "hunyuan 3": (HUNYUAN_3, "hy_v3", "qwen3"),
+    "step 3": (STEP_3, "step3", "qwen3"),
+    "deepseek v3.2": (DEEPSEEK_32, "deepseek_v32", "qwen3"),
+    "apertus": (
+        _turns(
+            "{{- '{' + tc.function.name | tojson + ': ' + tc.function.arguments | tojson + '}' }}",
+            "<|tools_prefix|>[",
+            ", ",
+            "]<|tools_suffix|>",
+            _thought("<|inner_prefix|>", "<|inner_suffix|>"),
+        ),
+        "apertus",
+        "apertus",
+    ),
+    "internlm": (
+        _turns(
+            """{{- '<|action_start|><|plugin|>\\n{"name": "' + tc.function.name + '", "parameters": ' }}
+            {{- tc.function.arguments | tojson + '}<|action_end|>' }}""",
+            apart="\\n",
+        ),
+        "internlm",
+        "none",
+    ),
+    "lfm 2": (
+        "{{- '<|tool_list_start|>' if tools }}"
+        + _turns(_python(_REPR), "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+        "lfm2",
+        "none",
+    ),
     "olmo 3": (
         _turns(_python("{{- v | tojson }}"), "<function_calls>", "\\n", "</function_calls>"),
         "olmo3",
