@@ -40,14 +40,15 @@ class HeldFormats(ModelFormats):
             async with turns.boxed():
                 structured = await self.checker.lark(structured)
 
-        def write(loose: bool) -> JoinedGrammar:
+        def write(loose: int) -> JoinedGrammar:
             check_wanted()
             piece = None if structured is None else structured_piece(structured, self.mark_ids)
             return join(answer_pieces(output_format, self, tools, piece, loose))
 
-        # A tool that is not "strict" and whose schema cannot be followed may be called with any object.
+        # A tool that is not "strict" and whose schema cannot be followed is held to the part that can be, or may be
+        # called with any object.
         optional = output_format is not None and any(tool.strict is not True for tool in tools.tools)
-        for loose in (False, True) if optional else (False,):
+        for loose in range(3 if optional else 1):
             try:
                 joined: JoinedGrammar = await turns.off_loop(
                     structured_bytes(structured) + tools_bytes(tools), write, loose
@@ -55,7 +56,7 @@ class HeldFormats(ModelFormats):
                 async with turns.boxed():
                     await self.checker.check(joined)
             except InvalidRequest:
-                if loose or not optional:
+                if loose == 2 or not optional:
                     raise
             else:
                 return RequestGrammar(joined.text, tuple(joined.sources))

@@ -20,14 +20,12 @@ from pillion.gateway.grammars.json_strings import (
     rust_pattern,
 )
 from pillion.gateway.grammars.schema_places import (
-    ALONE,
-    LISTED,
-    NAMED,
     endless_references,
     inner_schemas,
     leads_to_a_schema,
     names_in,
     schemas_in,
+    with_inner,
 )
 
 # These keywords, each from some draft of JSON Schema, constrain a value and cannot be followed.
@@ -46,12 +44,17 @@ MAX_VIOLATIONS = 8
 # Multiples of a fraction are followed as those of an integer up to this one, for llguidance spends a state on each
 # number below it.
 MAX_STEP = 1000
+# llguidance lets an integer that is an exclusive bound through where the other bound is near, so it gets a bound that
+# lies beside the integer by this much.
+BESIDE = 1e-9
 # An answer has white space only where Python's json writes it, so that no model can write blanks for ever, and the text
 # between two values needs no sampling.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
 # JSON has these short escapes; the only other one is "\u" with four digits.
 _SHORT_ESCAPES = 'nrbtf\\"'
+# A string can be held to these formats.
+FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 # These values of additionalProperties either allow any further property, or none at all.
 _FREE: tuple[Any, ...] = (None, True, False, {})
 # This expression matches all names without control characters. It is anchored at both ends, because one that any text
@@ -113,25 +116,37 @@ def written(schema: Any) -> Any:
     return {_OPTIONS: writing, **_followed(schema, whole)}
 
 
+def followable(schema: Any) -> Any:
+    """Returns the part of a schema that answers can be held to: what fits the schema fits this one, too."""
+    return {} if _is_deep(schema) else _followable(schema)
+
+
+def _followable(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    least = schema.get("minProperties")
+    made = {
+        # More than one of several schemas may hold where one of them has to.
+        "anyOf" if key == "oneOf" and "anyOf" not in schema else key: value
+        for key, value in schema.items()
+        if key not in UNSUPPORTED
+        and not (key == "format" and value not in FORMATS)
+        and not (key == "minProperties" and isinstance(least, int) and least > _certain(schema) + 1)
+    }
+    return with_inner(made, _followable)
+
+
 def _followed(schema: Any, whole: _Whole) -> Any:
     """Returns a schema with its patterns and formats written so that llguidance reads them as JSON Schema means
     them."""
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
     schema = _numbers_followed(_names_followed(schema, whole))
-    for key, value in schema.items():
-        if key == "patternProperties" and isinstance(value, dict):
-            value = {rust_pattern(name, whole.lost): _followed(inner, whole) for name, inner in value.items()}
-        elif key in NAMED and isinstance(value, dict):
-            value = {name: _followed(inner, whole) for name, inner in value.items()}
-        elif key in LISTED and isinstance(value, list):
-            value = [_followed(inner, whole) for inner in value]
-        elif key in ALONE:
-            value = _followed(value, whole)
-        elif key == "pattern" and isinstance(value, str):
-            value = rust_pattern(value, whole.lost)
-        made[key] = value
+    made = with_inner(schema, lambda inner: _followed(inner, whole))
+    if isinstance(patterns := made.get("patternProperties"), dict):
+        made["patternProperties"] = {rust_pattern(name, whole.lost): inner for name, inner in patterns.items()}
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = rust_pattern(made["pattern"], whole.lost)
     pattern = format_pattern(str(schema.get("format")))
     others = made.get("allOf", [])
     if pattern is not None and isinstance(others, list):
@@ -176,17 +191,27 @@ def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
 def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema of numbers of which llguidance sees whether any fits: it computes with floats, and takes no heed
     that a multiple of a fraction may have to be an integer."""
-    step, kinds = _step(schema), _kinds(schema)
+    step, kinds, bounds = _step(schema), _kinds(schema), schema
+    schema = {**schema, **_beside(schema)}
     if not step or not {"integer", "number"}.issuperset(map(str, kinds)):
         return schema
     if kinds == ["integer"]:
         step = Fraction(step.numerator)
         schema = {**schema, "multipleOf": step.numerator} if step <= MAX_STEP else schema
-    bounds = {key: bound / step for key in _NUMBERS[:4] if (bound := _exact(schema.get(key))) is not None}
-    first = [math.floor(n) + 1 if key[0] == "e" else math.ceil(n) for key, n in bounds.items() if "inimum" in key]
-    last = [math.ceil(n) - 1 if key[0] == "e" else math.floor(n) for key, n in bounds.items() if "aximum" in key]
+    steps = {key: bound / step for key in _NUMBERS[:4] if (bound := _exact(bounds.get(key))) is not None}
+    first = [math.floor(n) + 1 if key[0] == "e" else math.ceil(n) for key, n in steps.items() if "inimum" in key]
+    last = [math.ceil(n) - 1 if key[0] == "e" else math.floor(n) for key, n in steps.items() if "aximum" in key]
     none = first and last and max(first) > min(last)
     return {**schema, "enum": []} if none else schema
+
+
+def _beside(schema: dict[str, Any]) -> dict[str, float]:
+    """Returns the exclusive bounds of a schema that are integers, away from zero by a little."""
+    low, high = _exact(schema.get("exclusiveMinimum")), _exact(schema.get("exclusiveMaximum"))
+    made = {"exclusiveMinimum": float(low) + BESIDE} if low is not None and low.denominator == 1 and low >= 0 else {}
+    if high is not None and high.denominator == 1 and high <= 0:
+        made["exclusiveMaximum"] = float(high) - BESIDE
+    return made
 
 
 def _step(schema: dict[str, Any]) -> Fraction:
@@ -241,11 +266,16 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
     mixed = whole.merges and whole.integers and (_kinds(schema) != ["integer"] or step.numerator > MAX_STEP)
     if mixed and step and 1 not in (step.numerator, step.denominator):
         yield f"{path}/multipleOf", "beside integers, only an integer or one divided by an integer"
-    least, needed = schema.get("minProperties"), schema.get("required")
-    certain = len(set(map(str, needed))) if isinstance(needed, list) else 0
-    if isinstance(least, int) and least > certain + 1:
+    least = schema.get("minProperties")
+    if isinstance(least, int) and least > _certain(schema) + 1:
         text = "a name may come twice among properties that are not listed, so at most one more than required"
         yield f"{path}/minProperties", text
+
+
+def _certain(schema: dict[str, Any]) -> int:
+    """Returns how many properties an object has at least, by its names that are required."""
+    needed = schema.get("required")
+    return len(set(map(str, needed))) if isinstance(needed, list) else 0
 
 
 def _fault(key: str, value: Any, whole: _Whole) -> str:

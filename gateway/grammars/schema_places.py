@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,6 +34,20 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, 
             yield from (((key, n), inner) for n, inner in enumerate(value))
         elif key in ALONE:
             yield (key,), value
+
+
+def with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns a schema with what ``change`` makes of each schema directly within it."""
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            value = {name: change(inner) for name, inner in value.items()}
+        elif key in LISTED and isinstance(value, list):
+            value = [change(inner) for inner in value]
+        elif key in ALONE:
+            value = change(value)
+        made[key] = value
+    return made
 
 
 def names_in(schema: Mapping[str, Any]) -> Iterator[str]:

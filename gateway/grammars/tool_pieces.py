@@ -22,6 +22,7 @@ from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI, ToolFormat
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.json_schema import followable
 from pillion.gateway.grammars.literal_values import (
     KEY,
     MAX_COUNTED_CHARS,
@@ -37,6 +38,7 @@ from pillion.types import Tool, ToolOptions
 
 _TEXT = "/(?s:.*)/"
 _LINE = r"/\n?/"
+_LOOSEST = 2
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -45,7 +47,7 @@ def answer_pieces(
     formats: ModelFormats,
     options: ToolOptions,
     structured: Piece | None,
-    loose: bool = False,
+    loose: int = 0,
 ) -> list[Piece]:
     """Returns the grammar's pieces for an answer; none where it may be any text.
 
@@ -53,7 +55,8 @@ def answer_pieces(
         output_format: what the answer may hold besides content.
         options: the tools of the request.
         structured: the piece of the content's structure, if one was asked for.
-        loose: whether tools that are not ``strict`` may be called with any object.
+        loose: to what calls of tools that are not ``strict`` are held: 0 the schema, 1 the part of it that can be
+            followed, 2 nothing but that their arguments are an object.
 
     Raises InvalidRequest for a schema that no call can be held to.
     """
@@ -133,7 +136,7 @@ class _Calls:
 
     formats: ModelFormats
     options: ToolOptions
-    loose: bool
+    loose: int
     opened: bool | None
     around: tuple[str, str] = ("", "")
 
@@ -168,10 +171,12 @@ class _Calls:
 
     def schema(self, tool: Tool) -> Mapping[str, Any]:
         """Returns the schema that the arguments of a tool's calls have to fit."""
+        loose = 0 if tool.strict is True else self.loose
         forced = self.options.choice in ("required", "named")
-        if tool.strict is not True and (self.loose or (tool.strict is False and not forced)):
+        if loose == _LOOSEST or (tool.strict is False and not forced):
             return _ANY_OBJECT
-        return schema_of(tool) or _ANY_OBJECT
+        schema = schema_of(tool) or _ANY_OBJECT
+        return followable(schema) or _ANY_OBJECT if loose else schema
 
 
 def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -22,13 +22,13 @@ from llguidance import LLParserLimits
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.grammar_worker import empty_part, trial
-from pillion.gateway.grammars.json_schema import written
+from pillion.gateway.grammars.json_schema import followable, written
 from pillion.gateway.grammars.json_strings import few_texts
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 from tests.support.examples import examples
-from tests.support.random_answers import TOKENIZER, answer, exact, matcher_of, structured_matcher
+from tests.support.random_answers import TOKENIZER, allows, answer, exact, matcher_of, structured_matcher
 
 NAMES = ("a", "b", "ab", "abc", "score", "x1", "y")
 PATTERNS = (
@@ -156,6 +156,22 @@ def test_what_leaves_nothing_is_left_out(name: str) -> None:
     assert any(texts)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "fits", "others"),
+    [
+        ({"exclusiveMinimum": 2.0, "exclusiveMaximum": 2.8}, ["2.1", "2.79"], ["2", "2.0", "2.8"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "-0"]),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, ["-0.1", "-0.5"], ["0", "-0", "-0.0"]),
+        ({"exclusiveMaximum": -3, "minimum": -3.5}, ["-3.1", "-3.5"], ["-3", "-3.0"]),
+        ({"exclusiveMinimum": 2, "type": "integer"}, ["3", "10"], ["2"]),
+    ],
+)
+def test_an_exclusive_bound_is_never_written(bounds: dict[str, Any], fits: list[str], others: list[str]) -> None:
+    matcher = matcher_of(NUMBER | bounds)
+    assert matcher is not None
+    assert [text for text in fits + others if allows(matcher, text)] == fits
+
+
 def test_a_multiple_that_may_leave_no_integer_is_refused_by_its_place() -> None:
     schema = {"allOf": [{"type": "integer", "minimum": 1, "maximum": 2}, {"type": "number", "multipleOf": 0.75}]}
     with pytest.raises(InvalidRequest, match=r"at /allOf/1/multipleOf: beside integers"):
@@ -164,7 +180,7 @@ def test_a_multiple_that_may_leave_no_integer_is_refused_by_its_place() -> None:
     assert matcher_of(schema) is not None
 
 
-NOTHING_WITHIN = {"begin": "<f>", "end": "</f>", "content": {"type": "regex", "pattern": r"[^\s\S]"}}
+NOTHING_WITHIN = {"begin": "<f>", "end": "</f>", "content": {"type": "regex", "pattern": "[^\\x00-\\x{10FFFF}]"}}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +194,7 @@ NOTHING_WITHIN = {"begin": "<f>", "end": "</f>", "content": {"type": "regex", "p
                     {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [NOTHING_WITHIN]}}
                 )
             },
-            r"/[^\s\S]/",
+            r"/[^\x00-\x{10FFFF}]/",
         ),
     ],
 )
@@ -221,6 +237,35 @@ def test_patterns_of_few_texts() -> None:
     assert few_texts("^[]$", 16, 20) == few_texts(r"^[^\s\S]$", 16, 20) == frozenset()
     # Neither repetitions nor alternatives are made before they are counted.
     assert few_texts("^" + "(" * 9 + "a" + "{9999})" * 9 + "$", 10**6, 10**6) is None
+
+
+def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "format": "uri-reference", "not": {"const": "x"}},
+            "b": {"oneOf": [{"type": "string", "format": "date"}, {"type": "string"}]},
+            "c": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        },
+        "required": ["a", "c"],
+        "minProperties": 9,
+        "if": {"required": ["b"]},
+    }
+    assert matcher_of(schema) is None
+    assert followable(schema) == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"anyOf": [{"type": "string", "format": "date"}, {"type": "string"}]},
+            "c": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["a", "c"],
+    }
+    assert matcher_of(followable(schema)) is not None
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert followable(deep) == {}
 
 
 def test_what_is_left_of_a_schema_keeps_its_order() -> None:

@@ -399,18 +399,20 @@ def test_messages_in_channels_hold_reasoning_calls_and_shapes(prompt: str, tools
 @pytest.mark.parametrize(
     ("choice", "strict", "loose", "held"),
     [
-        ("required", None, False, True),
-        ("required", None, True, False),
-        ("required", True, True, True),
-        ("required", False, False, True),
-        ("required", False, True, False),
-        ("named", False, False, True),
-        ("auto", False, False, False),
-        ("auto", None, False, True),
+        ("required", None, 0, True),
+        ("required", None, 1, True),
+        ("required", None, 2, False),
+        ("required", True, 2, True),
+        ("required", False, 0, True),
+        ("required", False, 2, False),
+        ("named", False, 0, True),
+        ("named", False, 1, True),
+        ("auto", False, 0, False),
+        ("auto", None, 0, True),
     ],
 )
 def test_arguments_are_held_to_the_schema_where_it_is_wanted(
-    choice: str, strict: bool | None, loose: bool, held: bool
+    choice: str, strict: bool | None, loose: int, held: bool
 ) -> None:
     codec = codec_of("hermes")
     formats = choose_formats("", codec, "hermes", "none")
