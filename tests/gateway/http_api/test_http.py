@@ -141,6 +141,27 @@ async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
         assert (refused.status, refused.error["code"]) == (400, "unknown_parameter")
 
 
+async def test_sloppy_values_mean_the_same_at_every_door() -> None:
+    """A seed of -1 is drawn, without mass the likeliest token is taken, and half a pair of surrogates is U+FFFD."""
+    said = {"model": None, "seed": -1, "top_p": 0, "max_tokens": 4.0, "x": 1}
+    async with running_fake_cluster() as fakes:
+        for path, more in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi \ud83d"}]}),
+            ("/v1/completions", {"prompt": "hi \ud83d"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "hi \ud83d"}]}),
+            ("/v1/responses", {"input": "hi \ud83d"}),
+        ):
+            answer = await call(fakes.gateway.http_address, path, said | more)
+            named = "max_tokens, x" if path == "/v1/responses" else "x"
+            assert (answer.status, answer.headers["x-pillion-ignored"]) == (200, named), answer.body
+            submit = fakes.decode.submits[-1]
+            assert (submit.sampling.top_p, submit.sampling.top_k) == (1.0, 1)
+            assert submit.sampling.seed != -1
+            tokens = {"tokens": list(submit.token_ids)}
+            assert "hi \ufffd" in (await call(fakes.gateway.http_address, "/detokenize", tokens)).json["prompt"]
+        await fakes.settled()
+
+
 async def test_a_port_without_connections_ends_without_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uvicorn itself rests 100 ms between looks whether it is to end, and as long again before it ends."""
     rests: list[float] = []
