@@ -7,8 +7,8 @@ body --> read as its type --> served
 
 Mending leaves out fields that the type does not have, and notes their names for the answer's header; it leaves out
 nulls, because null for a field is its absence, and writes 4.0 as 4 where an integer stands. JSON that is passed on
-(Raw) is not looked into. Each level of a type reads the text below it once, and a type has few levels. Every object
-that is made has a string of the body, so the number of strings, which is checked first, bounds them.
+(Raw) is not looked into. Each level of a type reads the text below it once, and a type has few levels. The number of
+strings, which is checked first, bounds what is made.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.request.validation import MAX_STRINGS
 from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
@@ -52,8 +53,12 @@ _INDEX = re.compile(r"\[\d+\]")
 # A comma or a blank in a name would look like the end of it.
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")
 _SURROGATES = re.compile(rb"\\u[dD](?:([89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F])|[89a-fA-F])[0-9a-fA-F]{2}")
-# An object without a name in it has no string, so nothing would bound their number. No type takes one in a list.
-_Object = Annotated[dict[str, Raw], msgspec.Meta(min_length=1)]
+_ITEM = re.compile(r"\[\d+\](?=`$)")
+_object_in = msgspec.json.Decoder(dict[str, Raw]).decode
+_objects_in = msgspec.json.Decoder(list[dict[str, Raw] | str]).decode
+# The number of strings bounds that of objects with a name in them. So where there may be more objects than that, none
+# without a name is taken.
+_named_objects_in = msgspec.json.Decoder(list[Annotated[dict[str, Raw], msgspec.Meta(min_length=1)] | str]).decode
 
 
 @dataclass(slots=True)
@@ -198,7 +203,7 @@ def _mended(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
     """Returns ``raw`` where nothing is mended in it, else what encodes as the mended JSON."""
     first = memoryview(raw)[:1].tobytes() if not shape.idle else b""
     if first == b"{" and shape.structs:
-        return _object(msgspec.json.decode(raw, type=dict[str, Raw]), shape, path, reading)
+        return _object(_object_in(raw), shape, path, reading)
     if first == b"[" and shape.items is not None:
         return _list(raw, shape.items, path, reading)
     if shape.whole and (first == b"-" or first.isdigit()):
@@ -207,21 +212,23 @@ def _mended(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
 
 
 def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
+    if not items.structs:
+        try:
+            numbers = msgspec.json.decode(raw, type=list[float]) if items.whole else ()
+        except msgspec.ValidationError:
+            # Other items are the client's mistake, which the second reading names.
+            return raw
+        exact = all(number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER for number in numbers)
+        return list(map(int, numbers)) if numbers and exact else raw
+    read = _objects_in if bytes(raw).count(b"{") <= MAX_STRINGS else _named_objects_in
     try:
-        if items.structs:
-            objects = msgspec.json.decode(raw, type=list[_Object | str])
-            return [
-                one if isinstance(one, str) else _object(one, items, f"{path}[{n}]", reading)
-                for n, one in enumerate(objects)
-            ]
-        if items.whole:
-            numbers = msgspec.json.decode(raw, type=list[float])
-            if all(number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER for number in numbers):
-                return list(map(int, numbers))
-    except msgspec.ValidationError:
-        # Other items are the client's mistake, which the second reading names.
-        pass
-    return raw
+        objects = read(raw)
+    except msgspec.ValidationError as error:
+        place = _ITEM.search(str(error))
+        raise refused(path + (place[0] if place else ""), "an object is needed here", "invalid_type") from None
+    return [
+        one if isinstance(one, str) else _object(one, items, f"{path}[{n}]", reading) for n, one in enumerate(objects)
+    ]
 
 
 def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
