@@ -16,7 +16,7 @@ from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
-from pillion.gateway.formats.reasoning import HARMONY, REASONING_FORMATS, ReasoningFormat
+from pillion.gateway.formats.reasoning import HARMONY, REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
 from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
@@ -178,6 +178,7 @@ def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tupl
     """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
     template. Raises ConfigError for names that do not exist, or do not go together."""
     tool_parser = TOOL_ALIASES.get(tool_parser, tool_parser)
+    reasoning_parser = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
     reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template))
     # In messages in channels, calls and reasoning have one format.

@@ -96,6 +96,18 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
 
+# Other names of formats, as SGLang has them.
+REASONING_ALIASES = {
+    "deepseek-r1": "deepseek_r1",
+    "deepseek-v3": "deepseek_v3",
+    "gpt-oss": HARMONY,
+    "hunyuan": "hunyuan_a13b",
+    "interns1": "qwen3",
+    "minimax": "qwen3",
+    "nemotron_3": "nemotron_v3",
+    "qwen3-thinking": "deepseek_r1",
+}
+
 
 def read_reasoning(
     form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts, calls: bool = False

@@ -209,10 +209,22 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 }
 # Other names of formats, as vLLM and SGLang have them.
 TOOL_ALIASES = {
+    "apertus2509": "apertus",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "glm": "glm45",
     "glm47": "glm45",
+    "gpt-oss": OPENAI,
     "granite4": "hermes",
+    "hunyuan": "hunyuan_a13b",
+    "interns1": INTERNLM,
     "jamba": "hunyuan_a13b",
+    "llama3": "llama3_json",
     "llama4_json": "llama3_json",
+    "minimax-m2": "minimax_m2",
+    "qwen": "hermes",
+    "qwen25": "hermes",
     "qwen3_xml": "qwen3_coder",
 }
 # In these formats tools, calls and results are told to a model as text, where its template has no place for them.

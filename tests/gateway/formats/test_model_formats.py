@@ -9,7 +9,7 @@ from pillion.config import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import choose_formats
-from pillion.gateway.formats.reasoning import REASONING_FORMATS
+from pillion.gateway.formats.reasoning import REASONING_ALIASES, REASONING_FORMATS
 from pillion.gateway.formats.tool_formats import TOOL_ALIASES, TOOL_FORMATS
 from pillion.gateway.grammars import tool_pieces
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolOptions
@@ -21,8 +21,10 @@ TOOLS = ToolOptions(tools=(Tool(name="f"),))
 def test_flags_and_tables_name_the_same_formats() -> None:
     assert set(TOOL_PARSER_CHOICES) == {"auto", "none", *TOOL_FORMATS, *TOOL_ALIASES}
     assert set(TOOL_ALIASES.values()) <= TOOL_FORMATS.keys()
+    assert set(REASONING_ALIASES.values()) <= REASONING_FORMATS.keys()
     assert TOOL_ALIASES.keys().isdisjoint(TOOL_FORMATS)
-    assert set(REASONING_PARSER_CHOICES) == {"auto", "none", *REASONING_FORMATS}
+    assert REASONING_ALIASES.keys().isdisjoint(REASONING_FORMATS)
+    assert set(REASONING_PARSER_CHOICES) == {"auto", "none", *REASONING_FORMATS, *REASONING_ALIASES}
     assert set(tool_pieces._WRITERS) == set(TOOL_FORMATS)
 
 
@@ -52,6 +54,8 @@ def test_auto_finds_the_formats(template: str, tools: str, reasoning: str) -> No
 def test_a_flag_goes_before_the_template() -> None:
     found = choose_formats("{{ tools }}<tool_call></think>", byte_tokenizer(), "mistral", "none")
     assert (found.tool_parser, found.reasoning_parser) == ("mistral", "none")
+    found = choose_formats("", byte_tokenizer(), "qwen25", "qwen3-thinking")
+    assert (found.tool_parser, found.reasoning_parser) == ("hermes", "deepseek_r1")
     with pytest.raises(ConfigError, match="--tool-call-parser 'x' is not one of auto, none, "):
         choose_formats("", byte_tokenizer(), "x")
 

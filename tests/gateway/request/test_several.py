@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
-from pillion.errors import NotFound
+from pillion.errors import BrokenGrammar, Internal, NotFound
 from pillion.gateway.request import request_runner
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.grammar_limits import GRAMMAR_FAULT
@@ -184,6 +184,18 @@ async def test_what_a_worker_says_of_the_grammar_names_the_clients_field() -> No
         await fakes.settled()
 
 
+async def test_an_answer_that_cannot_go_on_in_its_grammar_is_the_servers_fault() -> None:
+    """The grammar had been admitted, so no field of the client's is at fault, and no other worker is asked."""
+    async with running_fake_cluster() as fakes:
+        tell(fakes, *TEXTS)
+        fakes.decode.refusals = [(BrokenGrammar.code, False)]
+        fakes.decode.refusal = f"{GRAMMAR_FAULT} cannot be followed: NoExtensionBias"
+        with pytest.raises(Internal, match="NoExtensionBias"):
+            await read(ask(fakes, structured_outputs=StructuredOutputs(choice=TEXTS)))
+        assert len(fakes.decode.submits) == 1
+        await fakes.settled()
+
+
 @pytest.mark.parametrize("after", [2, 3, 4, 9, 60])
 async def test_a_worker_lost_after_the_first_token_is_everybodys(after: int) -> None:
     async with running_fake_cluster() as fakes:
@@ -308,7 +320,6 @@ async def test_a_deadline_frees_all_streams() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_defect_at_an_answers_end_ends_the_request(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    from pillion.errors import Internal
     from pillion.gateway.tokens.answer_text import AnswerText
 
     async with running_fake_cluster() as fakes:
