@@ -140,6 +140,14 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'""')), "prompt"),
     "long stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'"' + b"x" * 4000 + b'"')), "stop"),
     "stop ids": (COMPLETE, lambda: body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
+    "allowed ids": (COMPLETE, lambda: body(prompt=b'"x"', allowed_token_ids=many(ONE)), "allowed_token_ids"),
+    "as many allowed ids as may be": (COMPLETE, lambda: body(prompt=b'"x"', allowed_token_ids=many(ONE, 2**15)), ""),
+    "bad words": (COMPLETE, lambda: body(prompt=b'"x"', bad_words=many(b'"x"')), "bad_words"),
+    "as many bad words as may be": (
+        COMPLETE,
+        lambda: body(prompt=b'"x"', bad_words=many(b'"' + b"x" * 256 + b'"', 259 * 256)),
+        "",
+    ),
     "biases": (COMPLETE, lambda: body(prompt=b'"x"', logit_bias=b"{" + many(b'"1":0')[1:-1] + b"}"), "prompt"),
     "a field many times": (COMPLETE, lambda: b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
     "lists in lists": (CHAT, lambda: body(messages=many(b"[[[[]]]]")), "messages"),
@@ -211,7 +219,7 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: body(input=many(b'{"role":"assistant","content":"%b"}' % (b"x" * 1200))),
         "input",
     ),
-    "a long name": (COMPLETE, lambda: b'{"' + b"x" * 8_000_000 + b'":1}', "x" * 100),
+    "a long name": (COMPLETE, lambda: b'{"' + b"x" * 8_000_000 + b'":1}', "prompt"),
 }
 
 

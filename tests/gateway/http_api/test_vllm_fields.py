@@ -364,3 +364,20 @@ async def test_usage_in_a_stream() -> None:
         *earlier, last = (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).events
         assert {event["usage"] for event in earlier} == {None}
         assert last["usage"]["completion_tokens"] == len(fakes.decode.script)
+
+
+async def test_a_replay_chooses_among_the_same_tokens() -> None:
+    """After a worker is lost amid the answer, the next one gets the same fields, and the text goes on."""
+    async with clients() as (fakes, client):
+        fakes.decode.break_after = 4
+        extra: Any = {"allowed_token_ids": [*range(200), EOS], "bad_words": ["sea"], "return_token_ids": True}
+        answer: Any = await client.completions.create(
+            model="toy", prompt="x", n=2, seed=5, stop=["."], extra_body=extra | {"include_stop_str_in_output": True}
+        )
+        assert [choice.text for choice in answer.choices] == ["The answer."] * 2
+        assert [choice.token_ids for choice in answer.choices] == [list(fakes.decode.script[:-1])] * 2
+        first, *others = fakes.decode.submits
+        assert any(len(submit.token_ids) > submit.prompt_tokens for submit in others)
+        for submit in others:
+            assert submit.sampling.allowed_token_ids == first.sampling.allowed_token_ids
+            assert submit.bad_words == first.bad_words

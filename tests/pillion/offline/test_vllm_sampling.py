@@ -96,5 +96,10 @@ def test_what_is_left_out_and_what_is_cut(llm: LLM, codec: Tokenizer) -> None:
     (stopped,) = llm.generate(PROMPT, ended, use_tqdm=False)
     if stopped.outputs[0].finish_reason == "stop":
         assert stopped.outputs[0].text.index("a") == len(stopped.outputs[0].text) - 1
+    nothing: Any = dict.fromkeys(
+        ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids", "detokenize", "truncation_side")
+    )
+    (plain,) = llm.generate(PROMPT, replace(GREEDY, **nothing), use_tqdm=False)
+    assert list(plain.outputs[0].token_ids) == answers(llm, GREEDY, "free")[0]
     with pytest.raises(InvalidRequest, match="allowed_token_ids"):
         llm.generate(PROMPT, replace(GREEDY, allowed_token_ids=(10**6,)), use_tqdm=False)
