@@ -140,9 +140,9 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'""')), "prompt"),
     "long stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'"' + b"x" * 4000 + b'"')), "stop"),
     "stop ids": (COMPLETE, lambda: body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
-    "allowed ids": (COMPLETE, lambda: body(prompt=b'"x"', allowed_token_ids=many(ONE)), "allowed_token_ids"),
+    "allowed ids": (COMPLETE, lambda: body(prompt=b'"x"', allowed_token_ids=many(ONE, 2**17)), "allowed_token_ids"),
     "as many allowed ids as may be": (COMPLETE, lambda: body(prompt=b'"x"', allowed_token_ids=many(ONE, 2**15)), ""),
-    "bad words": (COMPLETE, lambda: body(prompt=b'"x"', bad_words=many(b'"x"')), "bad_words"),
+    "bad words": (COMPLETE, lambda: body(prompt=b'"x"', bad_words=many(b'"x"', 2**16)), "bad_words"),
     "as many bad words as may be": (
         COMPLETE,
         lambda: body(prompt=b'"x"', bad_words=many(b'"' + b"x" * 256 + b'"', 259 * 256)),
