@@ -306,6 +306,10 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
+    packs = resolve_device(flags) == CPU and choose_kernels(flags, prepared)[0] is not None
+    if not packs and flags.load_format != "dummy":
+        # Where weights are packed, packing has looked at all of them.
+        _check_tensors(prepared)
     for isa, shard in _left_to_make(flags, prepared):
         model = _load_for_cpu(flags, prepared, isa, progress, shard)
         if flags.enable_lora:
@@ -313,6 +317,16 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
 
             require(COMPILE_ADAPTERS, "adapters", "--enable-lora")(model, progress)
     return prepared
+
+
+def _check_tensors(prepared: PreparedModel) -> None:
+    """Raises ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
+    from pillion.engine.checkpoints.checkpoint import open_checkpoint
+
+    config = load_config(prepared.folder)
+    if config.encoder is None:
+        with open_checkpoint(prepared.folder, config):
+            pass
 
 
 def is_ready(flags: PrepareFlags) -> bool:

@@ -237,20 +237,9 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
         folder = _quantized(cache, source, folder, kind, progress)
     config = load_config(folder)
     weights = weight_files(folder)
-    if config.encoder is None:
-        _check_tensors(folder, config)
     progress("fingerprinting weights")
     small = _small_files(folder)
     return _record_of(folder, config, fingerprint(weights, config, kind.dtype), stamp([*sources, *small, *weights]))
-
-
-def _check_tensors(folder: Path, config: ModelConfig) -> None:
-    """Raises ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
-    # This imports torch, which a start with a prepared model must not wait for here.
-    from pillion.engine.checkpoints.checkpoint import open_checkpoint
-
-    with open_checkpoint(folder, config):
-        pass
 
 
 def _small_files(folder: Path) -> list[Path]:
