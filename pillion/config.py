@@ -830,6 +830,15 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         room="forecast",
     )
     allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "Name under which clients may ask the HTTP port, as their Host header has it; * for any. Repeat it for more."
+        " Without API keys, on a loopback address, others than localhost, addresses and --host are refused.",
+        kind=str,
+    )
+    timeout_keep_alive: int = flag(
+        75, "Seconds that an HTTP connection may stay without a further request.", least=1, most=86_400
+    )
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )

@@ -10,13 +10,17 @@ origin. It sends a form, a plain text or an empty body at once: the page cannot 
 So a call that changes something and needs no preflight has to come from no browser, from a page of this port, or from a
 page that --allowed-origins names. These are told apart by headers that browsers write themselves and pages cannot
 change, as Go's http.CrossOriginProtection does it: by Sec-Fetch-Site, and where that is missing, on plain HTTP, by
-whether the Origin is the Host that was asked.
+whether the Origin is the Host that was asked. A page whose own name has become this machine's address (DNS rebinding)
+chooses both, so before that the Host must be one of the port's own names, wherever these are known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +49,7 @@ MAX_HEADER_BYTES = 32 * 2**10
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
 # An answer with one of these statuses may come before the call's body has been read.
-_UNREAD = (401, 403, 405, 408, 413, 415, 431)
+_UNREAD = (401, 403, 405, 408, 413, 415, 421, 431)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -352,12 +356,29 @@ def _same_host(origin: str, host: str) -> bool:
         return False
 
 
-class OwnPagesWrite:
-    """Represents an ASGI application that passes calls on to ``app``, except writes that foreign pages make a browser
-    send."""
+def host_name(host: str) -> str:
+    """Returns the name in a Host header, in small letters and without its port; "" for an address and for none."""
+    name = re.sub(r":[0-9]*$", "", host)
+    for address in (host, name):
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(address.strip("[]"))
+            return ""
+    return name.lower().removesuffix(".")
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str], refusals: Refusals | None = None) -> None:
+
+class OwnPagesWrite:
+    """Represents an ASGI application that passes calls on to ``app``, except those for names that are not among its
+    ``hosts`` (None: any name), and writes that foreign pages make a browser send."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        allowed: Collection[str],
+        refusals: Refusals | None = None,
+        hosts: Collection[str] | None = None,
+    ) -> None:
         self._app = app
+        self._hosts = hosts
         self._refusals = refusals
         self._allowed = frozenset(allowed)
 
@@ -365,6 +386,13 @@ class OwnPagesWrite:
         # Where a header comes twice the first one counts, as everywhere on the port.
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         scope = {**scope, "pillion.refusals": self._refusals}
+        name = host_name(known.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):
+            text = (
+                f"this port is not asked as {name[:100]!r}; --allowed-hosts names others than localhost and addresses"
+            )
+            await HttpCall(scope, receive, send).fail(ApiError(421, text, code="misdirected_request"))
+            return
         if known and is_foreign_write(scope["method"], known, self._allowed):
             text = "a browser sent this for a page of another origin; --allowed-origins names those that may"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")

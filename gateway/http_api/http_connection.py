@@ -169,6 +169,9 @@ class HttpConnection(H11Protocol):
             self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
         self._sort()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing: a client that offers another protocol is answered over this one."""
+
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
             super().send_400_response(self.conn.refusal or msg)

@@ -34,7 +34,7 @@ from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import openai_routes
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
-from pillion.net.addresses import listen
+from pillion.net.addresses import is_local, listen
 from pillion.observability.metrics_export import MetricsPage
 from pillion.rooms import Seam, entered
 from pillion.sampling_defaults import SAMPLING_KEYS
@@ -45,8 +45,6 @@ ROUTES = Seam[Callable[[ModelCalls, GatewayFlags], list[Route]]]("gateway.http_a
 
 MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
-# A connection may stay this long without a further request.
-KEEP_ALIVE_S = 75
 # The date in the headers of answers changes this often.
 DATE_INTERVAL_S = 1.0
 # These paths of OpenAI's, Jina's and vLLM's APIs need models of other kinds.
@@ -266,7 +264,9 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
     pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
-    app = OwnPagesWrite(BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals)
+    app = OwnPagesWrite(
+        BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals, _own_hosts(flags)
+    )
     if not origins:
         return app
     return CORSMiddleware(
@@ -284,6 +284,15 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
             IGNORED_HEADER,
         ],
     )
+
+
+def _own_hosts(flags: GatewayFlags) -> frozenset[str] | None:
+    """Returns the names under which the port may be asked; None for any. Where neither a key nor the network keeps a
+    foreign page out, its name may have become this machine's address (DNS rebinding), so other names are refused."""
+    is_open = not (flags.api_keys or flags.api_key) and is_local(f"{flags.host}:0")
+    if "*" in flags.allowed_hosts or not (flags.allowed_hosts or is_open):
+        return None
+    return frozenset(name.lower() for name in (flags.host, "localhost", *flags.allowed_hosts))
 
 
 class _Server(uvicorn.Server):
@@ -364,7 +373,7 @@ async def start_http(
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_HTTP_CONNECTIONS,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=flags.timeout_keep_alive,
     )
     config.load()
     config.ssl = None if identity is None else tls.http_context(identity)

@@ -23,7 +23,7 @@ GROUPS = {
     "Answers": "generation_config override_generation_config chat_template allow_special default_chat_template_kwargs"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host root_path http_port grpc_port ui allow allowed share_ports max_message_bytes"
-    " strict_fields stream_ping_ms cut_system_lines",
+    " strict_fields stream_ping_ms timeout_keep_alive cut_system_lines",
     "Keys and certificates": "api_keys api_key tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size device cpu share_cores core_lending_table first_core enforce_eager drain_timeout_s"

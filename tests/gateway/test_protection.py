@@ -107,7 +107,7 @@ async def test_without_a_key_only_health_is_answered(file: str, monkeypatch: pyt
 async def test_a_body_is_not_read_for_a_stranger(file: str) -> None:
     async with running_with(file) as fakes:
         reader, writer = await asyncio.open_connection(*fakes.gateway.http_address.split(":"))
-        lines = ("Host: x", "Content-Type: application/json", "Content-Length: 8000000", "\r\n")
+        lines = ("Host: localhost", "Content-Type: application/json", "Content-Length: 8000000", "\r\n")
         writer.write("\r\n".join(("POST /v1/completions HTTP/1.1", *lines)).encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
         writer.close()

@@ -94,7 +94,7 @@ async def get(address: str, ca: pathlib.Path, own: TlsFiles | None = None) -> by
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return await reader.readline()
     finally:
         writer.close()
@@ -238,7 +238,11 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
     ):
         own = files_in(one, "client")
         for address, protocol, question in (
-            (component.http_address, "http/1.1", b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
+            (
+                component.http_address,
+                "http/1.1",
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+            ),
             (component.grpc_address, "h2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"),
         ):
             for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):

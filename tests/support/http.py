@@ -47,7 +47,12 @@ class Reply:
 def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
     """A request whose connection ends with it. ``body`` is sent as it is where it is bytes, else as JSON."""
     sent = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    said = {"Host": "x", "Connection": "close", **({} if body is None else JSON), "Content-Length": str(len(sent))}
+    said = {
+        "Host": "localhost",
+        "Connection": "close",
+        **({} if body is None else JSON),
+        "Content-Length": str(len(sent)),
+    }
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in {**said, **(headers or {})}.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + sent
 

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from pillion.gateway.http_api.http_call import is_foreign_write
+from pillion.gateway.http_api.http_call import host_name, is_foreign_write
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
@@ -84,3 +84,56 @@ async def test_no_foreign_page_writes_at_any_door(tmp_path: pathlib.Path) -> Non
             assert (await call(address, "/v1/files", FILE, headers)).status == 200
         assert (await call(address, "/v1/files", FILE, {"Content-Type": FORM})).status == 200
         assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("Evil.example:8000", "evil.example"), ("evil.example.", "evil.example"), ("localhost", "localhost"),
+        ("127.0.0.1:8000", ""), ("[::1]:8000", ""), ("[::1]", ""), ("::1", ""), ("10.1.2.3", ""), ("", ""),
+        ("127.0.0.1.evil.example", "127.0.0.1.evil.example"), ("evil.example:", "evil.example"),
+        ("2130706433", "2130706433"), ("[evil]:1", "[evil]"),
+    ],
+)  # fmt: skip
+def test_the_name_in_a_host_header(host: str, name: str) -> None:
+    assert host_name(host) == name
+
+
+async def test_a_page_whose_name_became_this_machines_address_is_refused() -> None:
+    """DNS rebinding: the page's own name is Host and Origin, and for the browser it asks its own server."""
+    chat = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+    async with running_fake_cluster(allowed_hosts=("llm.example.org",), ui=True) as fakes:
+        address = fakes.gateway.http_address
+        port = address.rpartition(":")[2]
+        for evil in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"):
+            said = {"Host": evil, "Origin": f"http://{evil}", "Sec-Fetch-Site": "same-origin"}
+            for path, body in (
+                *((page, None) for page in ("/v1/models", "/metrics", "/health", "/ui", "/v1/files", "/nothing")),
+                *(("/v1/chat/completions", chat), ("/v1/messages", chat | {"max_tokens": 5}), ("/v1/files", FILE)),
+            ):
+                refused = await call(address, path, body, said)
+                assert (refused.status, refused.error["code"]) == (421, "misdirected_request"), (evil, path)
+                assert "--allowed-hosts" in refused.error["message"]
+        assert not fakes.decode.submits
+        for own in (
+            "localhost",
+            "LOCALHOST:1",
+            "a.localhost",
+            address,
+            "[::1]:8000",
+            "10.0.0.7",
+            "llm.example.org:443",
+        ):
+            assert (await call(address, "/v1/chat/completions", chat, {"Host": own})).status == 200, own
+
+
+async def test_names_are_free_where_keys_or_a_network_are_in_use() -> None:
+    """A container listens at all addresses, and whatever is before it chooses the name."""
+    for flags in ({"host": "0.0.0.0"}, {"allowed_hosts": ("*",)}, {"api_key": ("sk-" + "a" * 40,)}):
+        async with running_fake_cluster(**flags) as fakes:
+            address = "127.0.0.1:" + fakes.gateway.http_address.rpartition(":")[2]
+            assert (await call(address, "/health", headers={"Host": "pillion.models.svc:8000"})).status == 200, flags
+    async with running_fake_cluster(host="0.0.0.0", allowed_hosts=("llm.example.org",)) as fakes:
+        address = "127.0.0.1:" + fakes.gateway.http_address.rpartition(":")[2]
+        assert (await call(address, "/health", headers={"Host": "evil.example"})).status == 421
+        assert (await call(address, "/health", headers={"Host": "llm.example.org"})).status == 200

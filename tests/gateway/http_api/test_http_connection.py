@@ -8,8 +8,9 @@ import socket
 
 import pytest
 
+from testbed.conditions import loop_turns, until
 from tests.support.fake_components import running_fake_cluster
-from tests.support.http import data_segments, request_bytes
+from tests.support.http import connected, data_segments, request_bytes
 
 TEXT = {"model": "toy", "prompt": "hi"}
 
@@ -35,3 +36,46 @@ async def test_an_answer_is_one_segment_that_waits_for_no_acknowledgement(path: 
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
         await fakes.settled()
+
+
+# Java's client offers HTTP/2 with the first request of each connection.
+UPGRADE = {
+    "Connection": "Upgrade, HTTP2-Settings",
+    "Upgrade": "h2c",
+    "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cut", [0, 20, 400], ids=["one piece", "cut in the head", "cut in the body"])
+async def test_a_client_that_offers_http2_is_answered_and_its_end_noticed(cut: int, stream: bool) -> None:
+    body = TEXT | {"prompt": "What is the capital of France?", "stream": stream, "user": "u" * 300}
+    asked = request_bytes("POST", "/v1/completions", body, UPGRADE)
+    async with running_fake_cluster("abc") as fakes:
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            writer.write(asked[:cut])
+            await loop_turns(20)
+            writer.write(asked[cut:])
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await reader.readuntil(b"data: [DONE]" if stream else b'"usage"')
+            # The connection goes on, and so does what the client sends next.
+            writer.write(request_bytes("GET", "/version"))
+            assert b"HTTP/1.1 200 " in await reader.read()
+        for where in (fakes.prefill, fakes.decode):
+            where.gate.clear()
+            async with connected(fakes.gateway.http_address) as (_, writer):
+                writer.write(asked[:cut])
+                await loop_turns(20)
+                writer.write(asked[cut:])
+                await until("the request to be under way", lambda: fakes.gateway.gateway.active_requests)
+            await fakes.settled()
+            where.gate.set()
+
+
+async def test_a_flag_says_how_long_a_connection_stays_without_a_request() -> None:
+    async with running_fake_cluster(timeout_keep_alive=1) as fakes:
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            writer.write(request_bytes("GET", "/version", headers={"Connection": "keep-alive"}))
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+            assert await reader.read() == b""
+        assert not fakes.gateway.http.connections

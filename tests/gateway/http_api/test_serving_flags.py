@@ -50,7 +50,7 @@ async def test_variables_of_the_template_where_a_request_gives_none() -> None:
 
 
 async def test_below_the_path_of_a_proxy() -> None:
-    async with running_fake_cluster(root_path="/models/small", ui=True) as fakes:
+    async with running_fake_cluster(root_path="/models/small", ui=True, allowed_hosts=("llm.example.org",)) as fakes:
         address = fakes.gateway.http_address
         for path in ("/health", "/models/small/health", "/models/small/v1/models", "/models/small/docs"):
             assert (await call(address, path)).status == 200

@@ -76,7 +76,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
-        for sent in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        for sent in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
             async with connected(address) as (reader, writer):
                 writer.write(sent)
                 await closed(reader)
@@ -93,7 +93,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
         # And who waits between two requests is not cut by it.
         async with connected(address) as (reader, writer):
             for _ in range(2):
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
                 await turn_clock(0.5)
         await fakes.settled()
@@ -110,7 +110,7 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
             connection.pause_writing()
             connection.resume_writing()
             await turn_clock(0.5)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
             connection.pause_writing()
             await closed(reader)
@@ -157,7 +157,7 @@ async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pyte
         first, second, third = [await connect("127.0.0.2") for _ in range(3)]
         assert (await call(address, "/health")).status == 200
         await closed(first)
-        kept = await connect("127.0.0.1", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        kept = await connect("127.0.0.1", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await kept.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
         assert all(map(is_open, (other, slow, second, third, kept)))
         waiting = [other, second, kept, third]
@@ -180,8 +180,8 @@ async def test_two_lengths_of_one_body_end_the_connection() -> None:
         for lines in ((first, second), (second, first)):
             for path in ("/health", "/v1/completions", "/nowhere"):
                 async with connected(fakes.gateway.http_address) as (reader, writer):
-                    head = "\r\n".join((f"POST {path} HTTP/1.1", "Host: x", *lines))
-                    writer.write(head.encode() + b"\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                    head = "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", *lines))
+                    writer.write(head.encode() + b"\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     said = await asyncio.wait_for(reader.read(), TIMEOUT_S)
                 assert said.startswith(b"HTTP/1.1 400 "), said
                 assert b"connection: close" in said.lower()
@@ -212,7 +212,7 @@ async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         return before(self)
 
     monkeypatch.setattr(StrictParser, "next_event", counted)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     body = b'{"prompt": "' + b"x" * 100 + b'", "max_tokens": 1}' + b" " * 2000
 
