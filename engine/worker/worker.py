@@ -234,7 +234,7 @@ class Worker:
             role=self.role,
             address=self._address,
             version=VERSION,
-            model=prepared.name,
+            model=next(iter(self.flags.served_model_name), prepared.name),
             fingerprint=prepared.fingerprint,
             namespace=self.model.namespace().hex(),
             block_size_tokens=self.block_size,
