@@ -5,7 +5,8 @@
     model_files.py        resolves the flag; lists weight files
     generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py        the cache on disk of prepared models
-    convert.py            foreign tokenizers -> a Hugging Face folder
+    convert.py            foreign tokenizers -> a Hugging Face folder; a tokenizer is tried
+    tokenizer_trial.py    what the trial's process does; it imports nothing of Pillion
     tiktoken_files.py     the tokenizer of Kimi K2 -> tokenizer.json
     checkpoint.py         names and shapes of tensors in safetensors files
     weight_format.py      the contract of a format of matrices in few bits

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pillion.engine.checkpoints.model_files import (
-    SINGLE_NAME,
     TEXT_FILES,
     TOKENIZER_FILES,
     Progress,
     first_line,
+    index_files,
     weight_files,
 )
 from pillion.engine.checkpoints.tiktoken_files import has_vocabulary, write_tokenizer
+from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
+
+# The trial of a tokenizer may take this much; the largest published ones take 2 s and 1 GiB.
+TRIAL_CPU_S = 60
+TRIAL_WALL_S = 300.0
+TRIAL_MEMORY_BYTES = 4 * 2**30
+_TRIAL = Path(__file__).with_name("tokenizer_trial.py")
+_TOO_MUCH = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
 # In these files other tools keep tokenizers; transformers converts most of them.
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -35,22 +48,58 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenize
         _link(origin, folder, TOKENIZER_FILES)
     else:
         _convert(origin, folder, progress)
-    others = ["config.json", *TEXT_FILES, *QUANTIZATION_FILES, SINGLE_NAME + ".index.json"]
+    others = ["config.json", *TEXT_FILES, *QUANTIZATION_FILES]
     if tokenizer is not None:
         others = [name for name in others if name not in TOKENIZER_FILES]
-    _link(source, folder, (*(path.name for path in weight_files(source)), *others))
+    _link(source, folder, (*others, *(path.name for path in (*weight_files(source), *index_files(source)))))
 
 
-def check_vocabulary(folder: Path, vocab_size: int) -> None:
-    """Raises ConfigError where the tokenizer of a folder cannot be read, or has an id that the model does not have."""
-    import tokenizers
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """Holds what a trial of a tokenizer has found: the id of the token that ends a text by tokenizer_config.json, None
+    where it names none that the tokenizer knows; and the largest id, -1 without any."""
 
+    end_id: int | None
+    largest_id: int
+
+
+def try_tokenizer(folder: Path) -> TokenizerFacts:
+    """Reads a folder's tokenizer.json and tries it, in a process with bounded memory and time. Raises ConfigError for
+    one that cannot be read, or takes more."""
+    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    end = read_json(config).get("eos_token") if config.is_file() else None
+    end = end.get("content") if isinstance(end, dict) else end
+    setup = {
+        "path": str(path),
+        "cpu_s": TRIAL_CPU_S,
+        "memory_bytes": TRIAL_MEMORY_BYTES,
+        "end": end if isinstance(end, str) else None,
+    }
+    # With -I the process sees the installed packages, and not the folder it was started from.
+    argv = [sys.executable, "-I", str(_TRIAL)]
+    environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     try:
-        ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values()
-    except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
-        raise ConfigError(f"--tokenizer: its tokenizer.json cannot be read: {first_line(error)}") from None
-    if max(ids, default=0) >= vocab_size:
-        raise ConfigError(f"--tokenizer has the token id {max(ids)}, and the model has {vocab_size} tokens")
+        run = subprocess.run(  # noqa: S603
+            argv,
+            input=json.dumps(setup),
+            capture_output=True,
+            text=True,
+            env=environ,
+            timeout=TRIAL_WALL_S,
+            check=False,
+        )
+        answer = json.loads(run.stdout) if run.returncode == 0 else {"wrong": _TOO_MUCH}
+    except subprocess.TimeoutExpired:
+        answer = {"wrong": _TOO_MUCH}
+    if "wrong" in answer:
+        raise ConfigError(f"{path} cannot be read: {answer['wrong']}")
+    return TokenizerFacts(answer["end"], answer["largest"])
+
+
+def check_vocabulary(facts: TokenizerFacts, vocab_size: int) -> None:
+    """Raises ConfigError where the tokenizer of --tokenizer has an id that the model does not have."""
+    if facts.largest_id >= vocab_size:
+        raise ConfigError(f"--tokenizer has the token id {facts.largest_id}, and the model has {vocab_size} tokens")
 
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:
@@ -68,6 +117,11 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
         if not any((source / name).is_file() for name in OTHER_TOKENIZERS):
             names = f"tokenizer.json, {', '.join(OTHER_TOKENIZERS)}"
             raise ConfigError(f"{source} has no tokenizer: put its files there, one of {names}") from None
+        if (source / "tokenizer.model").is_file():
+            raise ConfigError(
+                f"{source} has a tokenizer.model that cannot be read by itself: put the model's tokenizer.json and"
+                " tokenizer_config.json beside it, or name a folder that has them with --tokenizer"
+            ) from None
         raise ConfigError(f"{source} has no tokenizer that can be read: {first_line(error)}") from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} has no tokenizer that can be written as tokenizer.json")

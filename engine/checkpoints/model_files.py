@@ -212,20 +212,48 @@ def _hub_reason(error: BaseException) -> str:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the safetensors files of a model folder, sorted. Raises ConfigError if any is missing."""
-    if (folder / INDEX_NAME).is_file():
-        names = read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ConfigError(f"{folder / INDEX_NAME} has no weight_map")
-        files = sorted({str(name) for name in names.values()})
-        for name in files:
-            # An index is untrusted input: it may only name files in its own folder.
-            if Path(name).name != name or not (folder / name).is_file():
-                raise ConfigError(f"{folder / INDEX_NAME} names {name!r}, which is not in the folder")
-        return tuple(folder / name for name in files)
+    """Returns the safetensors files of a model folder, sorted: model.safetensors, as transformers chooses it whatever
+    stands beside it; else all files that an index names; else the only file there is.
+
+    Raises ConfigError where there is none, where a file that an index names is missing, and where it is not clear which
+    of several files are meant.
+    """
     if (folder / SINGLE_NAME).is_file():
         return (folder / SINGLE_NAME,)
+    indexes = index_files(folder)
+    sets = {index.name: _indexed(index) for index in indexes}
+    complete = {name: files for name, files in sets.items() if all(path.is_file() for path in files)}
+    if INDEX_NAME in complete or len(complete) == 1:
+        return complete.get(INDEX_NAME) or next(iter(complete.values()))
+    if sets and not complete:
+        name, files = next(iter(sets.items()))
+        missing = next(path.name for path in files if not path.is_file())
+        raise ConfigError(f"{folder / name} names {missing!r}, which is not in the folder")
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if len(files) == 1:
+        return files
+    if files:
+        named = f"{len(complete)} indexes" if complete else "no index"
+        raise ConfigError(f"{folder} has {len(files)} safetensors files and {named}: which of them are the model's?")
     raise ConfigError(f"{folder} has no {SINGLE_NAME}; {_instead_of_pickles(folder)}")
+
+
+def index_files(folder: Path) -> list[Path]:
+    """Returns the files of a folder that say which of its safetensors files has which tensor, the usual one first."""
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    return sorted(found, key=lambda path: path.name != INDEX_NAME)
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ConfigError(f"{index} has no weight_map")
+    files = sorted({str(name) for name in names.values()})
+    for name in files:
+        # An index is untrusted input: it may only name files in its own folder.
+        if Path(name).name != name:
+            raise ConfigError(f"{index} names {name!r}, which is not in the folder")
+    return tuple(index.parent / name for name in files)
 
 
 def _instead_of_pickles(folder: Path) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer
+from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer, try_tokenizer
 from pillion.engine.checkpoints.fingerprint import fingerprint
 from pillion.engine.checkpoints.model_cache import (
     CONVERSION_VERSION,
@@ -26,24 +27,30 @@ from pillion.engine.checkpoints.model_cache import (
 )
 from pillion.engine.checkpoints.model_files import (
     INDEX_NAME,
+    SINGLE_NAME,
     TEXT_FILES,
     ModelSource,
     Progress,
+    index_files,
     is_local,
     locate,
     tokenizer_folder,
     weight_files,
 )
-from pillion.engine.models.config_json import read_json, token_ids
+from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
 from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config
 from pillion.engine.models.model_config import FEW_BITS_ROOM, ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.errors import ConfigError
 from pillion.rooms import Seam, require
 
-MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
+log = logging.getLogger(__name__)
 
-_SMALL_FILES = ("config.json", *TEXT_FILES, INDEX_NAME, *QUANTIZATION_FILES)
+MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
+# A folder with another one's tokenizer keeps the id of that tokenizer's end in this file.
+_END_FILE = "tokenizer_end.json"
+
+_SMALL_FILES = ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +99,13 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     weights = WeightKind.of(flags)
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
+    ends = set(record.eos_token_ids)
     name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
     folder = Path(record.folder)
     config = load_config(folder)
     if flags.tokenizer:
         folder = _with_tokenizer(folder, tokenizer_folder(flags.tokenizer), record.vocab_size, progress)
+        ends.update(vocabulary_ids(read_json(folder / _END_FILE), "id", record.vocab_size, str(folder / _END_FILE)))
     original = original_tokens(config.ropes)
     return PreparedModel(
         folder=folder,
@@ -106,7 +115,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
         dtype=weights.dtype,
         max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, original),
         vocab_size=record.vocab_size,
-        eos_token_ids=record.eos_token_ids,
+        eos_token_ids=tuple(sorted(ends)),
         bos_token_id=record.bos_token_id,
         original_tokens=original,
         weights=config.quantization.words if config.quantization else weights.dtype,
@@ -237,14 +246,18 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
         folder = _quantized(cache, source, folder, kind, progress)
     config = load_config(folder)
     weights = weight_files(folder)
+    end = try_tokenizer(folder).end_id
     progress("fingerprinting weights")
-    small = _small_files(folder)
-    return _record_of(folder, config, fingerprint(weights, config, kind.dtype), stamp([*sources, *small, *weights]))
+    files = stamp([*sources, *_small_files(folder), *weights])
+    record = _record_of(folder, config, fingerprint(weights, config, kind.dtype), files)
+    # An end beyond the vocabulary is no token that the model could choose.
+    own = set() if end is None or end >= config.vocab_size else {end}
+    return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *own})))
 
 
 def _small_files(folder: Path) -> list[Path]:
     """Returns the files besides weights on which a model's record depends. Some are missing, and may appear."""
-    return [folder / name for name in _SMALL_FILES]
+    return [*(folder / name for name in _SMALL_FILES), *index_files(folder)]
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
@@ -301,8 +314,10 @@ def _record_of(
 def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
     """Returns the folder itself if it has a tokenizer.json, else a folder with links to its files and a converted
     tokenizer."""
-    load_config(folder)
-    weight_files(folder)
+    check_counts(load_config(folder), weight_files(folder))
+    indexes = [path.name for path in index_files(folder)]
+    if indexes and (folder / SINGLE_NAME).is_file():
+        log.warning("%s: %s is read, as transformers does, and not what %s names", folder, SINGLE_NAME, indexes[0])
     if (folder / "tokenizer.json").is_file():
         return folder
     digest = hashlib.sha256(json.dumps([str(folder), _stamps(folder)]).encode()).hexdigest()[:32]
@@ -316,7 +331,9 @@ def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Pr
 
     def fill(into: Path) -> None:
         link_with_tokenizer(folder, into, progress, tokenizer)
-        check_vocabulary(into, vocab_size)
+        facts = try_tokenizer(into)
+        check_vocabulary(facts, vocab_size)
+        (into / _END_FILE).write_text(json.dumps({"id": facts.end_id}), "utf-8")
 
     return ModelCache().folder(f"{digest}-tokenizer", fill, progress)
 
@@ -331,5 +348,19 @@ def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     found = set(config.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():
-        found.update(token_ids(read_json(path).get("eos_token_id")))
+        found.update(vocabulary_ids(read_json(path), "eos_token_id", config.vocab_size, str(path)))
     return tuple(sorted(found))
+
+
+def check_counts(config: ModelConfig, weights: Sequence[Path]) -> None:
+    """Raises ConfigError where a config has more matrices than the files could hold, at one bit a weight: whatever is
+    made for each layer and expert would fill the memory before a missing tensor is found."""
+    sparse = config.moe.layers.count(True) if config.moe is not None else 0
+    matrices = config.num_layers + (sparse * config.moe.num_experts if config.moe is not None else 0)
+    stored = sum(path.stat().st_size for path in weights)
+    if matrices > MAX_LAYERS and matrices * config.hidden_size // 8 > stored:
+        experts = f" of {config.moe.num_experts} experts" if config.moe is not None and sparse else ""
+        raise ConfigError(
+            f"config.json names {config.num_layers} layers{experts}, and the weights have {stored:,} bytes:"
+            " too few for them"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pillion.engine.models.config_json import above_zero, number, per_layer, size, token_ids
+from pillion.engine.models.config_json import above_zero, number, per_layer, size, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
@@ -81,8 +81,8 @@ class EncoderParser:
             attention_scale=1.0,
             labels=labels,
             encoder=encoder,
-            bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
-            eos_token_ids=token_ids(raw.get("eos_token_id")),
+            bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
+            eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
         )
 
 

@@ -14,6 +14,14 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
+# Published models have 126 layers and 512 experts at most. Lists as long as these numbers are made before a weight is
+# read, so a number that is a mistake or an attack must not fill the memory.
+MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(_EXPERTS, MAX_EXPERTS)}
+# At most so many tokens end a text.
+MAX_IDS = 1024
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises ConfigError for a file that is missing or holds something else."""
@@ -34,6 +42,19 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
 
 
+def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str = "config.json") -> tuple[int, ...]:
+    """Returns the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Raises ConfigError,
+    which names ``place``, for what is no id of a vocabulary of that size, and for more than MAX_IDS."""
+    value = raw.get(key)
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if len(items) > MAX_IDS:
+        raise ConfigError(f"{place}: {key} has {len(items)} ids; at most {MAX_IDS} are read")
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
+            raise ConfigError(f"{place}: {key} must name tokens from 0 to {vocab_size - 1}, not {item!r}")
+    return tuple(items)
+
+
 def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
     value = raw.get(key)
     return default if value is None else value
@@ -44,6 +65,8 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
+    if value > _MOST.get(key, value):
+        raise ConfigError(f"config.json: {key} must be at most {_MOST[key]}, not {value}")
     return value
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
+from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
 from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, TRANSPOSED_EXPERTS, ModelFamily
 from pillion.engine.models.layer_config import read_layers
@@ -201,8 +201,8 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         moe=_moe(raw, options, family, num_layers),
         latents=latents,
         linear=linear,
-        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
-        eos_token_ids=token_ids(raw.get("eos_token_id")),
+        bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
+        eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
         quantization=_quantization(name, raw),
     )
 

@@ -6,6 +6,7 @@
     compressed_tensors_config.py  the configs of compressed-tensors
     formats/                      the formats of files
     gguf_files.py                 GGUF files -> a Hugging Face folder
+    gguf_header.py                what such a file's header counts, beside the file's size
     gguf_blocks.py                the blocks of GGUF's types -> matrices in few bits
     quantizer.py                  plain matrices and folders -> quantized ones, for --quantization
     shards.py                     writes such a folder's weights

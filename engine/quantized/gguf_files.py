@@ -18,6 +18,7 @@ from typing import Any
 from pillion.engine.checkpoints.model_files import Progress, first_line
 from pillion.engine.models.config_json import token_ids
 from pillion.engine.models.config_parser import parse_config
+from pillion.engine.quantized.gguf_header import check_header
 from pillion.errors import ConfigError
 from pillion.types import SAMPLING_OPTIONS
 
@@ -66,9 +67,11 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         raise ConfigError(f"reading GGUF needs the package {error.name}, which is not installed") from None
     logging.disable_progress_bar()
     with _blaming(source):
+        check_header(source)
         reader = GGUFReader(source)
         refuse_unread(reader)
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
+        drop_strange_ids(read, reader)
         config = {k: v for k, v in json.loads(read.to_json_string(use_diff=False)).items() if k not in _PRIVATE_KEYS}
         add_ignored_metadata(config, reader)
         add_rope(config, reader)
@@ -104,6 +107,7 @@ def quantized_types(source: Path) -> str:
     from gguf import GGUFReader
 
     with _blaming(source):
+        check_header(source)
         return ", ".join(sorted({one.tensor_type.name for one in GGUFReader(source).tensors} - _PLAIN_TYPES))
 
 
@@ -234,6 +238,16 @@ def refuse_unread(reader: Any) -> None:
         raise ConfigError(f"GGUF files of the architecture {name!r} are not read ({known} are): use the model's folder")
     if name != "qwen3moe" and _metadata(reader, "{}.expert_count"):
         raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
+
+
+def drop_strange_ids(config: Any, reader: Any) -> None:
+    """Takes the ids out of a config that no metadata give: transformers' own defaults, such as 32000 for the padding of
+    Phi-3, are those of another vocabulary, and a table of embeddings without that row cannot be made."""
+    for key, name in (("pad_token_id", "padding"), ("bos_token_id", "bos"), ("eos_token_id", "eos")):
+        value = getattr(config, key, None)
+        given = _metadata(reader, f"tokenizer.ggml.{name}_token_id")
+        if given is None and isinstance(value, int) and value >= config.vocab_size:
+            setattr(config, key, None)
 
 
 def recommended_sampling(reader: Any) -> dict[str, Any]:

@@ -191,16 +191,11 @@ class ModelTokenizer:
         if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
             raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
             if len(raw) > likely:
-                beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials)
+                beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials, guard)
                 if len(beginning) > most_tokens + CUT_TOKENS:
                     raise TextTooLong(len(beginning) - CUT_TOKENS, exact=False)
         check_wanted()
-        # Only the slower way keeps the places of tokens in the text.
-        encoding = (
-            self._encoding(text, specials)
-            if guard is None
-            else guard.codec.encode_batch([text], add_special_tokens=False)[0]
-        )
+        encoding = self._encoding(text, specials, guard)
         # Some more tokens are let pass, because each BOS that the text itself begins with is taken away later.
         if len(encoding) > most_tokens + CUT_TOKENS:
             raise TextTooLong(len(encoding), exact=True)
@@ -220,9 +215,12 @@ class ModelTokenizer:
         # What stands at the cut may be other tokens than in the whole.
         return beginning if len(self._encoding(beginning, False)) > most_tokens + CUT_TOKENS else text
 
-    def _encoding(self, text: str, specials: bool) -> tokenizers.Encoding:
+    def _encoding(self, text: str, specials: bool, guard: MarkGuard | None = None) -> tokenizers.Encoding:
         # This encodes a batch of one, as plain encode holds the GIL: a long prompt would stop all streams for seconds.
-        return self.codec.encode_batch_fast([text], add_special_tokens=specials)[0]
+        if guard is None:
+            return self.codec.encode_batch_fast([text], add_special_tokens=specials)[0]
+        # Only the slower way keeps the places of tokens in the text.
+        return guard.codec.encode_batch([text], add_special_tokens=specials)[0]
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
         if not self.adds_bos or self.bos_id is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,21 +15,22 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.loading import precision_notes
 from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints import convert, model_cache
 from pillion.engine.checkpoints import fingerprint as fingerprint_module
-from pillion.engine.checkpoints import model_cache
 from pillion.engine.checkpoints.fingerprint import fingerprint
 from pillion.engine.checkpoints.model_cache import ModelCache
-from pillion.engine.checkpoints.model_files import locate
-from pillion.engine.checkpoints.prepare import choose_dtype, prepare
+from pillion.engine.checkpoints.model_files import locate, weight_files
+from pillion.engine.checkpoints.prepare import check_counts, choose_dtype, prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import MoeConfig
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.published_configs import SERVED
@@ -422,3 +424,106 @@ def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
     allowed = {key: request[key] for key in ("allow_patterns", "ignore_patterns")}
     fetched = set(filter_repo_objects(listing, **allowed))
     assert fetched == set(listing) - {"consolidated.safetensors", "onnx/model.safetensors", "1_Pooling/config.json"}
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def split_in_two(folder, stem: str) -> None:
+    """Parts the weights of a folder in two files, which an index names."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"{stem}-{at % 2 + 1:05}-of-00002.safetensors" for at, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize("stem", ["consolidated", "gptq_model-4bit-128g", "model"])
+def test_any_complete_set_of_files_that_one_index_names_is_read(folder, stem):
+    whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
+    (folder / "model.safetensors").rename(folder / f"{stem}.safetensors")
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole, "the only file needs no index"
+    (folder / f"{stem}.safetensors").rename(folder / "model.safetensors")
+    split_in_two(folder, stem)
+    save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+    # An index that is not complete counts for nothing beside one that is.
+    (folder / "a.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "nowhere.safetensors"}}))
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+    (folder / f"{stem}.safetensors.index.json").unlink()
+    assert "a.safetensors.index.json names 'nowhere.safetensors', which is not in the folder" in refused(flags(folder))
+    (folder / "a.safetensors.index.json").unlink()
+    assert "3 safetensors files and no index: which of them are the model's?" in refused(flags(folder))
+
+
+def test_the_file_goes_before_an_index_beside_it_as_in_transformers(folder, caplog):
+    whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "nowhere.safetensors"}}))
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+    assert f"model.safetensors is read, as transformers does, and not what {INDEX} names" in caplog.text
+
+
+def test_the_end_of_the_tokenizers_config_ends_a_text_too(folder):
+    before = prepare(flags(folder)).eos_token_ids
+    added = tokenizer_of(folder).get_added_tokens_decoder()
+    name, number = next((token.content, number) for number, token in added.items() if number not in before)
+    for end in (name, {"content": name}):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": end}))
+        assert prepare(flags(folder)).eos_token_ids == tuple(sorted({*before, number}))
+    other = shutil.copytree(folder, folder.parent / "other")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert prepare(flags(folder)).eos_token_ids == before
+    assert prepare(flags(folder, tokenizer=str(other))).eos_token_ids == tuple(sorted({*before, number}))
+
+
+def tokenizer_of(folder) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "said"),
+    [
+        ("config.json", "eos_token_id", -5, "eos_token_id must name tokens from 0 to"),
+        ("config.json", "eos_token_id", [1, 10**9], "eos_token_id must name tokens from 0 to"),
+        ("config.json", "eos_token_id", "x", "eos_token_id must name tokens from 0 to"),
+        ("config.json", "bos_token_id", 10**9, "bos_token_id must name tokens from 0 to"),
+        ("config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
+        ("generation_config.json", "eos_token_id", -5, "config.json: eos_token_id must name tokens from 0 to"),
+        ("generation_config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
+        ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers must be at most 4096, not 1000000000"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused_at_the_start(folder, file, key, value, said):
+    path = folder / file
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**config, key: value}))
+    assert said in refused(flags(folder))
+
+
+def test_experts_that_the_files_have_no_room_for_are_refused_before_they_are_named(folder):
+    config = load_config(folder)
+    moe = MoeConfig(num_experts=16_384, experts_per_token=1, intermediate_size=8, normalize=True, layers=(True, True))
+    with pytest.raises(ConfigError, match=r"names 2 layers of 16384 experts, and the weights have .* too few"):
+        check_counts(dataclasses.replace(config, moe=moe, hidden_size=4096), weight_files(folder))
+
+
+def test_a_tokenizer_that_grows_texts_is_refused(folder):
+    codec = tokenizer_of(folder)
+    codec.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 4)
+    codec.save(str(folder / "tokenizer.json"))
+    said = refused(flags(folder))
+    assert "tokenizer.json cannot be read: its normalizer makes texts 1,000,000,000,000 times longer" in said
+
+
+def test_a_tokenizer_that_takes_too_much_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(convert, "TRIAL_WALL_S", 0.0)
+    assert "tokenizer.json cannot be read: it took more than 60 s of computing or" in refused(flags(folder))
+
+
+def test_a_tokenizer_model_alone_says_what_to_do(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>\x15\0\0\0\0\x18\2")
+    assert "put the model's tokenizer.json and tokenizer_config.json beside it" in refused(flags(folder))

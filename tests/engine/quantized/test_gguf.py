@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import struct
 from typing import Any
 
 import gguf
@@ -144,6 +146,13 @@ def sizes(config: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 2,
     }
+
+
+def sizes_without_padding(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in SIZES(config).items() if "padding" not in key}
+
+
+SIZES = sizes
 
 
 @pytest.fixture(autouse=True)
@@ -393,3 +402,47 @@ def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> Non
     with pytest.raises(OSError, match="No space left on device") as caught, shards.write_shards(tmp_path) as writer:
         writer.add({"a": torch.zeros(1)})
     assert caught.value.errno == 28
+
+
+def header(entries: int, tensors: int, *values: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + b"".join(values)
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            header(1, 0, entry("a", 9, struct.pack("<IQ", 4, 2**61))),
+            "counts 2,305,843,009,213,693,952 items of 4 bytes",
+        ),
+        (
+            header(1, 0, entry("a", 9, struct.pack("<IQ", 8, 2**61))),
+            "counts 2,305,843,009,213,693,952 items of 8 bytes",
+        ),
+        (header(1, 0, entry("a", 8, struct.pack("<Q", 2**40))), "counts 1,099,511,627,776 items of 1 bytes"),
+        (header(2**60, 0), "counts 1,152,921,504,606,846,976 items of 12 bytes"),
+        (header(0, 2**60), "counts 1,152,921,504,606,846,976 items of 24 bytes"),
+        (header(1, 0, entry("a", 9, struct.pack("<IQ", 9, 1) * 9)), "a value of the type 9"),
+        (header(1, 1, entry("llama.block_count", 4, struct.pack("<I", 2**31)), b"\0" * 99), "block_count = 2147483648"),
+        (
+            header(1, 1, entry("llama.expert_count", 4, struct.pack("<I", 2**31)), b"\0" * 99),
+            "expert_count = 2147483648",
+        ),
+    ],
+)
+def test_what_a_header_counts_has_room_in_the_file(written: bytes, said: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(written)
+    with pytest.raises(ConfigError, match=said):
+        prepare(ModelFlags(model=str(path)))
+
+
+def test_a_phi3_file_needs_no_padding(tmp_path, monkeypatch) -> None:
+    """transformers' default for Phi-3 is 32000, and a smaller vocabulary has no such row."""
+    monkeypatch.setattr(f"{__name__}.sizes", sizes_without_padding)
+    model, prepared = prepared_from(tmp_path / "a.gguf", "phi3", monkeypatch, tmp_path)
+    check_logits(model, prepared)

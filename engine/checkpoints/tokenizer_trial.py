@@ -1,0 +1,75 @@
+"""Is a program that reads a tokenizer.json and tries it, in a process of its own with bounded memory and time.
+
+It is run as a file and never imported, and needs the standard library and tokenizers only. It reads a JSON object from
+its standard input: "path"; "cpu_s" and "memory_bytes", its bounds; "end", the text of the token that ends a text, or
+null. It writes another one: "end", that token's id, or null; "largest", the largest id; or "wrong", what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+from typing import Any
+
+# What a tokenizer replaces in a text may make it this many times longer; Unicode's own rules make it 18 times.
+MOST_GROWTH = 32
+# Letters of many kinds, which every tokenizer has to read.
+_SAMPLE = "".join(map(chr, (*range(0x20, 0x250), *range(0x390, 0x3D0), *range(0x4E00, 0x4E20), 0x1F600, 0xFDFA)))
+
+
+def growth(part: Any) -> float:
+    """Returns how many times longer a normalizer, or a decoder, makes a text, by what it writes for what."""
+    if not isinstance(part, dict):
+        return 1.0
+    times = 1.0
+    for name in ("normalizers", "decoders"):
+        for one in part.get(name) or ():
+            times *= growth(one)
+    if part.get("type") == "Replace":
+        pattern, content = part.get("pattern"), part.get("content")
+        plain = pattern.get("String") if isinstance(pattern, dict) else None
+        times *= max(1.0, len(str(content)) / max(1, len(plain or "")))
+    return times
+
+
+def tried(setup: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the program writes."""
+    with open(setup["path"], encoding="utf-8") as file:
+        written = json.load(file)
+    for part in ("normalizer", "decoder"):
+        times = growth(written.get(part))
+        if times > MOST_GROWTH:
+            return {
+                "wrong": f"its {part} makes texts {times:,.0f} times longer; at most {MOST_GROWTH} times is allowed"
+            }
+    import tokenizers
+
+    codec = tokenizers.Tokenizer.from_file(setup["path"])
+    codec.no_truncation()
+    codec.no_padding()
+    if codec.normalizer is not None and len(codec.normalizer.normalize_str(_SAMPLE)) > MOST_GROWTH * len(_SAMPLE):
+        return {"wrong": f"its normalizer makes texts more than {MOST_GROWTH} times longer"}
+    codec.decode(codec.encode(_SAMPLE).ids)
+    largest = max(codec.get_vocab(with_added_tokens=True).values(), default=-1)
+    return {"end": None if setup["end"] is None else codec.token_to_id(setup["end"]), "largest": largest}
+
+
+def main() -> None:
+    """Answers the one question."""
+    setup = json.load(sys.stdin)
+    with contextlib.suppress(ValueError, OSError):
+        # macOS knows this limit and refuses to set it.
+        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CPU, (setup["cpu_s"], setup["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = tried(setup)
+    except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+        answer = {"wrong": (str(error).strip().splitlines() or [type(error).__name__])[0][:1000]}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
