@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pillion.engine.checkpoints.model_files import (
     TEXT_FILES,
@@ -88,7 +89,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
             timeout=TRIAL_WALL_S,
             check=False,
         )
-        answer = json.loads(run.stdout) if run.returncode == 0 else {"wrong": _TOO_MUCH}
+        answer: dict[str, Any] = json.loads(run.stdout) if run.returncode == 0 else {"wrong": _TOO_MUCH}
     except subprocess.TimeoutExpired:
         answer = {"wrong": _TOO_MUCH}
     if "wrong" in answer:

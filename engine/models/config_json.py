@@ -19,8 +19,8 @@ from pillion.errors import ConfigError
 MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(_EXPERTS, MAX_EXPERTS)}
-# At most so many tokens end a text.
-MAX_IDS = 1024
+# At most so many tokens end a text. No vocabulary has more than the second number.
+MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,16 +43,19 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str = "config.json") -> tuple[int, ...]:
-    """Returns the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Raises ConfigError,
-    which names ``place``, for what is no id of a vocabulary of that size, and for more than MAX_IDS."""
+    """Returns the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
+    vocabulary are left out: they are transformers' defaults for larger ones, and no model chooses them.
+
+    Raises ConfigError, which names ``place``, for what is no id of any vocabulary, and for more than MAX_IDS.
+    """
     value = raw.get(key)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if len(items) > MAX_IDS:
         raise ConfigError(f"{place}: {key} has {len(items)} ids; at most {MAX_IDS} are read")
     for item in items:
-        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
-            raise ConfigError(f"{place}: {key} must name tokens from 0 to {vocab_size - 1}, not {item!r}")
-    return tuple(items)
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < MAX_TOKENS:
+            raise ConfigError(f"{place}: {key} must name tokens of the vocabulary, from 0 on, not {item!r}")
+    return tuple(item for item in items if item < vocab_size)
 
 
 def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:

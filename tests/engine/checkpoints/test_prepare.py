@@ -485,12 +485,17 @@ def tokenizer_of(folder) -> Tokenizer:
 @pytest.mark.parametrize(
     ("file", "key", "value", "said"),
     [
-        ("config.json", "eos_token_id", -5, "eos_token_id must name tokens from 0 to"),
-        ("config.json", "eos_token_id", [1, 10**9], "eos_token_id must name tokens from 0 to"),
-        ("config.json", "eos_token_id", "x", "eos_token_id must name tokens from 0 to"),
-        ("config.json", "bos_token_id", 10**9, "bos_token_id must name tokens from 0 to"),
+        ("config.json", "eos_token_id", -5, "eos_token_id must name tokens of the vocabulary, from 0 on, not"),
+        ("config.json", "eos_token_id", [1, 10**9], "eos_token_id must name tokens of the vocabulary, from 0 on, not"),
+        ("config.json", "eos_token_id", "x", "eos_token_id must name tokens of the vocabulary, from 0 on, not"),
+        ("config.json", "bos_token_id", 10**9, "bos_token_id must name tokens of the vocabulary, from 0 on, not"),
         ("config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
-        ("generation_config.json", "eos_token_id", -5, "config.json: eos_token_id must name tokens from 0 to"),
+        (
+            "generation_config.json",
+            "eos_token_id",
+            -5,
+            "config.json: eos_token_id must name tokens of the vocabulary, from 0 on, not",
+        ),
         ("generation_config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
         ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers must be at most 4096, not 1000000000"),
     ],
