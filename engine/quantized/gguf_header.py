@@ -23,7 +23,7 @@ _LEAST_ENTRY_BYTES, _LEAST_TENSOR_BYTES, _LEAST_TEXT_BYTES = 12, 24, 8
 _MOST_NESTED = 4
 
 
-class _Cursor:
+class GgufCursor:
     """Reads one value of a header after another. Raises ConfigError where the file ends before one does."""
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -81,7 +81,7 @@ def check_header(path: Path) -> None:
     """Raises ConfigError where a file's header counts more than the file has room for: entries, items, tensors, layers
     and experts."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data)
+        cursor = GgufCursor(data)
         if int.from_bytes(data[4:8], "little") > 0xFFFF:
             cursor.order = ">"
         cursor.number("I")
