@@ -66,7 +66,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unkn
         name: the tool's name.
         input: the arguments. What is no object is the model's to read.
         cache_control: a breakpoint after the call.
-        caller, toolset_name: what an earlier answer said of the call.
+        caller: what an earlier answer said of the call.
     """
 
     id: str
@@ -74,7 +74,6 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unkn
     input: AnyJson = Raw()
     cache_control: CacheControl | None = None
     caller: Ignored[Raw] = Raw()
-    toolset_name: Ignored[Raw] = Raw()
 
 
 class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
@@ -83,7 +82,7 @@ class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fie
 
     Attributes:
         sent_type: the block's type.
-        text, content, source: what may have its text.
+        text, content, source, tool_name: what may have its text.
         cache_control: a breakpoint after the block.
     """
 
@@ -91,6 +90,7 @@ class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fie
     text: AnyJson = Raw()
     content: AnyJson = Raw()
     source: AnyJson = Raw()
+    tool_name: AnyJson = Raw()
     cache_control: CacheControl | None = None
 
 
@@ -107,19 +107,7 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_f
     cache_control: CacheControl | None = None
 
 
-class ToolReferenceBlock(msgspec.Struct, tag_field="type", tag="tool_reference", forbid_unknown_fields=True):
-    """Names a tool that a search for tools has found. The model reads the name; it knows the tool already.
-
-    Attributes:
-        tool_name: the tool's name.
-        cache_control: a breakpoint after the name.
-    """
-
-    tool_name: str
-    cache_control: CacheControl | None = None
-
-
-ResultPart = TextBlock | ImageBlock | ToolReferenceBlock | OtherBlock
+ResultPart = TextBlock | ImageBlock | OtherBlock
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
@@ -130,14 +118,12 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbi
         content: a text, or blocks, in the place of whose images the model reads that it cannot see them.
         is_error: whether the tool failed; the model then reads "Error: " before the content.
         cache_control: a breakpoint after the result.
-        toolset_name: what an earlier answer said of the call.
     """
 
     tool_use_id: str
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
-    toolset_name: Ignored[Raw] = Raw()
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock | OtherBlock
@@ -248,16 +234,6 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     task_budget: Ignored[Raw] = Raw()
 
 
-class CallerLabels(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds labels of a request.
-
-    Attributes:
-        user_id: nothing is stored.
-    """
-
-    user_id: Ignored[Raw] = Raw()
-
-
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/messages/count_tokens, as Anthropic has it.
 
@@ -309,7 +285,7 @@ class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):
         max_tokens: most tokens to generate, thinking included.
         stop_sequences: texts that end the answer and are not part of it.
         stream: whether the answer is sent as server-sent events while it grows.
-        metadata: labels.
+        metadata: a label; nothing is stored.
         service_tier: all requests are of one tier; see priority.
         diagnostics: the usage says how much of the prompt was cached.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
@@ -322,7 +298,7 @@ class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     top_k: Int | None = None
     stream: bool | None = None
-    metadata: CallerLabels | None = None
+    metadata: Ignored[Raw] = Raw()
     service_tier: Ignored[Raw] = Raw()
     seed: Int | None = None
     ignore_eos: bool | None = None

@@ -26,7 +26,6 @@ from pillion.gateway.anthropic.anthropic_fields import (
     TextBlock,
     Thinking,
     ThinkingBlock,
-    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -239,7 +238,7 @@ class _BlockConversation:
 def _other_texts(block: OtherBlock, path: str, refused_at: str = "") -> list[str]:
     """Returns the text of a block. One without text is left out and noted, or refused if it is ``refused_at`` a place.
     Raises ApiError."""
-    text = next(filter(None, map(text_in, (block.text, block.content, block.source))), "")
+    text = next(filter(None, map(text_in, (block.text, block.content, block.source, block.tool_name))), "")
     if refused_at and not text:
         raise refused(f"{refused_at}.type", f"{block.sent_type[:100]!r} is not supported here", "unsupported_value")
     if not text:
@@ -318,8 +317,6 @@ def _part_texts(part: ResultPart, path: str) -> list[str]:
     match part:
         case TextBlock():
             return [part.text]
-        case ToolReferenceBlock():
-            return [part.tool_name]
         case OtherBlock():
             return _other_texts(part, path)
     return [UNSEEN]

@@ -597,6 +597,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "rank_fields": (["text"],),
     "speed": ("standard",),
     "service_tier": ("auto", "default"),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "summary": ("none",),
     "truncation": ("disabled",),
     "verbosity": ("medium",),

@@ -59,7 +59,6 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         summary: parts of reasoning, read where it has no content.
         id, status, phase, caller: what an earlier answer said of the item.
         encrypted_content: reasoning that only OpenAI can read.
-        action: what a tool that a server runs was asked for.
     """
 
     type: str = "message"
@@ -77,7 +76,6 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     encrypted_content: Ignored[Raw] = Raw()
     phase: Ignored[Raw] = Raw()
     caller: Ignored[Raw] = Raw()
-    action: Ignored[Raw] = Raw()
 
     def __post_init__(self) -> None:
         # The role is checked at once, so that every item has a string, and their number is bounded: megabytes of {}
@@ -168,10 +166,6 @@ class NamedCustomTool(NamedTool, tag_field="type", tag="custom", forbid_unknown_
     """Names the custom tool that has to be called, as NamedTool does."""
 
 
-class OtherChoice(OtherTool, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
-    """Names a tool that a server runs, as OtherTool does; no answer here calls it."""
-
-
 class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     """Names the tools that may be called, of those of which the model is told.
 
@@ -181,7 +175,7 @@ class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forb
     """
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool | NamedCustomTool | OtherChoice]
+    tools: list[NamedTool | NamedCustomTool | OtherTool]
 
 
 class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
@@ -228,16 +222,6 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
     mode: Ignored[Raw] = Raw()
 
 
-class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets options of a stream.
-
-    Attributes:
-        include_obfuscation: nothing is added to events.
-    """
-
-    include_obfuscation: Ignored[Raw] = Raw()
-
-
 class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/responses; SamplingParams describes the fields of sampling.
 
@@ -256,7 +240,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
             always has its text, or of items of OpenAI's own tools, has no effect.
         top_logprobs: number of alternatives that are reported with each token, where log probabilities are asked for.
         stream: whether the answer is sent as server-sent events while it grows.
-        stream_options: options of that stream.
+        stream_options: nothing is added to the events of that stream.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         truncation: a conversation that is too long is refused, also with "auto".
         metadata: labels, at most 16 of 64 and 512 characters; they come back with the response.
@@ -287,7 +271,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     include: list[str] | None = None
     top_logprobs: Int | None = None
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: Ignored[Raw] = Raw()
     truncation: Ignored[Raw] = Raw()
     metadata: Raw = Raw()
     user: Ignored[Label | None] = None

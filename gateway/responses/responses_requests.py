@@ -30,7 +30,6 @@ from pillion.gateway.responses.responses_fields import (
     ItemPart,
     NamedTool,
     NamespaceTool,
-    OtherChoice,
     OtherTool,
     ReasoningConfig,
     ResponsesBody,
@@ -301,9 +300,9 @@ class ToolsRead:
             return replace(options, choice=choice or "")
         if not choice.tools:
             raise refused("tool_choice.tools", "at least one tool is needed")
-        told = [one for one in choice.tools if not isinstance(one, OtherChoice)]
+        told = [one for one in choice.tools if not isinstance(one, OtherTool)]
         for one in choice.tools:
-            if isinstance(one, OtherChoice):
+            if isinstance(one, OtherTool):
                 note_ignored(f"tool_choice.tools.{one.sent_type}")
         if not told and choice.mode == "required":
             raise refused("tool_choice.tools", "no answer here calls a tool that a server runs", "unsupported_value")

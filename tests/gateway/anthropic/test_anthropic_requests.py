@@ -317,7 +317,7 @@ def test_too_many_or_strange_breakpoints_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
-        ({"metadata": {"user_id": "u"}}, "metadata.user_id"),
+        ({"metadata": {"user_id": "u"}}, None),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
         ({"betas": ["x"], "anthropic_beta": ["y"], "anthropic_version": "z", "diagnostics": {}}, None),
         ({"container": {"id": "x"}, "mcp_servers": [{"url": "x"}], "inference_geo": "eu"}, None),

@@ -229,7 +229,7 @@ def test_too_many_strings_are_refused_unread() -> None:
         ({"include": ["file_search_call.results", "of.next.year"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {}}, ""),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"moderation": {"model": "m"}, "access_programs": {}, "image": {}}, None),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed", "context": "auto"}}, "reasoning.context, reasoning.summary"),
