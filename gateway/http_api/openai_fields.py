@@ -89,7 +89,9 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_fie
     """Asks for free text."""
 
 
-class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type"):
+class JsonObjectFormat(
+    msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type", omit_defaults=True
+):
     """Asks for any JSON object, or, as other servers have it, for one that fits a schema.
 
     Attributes:

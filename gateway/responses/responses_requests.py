@@ -128,6 +128,8 @@ def _shape(text: TextConfig) -> StructuredOutputs | None:
     match text.format:
         case SchemaFormat(schema=schema):
             return StructuredOutputs(json=json_object(schema, "text.format.schema"))
+        case JsonObjectFormat(schema=schema) if given(schema):
+            return StructuredOutputs(json=json_object(schema, "text.format.schema"))
         case JsonObjectFormat():
             return StructuredOutputs(json_object=True)
     return None

@@ -3,7 +3,7 @@
 They are requests that the clients sent to a cluster, with texts and lists cut short. Written by hand are the bodies of
 Cline and Zed, the reasoning in those of Codex and Claude Code, what these two send to their own servers only
 (`image_generation`, `eager_input_streaming`), and those with turns and fields of other servers (`litellm_claude`,
-`openrouter`, `mistral_sdk`, `old_openai`, `lm_eval`).
+`openrouter`, `mistral_sdk`, `old_openai`, `lm_eval`, `anthropic_server_tools`, `openai_server_tools`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CLIENTS = {
     *("codex", "claude_code", "opencode", "cline", "aider", "continue", "zed", "openai_agents_sdk", "instructor"),
     *("langchain", "litellm", "llamaindex", "vercel_ai_sdk"),
     *("litellm_claude", "openrouter", "mistral_sdk", "old_openai", "lm_eval"),
+    *("anthropic_server_tools", "openai_server_tools"),
 }
 
 
