@@ -392,3 +392,8 @@ def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
         choice = {"type": "allowed_tools", "mode": "auto", "tools": named}
         request, ignored = noted(tool_choice=choice)
         assert (request.tools, ignored) == (read_as, f"tool_choice.tools.{named[0]['type']}")
+
+
+def test_json_may_have_a_schema_as_other_servers_have_it() -> None:
+    (request,) = read(text={"format": {"type": "json_object", "schema": {"type": "object"}}}).requests
+    assert request.sampling.structured_outputs == StructuredOutputs(json='{"type": "object"}')
