@@ -506,8 +506,11 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
         kind, wanted = about["kind"], type(known[name].default)
         try:
             value = json.dumps(value) if isinstance(value, Mapping) else value
+            if wanted is tuple:
+                # vLLM takes one text here, or a list of them.
+                value = (value,) if isinstance(value, str) else tuple(map(kind, value))
             value = kind(value) if isinstance(value, str) and kind is not bool else value
-        except ValueError:
+        except (ValueError, TypeError):
             raise ConfigError(f"{name} {value!r} is no {wanted.__name__}") from None
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(f"{name} {value!r} is no {wanted.__name__}")

@@ -227,6 +227,17 @@ def test_options_that_cannot_work(options: dict, error: type[Exception], complai
         LLM("demo", **options)
 
 
+def test_names_and_variables_of_the_template_as_vllm_takes_them() -> None:
+    for given, names in (("one", ("one",)), (["one", "two"], ("one", "two"))):
+        flags = read_options(
+            "m", {"served_model_name": given, "default_chat_template_kwargs": {"enable_thinking": False}}
+        )
+        assert flags.served_model_name == names
+        assert flags.default_chat_template_kwargs == '{"enable_thinking": false}'
+    with pytest.raises(ConfigError, match="served_model_name 5 is no tuple"):
+        read_options("m", {"served_model_name": 5})
+
+
 def test_options_are_flags() -> None:
     flags = read_options("m", {"kv_pool_bytes": "2GiB", "max_model_len": 4096, "enable_chunked_prefill": False})
     assert (flags.model, flags.kv_pool_bytes, flags.max_model_len) == ("m", 2**31, 4096)
