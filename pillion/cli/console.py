@@ -1,6 +1,9 @@
 """Prints on standard error what a person should see: notices, progress, and components' logs with a coloured prefix
 each.
 
+A log that cannot be written, because its disk is full or its reader has gone, loses lines and nothing else: what is
+lost is counted, and said in one line as soon as a line can be written again.
+
 With ``--log-format json`` every line is a JSON object instead: a component's own objects go on as they are, and any
 other line (Redis's, a traceback's, a library's) is put into one.
 """
@@ -12,10 +15,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 PREFIX_WIDTH = 10
@@ -29,12 +34,16 @@ class Notices:
     Args:
         form: "text" for plain lines, "json" for one object a line.
         log_file: gets the components' lines in place of standard error.
+
+    Attributes:
+        lost_lines: lines that could not be written since a line was written last.
     """
 
     def __init__(self, console: Console | None = None, *, form: str = "text", log_file: TextIO | None = None) -> None:
         from rich.console import Console
 
         self.console = console or Console(stderr=True, highlight=False)
+        self.lost_lines = 0
         self._json = form == "json"
         self._log_file = log_file
         self._colours: dict[str, str] = {}
@@ -52,7 +61,7 @@ class Notices:
         if self._json:
             self.say(f"try: {text}")
         else:
-            self.console.print(f"  {text}", soft_wrap=True, markup=False)
+            self._show(f"  {text}")
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
         """Prints one line of a component's log, without reading markup in it."""
@@ -60,17 +69,38 @@ class Notices:
             self._print(component_id, line, style)
         else:
             text = as_json(component_id, line) if self._json else f"{component_id:<{PREFIX_WIDTH}} | {line}"
-            self._log_file.write(f"{text}\n")
+            self._write(partial(self._log_file.write, f"{text}\n"))
 
     def _print(self, component_id: str, line: str, style: str) -> None:
         from rich.text import Text
 
         if self._json:
-            self.console.print(Text(as_json(component_id, line)), soft_wrap=True)
+            self._show(Text(as_json(component_id, line)))
             return
         colour = self._colours.setdefault(component_id, _COLOURS[len(self._colours) % len(_COLOURS)])
-        text = Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style))
-        self.console.print(text, soft_wrap=True)
+        self._show(Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style)))
+
+    def _show(self, line: str | Text) -> None:
+        """Prints a line to standard error."""
+        if self.console.is_terminal:
+            # A spinner may run below the line, so rich has to write it.
+            self._write(partial(self.console.print, line, soft_wrap=True, markup=False))
+        else:
+            # Rich would keep a line that it could not write, and would end this process where the reader has gone.
+            text = line if isinstance(line, str) else line.plain
+            self._write(partial(print, text, file=self.console.file, flush=True))
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Writes a line, or counts it as lost: no cluster may end or stand still because nobody can read of it."""
+        try:
+            write()
+        except (OSError, ValueError):
+            # A file that was closed raises ValueError.
+            self.lost_lines += 1
+            return
+        if self.lost_lines:
+            lost, self.lost_lines = self.lost_lines, 0
+            self.say(f"{lost} lines before this one are lost: the log could not be written", "bold yellow")
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:

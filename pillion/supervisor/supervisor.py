@@ -11,6 +11,9 @@ Life of a component, tended by a task of its own:
 A component with a standby has its next process ready (:mod:`pillion.supervisor.ready_process`): one at a time they are
 started when the cluster is ready, so that they take no core from a start that somebody waits for.
 
+A task of the supervisor's own that ends by an exception is a defect: it is said, and the task begins again, so that no
+component is left alone.
+
 Before the cluster was ready once, a death is final: what cannot start will not start better the third time. From then
 on the cluster goes on with what lives as long as that serves, and tries what flaps again and again, ever more rarely.
 """
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pillion.cli.console import Notices
@@ -32,6 +37,8 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
 from pillion.supervisor.ready_process import NextProcess, StandBy
 from pillion.supervisor.restarts import RestartPolicy
+
+log = logging.getLogger("pillion.supervisor")
 
 # Most of this time is for loading a large model.
 START_TIMEOUT_S = 600.0
@@ -47,6 +54,8 @@ STANDBY_DELAY_S = 2.0
 # A component that ends this soon after one that it needs has died ends because of that death: it may take a while to
 # notice what it lost.
 BEHIND_S = 30.0
+# A task of the supervisor's that a defect has ended begins again after this time.
+DEFECT_DELAY_S = 1.0
 # A command of Pillion's that fails ends with one line, which begins like this.
 FAILED = "pillion: "
 # A component ends with this status where its flags, or the files that they name, are of no use.
@@ -161,7 +170,7 @@ class Supervisor:
         """Starts all components, and returns once every one is ready. Raises Unavailable, which names the component
         that is not, or ConfigError where that component refused its flags; call :meth:`stop` then, too."""
         self._tasks = [
-            asyncio.create_task(self._tend(component), name=component.spec.component_id)
+            asyncio.create_task(self._never_ending(component, self._tend), name=component.spec.component_id)
             for component in self._components
         ]
         ready = asyncio.create_task(self._ready(lambda component: True))
@@ -176,7 +185,8 @@ class Supervisor:
         if self._stand_by is not None:
             self._tasks += [
                 asyncio.create_task(
-                    self._keep_standby(component, self._stand_by), name=f"standby of {component.spec.component_id}"
+                    self._never_ending(component, partial(self._keep_standby, stand_by=self._stand_by)),
+                    name=f"standby of {component.spec.component_id}",
                 )
                 for component in self._components
                 if component.spec.standby
@@ -230,6 +240,22 @@ class Supervisor:
 
     def _child_of(self, component_id: str) -> ChildProcess | None:
         return next((one.child for one in self._components if one.spec.component_id == component_id), None)
+
+    async def _never_ending(
+        self, component: _SupervisedProcess, work: Callable[[_SupervisedProcess], Awaitable[None]]
+    ) -> None:
+        """Does ``work`` for a component until it returns, and again where an exception ends it."""
+        while True:
+            try:
+                return await work(component)
+            except Exception as error:
+                task = asyncio.current_task()
+                name = component.spec.component_id if task is None else task.get_name()
+                log.exception("the supervisor's task for %s failed", name)
+                self._notices.say(
+                    f"a defect of the supervisor's, which begins again with {name}: {error!r}", "bold red"
+                )
+                await asyncio.sleep(DEFECT_DELAY_S)
 
     async def _tend(self, component: _SupervisedProcess) -> None:
         name = component.spec.component_id
@@ -301,6 +327,11 @@ class Supervisor:
         probing = asyncio.create_task(self._until_ready(component, child))
         try:
             code = await child.wait()
+        except Exception:
+            # A process that nobody tends must not go on beside the one that is started for it.
+            child.kill()
+            component.child = None
+            raise
         finally:
             probing.cancel()
             component.ready.clear()

@@ -1,7 +1,8 @@
 """Runs the fork server for the supervisor: components begin as forks of a process that has imported what they need.
 
     the server   (none) --start()--> importing --READY--> forking --its end--> importing again, RESPAWN_DELAY_S later
-                                         '--its end--> none any more: what cannot import now will not import later
+                                         |--its end--> importing again, later each time
+                                         '--MAX_FAILED_STARTS such ends in a row--> none any more
     a component  asked for --> forked, this process's child --its number--> watched --its order--> runs as any other
                                   |-- FORK_TIMEOUT_S, or the server's end --> started by its command line
                                   '-- nobody waits for it any more --its number--> ends without an order, waited for
@@ -41,6 +42,9 @@ LATE_FORK_S = 1.0
 # When a fork server has died, the next one starts after this time, because components that died with it need the cores
 # first.
 RESPAWN_DELAY_S = 2.0
+# A server that ends while it imports may have been killed, so it is started again, after twice the time each time. What
+# cannot import so many times in a row will not import later.
+MAX_FAILED_STARTS = 5
 STOP_GRACE_S = 1.0
 # The process table shows a fork's command line in the memory of the server's own command line and environment, which
 # this makes longer.
@@ -117,8 +121,10 @@ class ForkServer:
         return self._server is None or self._server.gone()
 
     async def _keep(self) -> None:
-        while await self._live_once():  # noqa: ASYNC110  (it waits for nothing but the delay)
-            await asyncio.sleep(RESPAWN_DELAY_S)
+        failed_starts = 0
+        while failed_starts < MAX_FAILED_STARTS:
+            failed_starts = 0 if await self._live_once() else failed_starts + 1
+            await asyncio.sleep(RESPAWN_DELAY_S * 2**failed_starts)
 
     async def _live_once(self) -> bool:
         """Runs one fork server, from its start to its end; returns whether it was ever ready."""

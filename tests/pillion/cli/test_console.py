@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import subprocess
+import sys
 
+import pytest
 from rich.console import Console
 
 from pillion.cli.console import Notices
@@ -57,3 +61,53 @@ def test_a_file_gets_the_components_lines() -> None:
     file = io.StringIO()
     printed("json", log_file=file)
     assert [json.loads(line)["component"] for line in file.getvalue().splitlines()] == ["decode-0", "redis", "redis"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), ValueError("closed")]
+)
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception, filed: bool) -> None:
+    """A full disk, a reader that has gone, a closed file: what is lost is counted, and said when it works again."""
+
+    class Full(io.StringIO):
+        works = False
+
+        def write(self, text: str) -> int:
+            if not self.works:
+                raise error
+            return super().write(text)
+
+    out = Full()
+    notices = Notices(None if filed else Console(file=out, width=200), log_file=out if filed else None)
+    for number in range(3):
+        notices.component("decode-0", f"line {number}")
+    assert notices.lost_lines == 3
+    out.works = True
+    notices.component("decode-0", "line 3")
+    assert notices.lost_lines == 0
+    if not filed:
+        lines = ["decode-0   | line 3", "pillion    | 3 lines before this one are lost: the log could not be written"]
+        assert out.getvalue().splitlines() == lines
+
+
+def test_a_reader_that_goes_away_ends_nothing() -> None:
+    program = """
+import os, sys
+from pillion.cli.console import Notices
+notices = Notices()
+notices.say("first")
+sys.stdin.readline()
+notices.say("second")
+print("lost", notices.lost_lines, flush=True)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert b"first" in child.stderr.readline()
+        child.stderr.close()
+        child.stdin.write(b"go\n")
+        child.stdin.close()
+        assert child.stdout.read() == b"lost 1\n"

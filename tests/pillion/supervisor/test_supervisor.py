@@ -95,6 +95,33 @@ async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -
     assert notices.lines == ["a: loading"]
 
 
+async def test_a_defect_of_the_supervisors_ends_no_component_for_good(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever raises while a component is tended, it is said, and the component is started again, once."""
+    monkeypatch.setattr("pillion.supervisor.supervisor.DEFECT_DELAY_S", 0.01)
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "a")], notices, RestartPolicy(first_delay_ms=10))
+    await supervisor.start()
+    try:
+        raises = iter((RuntimeError("a defect"),))
+        decide = supervisor._policy.died
+
+        def died(*arguments: Any) -> Any:
+            for error in raises:
+                raise error
+            return decide(*arguments)
+
+        monkeypatch.setattr(supervisor._policy, "died", died)
+        (folder / "a").unlink()
+        await kill(supervisor, "a")
+        await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
+        assert any("a defect of the supervisor's" in line for line in notices.lines)
+        assert log_of(folder) == ["start a", "start a"]
+    finally:
+        await supervisor.stop()
+
+
 async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], notices, RestartPolicy(first_delay_ms=10))

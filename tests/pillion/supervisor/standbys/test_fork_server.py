@@ -115,6 +115,23 @@ async def test_a_component_outlives_the_fork_server_and_others_start_without_it(
         assert child.running
 
 
+async def test_a_server_that_dies_while_it_imports_comes_back(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "RESPAWN_DELAY_S", 0.01)
+    marked = folder / "killed"
+    (folder / "dies_once.py").write_text(
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(marked)!r})\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    async with serving("dies_once", *MODULES, environ={"PYTHONPATH": str(folder)}) as (server, _):
+        await until("a server after the one that died", lambda: server.pid)
+        assert marked.exists()
+
+
 async def test_a_server_that_hangs_is_killed_and_not_waited_for(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
