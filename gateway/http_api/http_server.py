@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import errno
+import logging
 import math
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,11 +44,20 @@ from pillion.rooms import Seam, entered
 from pillion.sampling_defaults import SAMPLING_KEYS
 from pillion.types import ModelInfo
 
+log = logging.getLogger("pillion.gateway")
+
 # Rooms add pages to the port here: each function gets the object that answers calls, and the flags, and returns pages.
 ROUTES = Seam[Callable[[ModelCalls, GatewayFlags], list[Route]]]("gateway.http_api.routes")
 
+# The port has at most this many connections, and fewer where the process may not have so many descriptors.
 MAX_HTTP_CONNECTIONS = 4096
+# So many descriptors are left for channels to components, files and connections that are just being judged.
+SPARE_DESCRIPTORS = 192
 LISTEN_BACKLOG = 1024
+# In one turn of the event loop this many connections are accepted, before any of them is judged.
+ACCEPTED_AT_ONCE = 32
+# A log line about missing descriptors comes this often at most.
+EXHAUSTED_LOG_S = 60.0
 # The date in the headers of answers changes this often.
 DATE_INTERVAL_S = 1.0
 # These paths of OpenAI's, Jina's and vLLM's APIs need models of other kinds.
@@ -350,6 +363,41 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
+def _most_connections() -> int:
+    """Returns how many connections the port may have, by the descriptors that the process may have and has."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_HTTP_CONNECTIONS
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = 0
+    return min(MAX_HTTP_CONNECTIONS, max(ACCEPTED_AT_ONCE, limit - used - SPARE_DESCRIPTORS))
+
+
+def _log_exhaustion_seldom() -> None:
+    """Makes the event loop say in one line, once in a while, that a connection could not be accepted for want of
+    descriptors: asyncio writes a traceback for each attempt, and tries again by itself a second later."""
+    loop, said_s = asyncio.get_running_loop(), -math.inf
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said_s
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and "socket" in context:
+            if loop.time() - said_s >= EXHAUSTED_LOG_S:
+                said_s = loop.time()
+                log.error(
+                    "no connection can be accepted: %s; raise the limit of open files (ulimit -n)", error.strerror
+                )
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
 async def start_http(
     gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, parts: Sequence[GatewayPart] = ()
 ) -> HttpServer:
@@ -372,7 +420,8 @@ async def start_http(
         ws="none",
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MAX_HTTP_CONNECTIONS,
+        limit_concurrency=_most_connections(),
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=flags.timeout_keep_alive,
     )
     config.load()
@@ -381,5 +430,8 @@ async def start_http(
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not server.started and not task.done():  # noqa: ASYNC110  (uvicorn offers no event)
         await asyncio.sleep(0.005)
+    # asyncio has set the system's queue of new connections to how many it accepts at once.
+    listener.listen(LISTEN_BACKLOG)
+    _log_exhaustion_seldom()
     name = f"[{host}]" if ":" in host else host
     return HttpServer(server, task, f"{name}:{bound}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import sys
 
 import pytest
 
 from testbed.conditions import loop_turns, until
 from tests.support.fake_components import running_fake_cluster
-from tests.support.http import connected, data_segments, request_bytes
+from tests.support.http import call, connected, data_segments, request_bytes
 
 TEXT = {"model": "toy", "prompt": "hi"}
 
@@ -79,3 +81,42 @@ async def test_a_flag_says_how_long_a_connection_stays_without_a_request() -> No
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
             assert await reader.read() == b""
         assert not fakes.gateway.http.connections
+
+
+SERVER = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+from tests.support.fake_components import running_fake_cluster
+async def main():
+    async with running_fake_cluster("x" * 200) as fakes:
+        fakes.decode.hold_after = 3
+        print(fakes.gateway.http_address, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        fakes.decode.go_on()
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+asyncio.run(main())
+"""
+
+
+async def test_idle_connections_take_no_descriptor_that_others_need() -> None:
+    """Twice as many as the process may have descriptors: newcomers and streams in flight are served all the same."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, **pipes)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    async with contextlib.AsyncExitStack() as stack:
+        address = (await server.stdout.readline()).decode().strip()
+        reader, writer = await stack.enter_async_context(connected(address))
+        body = TEXT | {"stream": True, "max_tokens": 150, "ignore_eos": True}
+        writer.write(request_bytes("POST", "/v1/completions", body))
+        await reader.readuntil(b'"text":"x')
+        for _ in range(1024):
+            with contextlib.suppress(ConnectionError):
+                await stack.enter_async_context(connected(address))
+        assert (await call(address, "/health")).status == 200
+        server.stdin.write(b"go on\n")
+        assert b"data: [DONE]" in await reader.read()
+    _, said = await server.communicate(b"end\n")
+    assert server.returncode == 0, said.decode()
+    assert b"Traceback" not in said
+    assert len(said) < 10_000
