@@ -6,6 +6,9 @@ writes that token:
 
     a tool has the name of a part --> the answers of that part, one after each answer that had calls
     there is no such tool         --> ASIDE, for what clients ask beside (titles, summaries)
+
+An answer that a message of the user follows counts as well, so a part may go on after it. Where answers have reasoning,
+between <think> and </think>, the template writes that of earlier turns, too.
 """
 
 from __future__ import annotations
@@ -35,12 +38,26 @@ TEMPLATE = (
     "{% set names = (tools or []) | map(attribute='function.name') | list %}"
     "{% for part in PARTS if part in names and not said.part %}{% set said.part = part %}{% endfor %}"
     "{% if tools %}{{ names | join('\n') + '\nCall them by <tool_call>.\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '')[:SHOWN] }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}THOUGHT"
+    "{{ (message.content or '')[:SHOWN] }}"
+    "{% if message.role == 'user' and (loop.previtem or message).role == 'assistant' %}"
+    "{% set said.calls = said.calls + 1 %}{% endif %}"
     "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}"
     "{% if loop.last %}{% set said.calls = said.calls + 1 %}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if said.part %}{{ '<|' + said.part + '-' + ([said.calls, PARTS[said.part] - 1] | min | string) + '|>' }}"
-    "{% else %}<|aside-0|>{% endif %}"
+    "{% if said.part %}{{ '<|script-' + (PARTS[said.part][0] | string) + '-' }}"
+    "{{ ([said.calls, PARTS[said.part][1] - 1] | min | string) + '|>' }}"
+    "{% else %}<|script-ASIDE-0|>{% endif %}"
 )
+# What of the template is for answers with reasoning alone: without such answers a gateway looks for none.
+THOUGHT = (
+    "{% if message.role == 'assistant' and message.reasoning_content %}"
+    "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+)
+
+
+def thought(text: str) -> str:
+    """Return how the model writes what it thinks before an answer."""
+    return f"<think>\n{text}\n</think>\n\n"
 
 
 def called(name: str, arguments: Mapping[str, object]) -> str:
@@ -57,8 +74,11 @@ def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]
     """
     folder.mkdir(parents=True, exist_ok=True)
     chains = _chains({**script, "aside": [ASIDE]})
-    parts = json.dumps({name: len(answers) for name, answers in script.items()})
+    # A token's name has nothing of a tool's: a gateway breaks what a client sends wherever it could be part of a token.
+    parts = json.dumps({name: (place, len(answers)) for place, (name, answers) in enumerate(script.items())})
+    thinks = any("<think>" in answer for answers in script.values() for answer in answers)
     template = TEMPLATE.replace("PARTS", parts).replace("SHOWN", str(SHOWN_CHARS))
+    template = template.replace("THOUGHT", THOUGHT if thinks else "").replace("ASIDE", str(len(script)))
     pieces = tuple(piece for chain in chains for piece in chain[1:])
     save_tokenizer(folder, template, pieces)
     path = str(folder / "tokenizer.json")
@@ -76,8 +96,8 @@ def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]
 def _chains(script: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Cut each answer into its tokens, after the one that begins it."""
     chains = [
-        [f"<|{name}-{number}|>", *answer.split(CUT)]
-        for name, answers in script.items()
+        [f"<|script-{place}-{number}|>", *answer.split(CUT)]
+        for place, answers in enumerate(script.values())
         for number, answer in enumerate(answers)
     ]
     counts = Counter(piece for chain in chains for piece in chain)

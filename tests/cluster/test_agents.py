@@ -16,12 +16,14 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from pillion.types import ChatMessage, GenerateRequest
 from testbed.conditions import WITHIN_S
-from testbed.scripted_model import called, save_scripted_model
+from testbed.scripted_model import called, save_scripted_model, thought
 from tests.cluster.test_tools import CLIENTS, ROOT
 from tests.support.components import Components, running_components
 
@@ -57,12 +59,14 @@ class Agent:
         text: what the client's tool writes to hello.txt.
         last: the last answer, which the client prints.
         flags: what is put behind a command of the page, so that the client asks nobody.
+        again: the command that goes on with the conversation; "" where none does.
     """
 
     program: pathlib.Path
     text: str
     last: str
     flags: Mapping[str, str] = field(default_factory=dict)
+    again: str = ""
 
 
 def library(program: pathlib.Path = PYTHON, last: str = "The file hello.txt is written.") -> Agent:
@@ -70,19 +74,30 @@ def library(program: pathlib.Path = PYTHON, last: str = "The file hello.txt is w
     return Agent(program, "Hello from a library.", last)
 
 
+# Nothing is boxed within a test's box, and only the folder of the task is written to.
+UNBOXED = " --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+# The package has no link to its program among the others.
+OPENCODE = PROGRAMS.parent / "opencode-linux-x64" / "bin" / "opencode"
+SECOND = "Is the file right?"
 AGENTS = {
     "Codex": Agent(
         PROGRAMS / "codex",
         "Hello from Codex.\n",
         "Codex has written the file.",
-        # Nothing is boxed within a test's box, and only the folder of the task is written to.
-        {"codex exec": " --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"},
+        {"codex exec": UNBOXED},
+        f'codex exec{UNBOXED} resume --last "{SECOND}"',
     ),
-    "Claude Code": Agent(PROGRAMS / "claude", "Hello from Claude Code.\n", "Claude Code has written it."),
+    "Claude Code": Agent(
+        PROGRAMS / "claude",
+        "Hello from Claude Code.\n",
+        "Claude Code has written it.",
+        again=f'claude -c -p "{SECOND}" --allowedTools Bash Write',
+    ),
     "OpenCode": Agent(
-        pathlib.Path(shutil.which("opencode") or PROGRAMS / "opencode"),
+        pathlib.Path(shutil.which("opencode") or OPENCODE),
         "Hello from OpenCode.\n",
         "OpenCode has written it.",
+        again=f'opencode run -c "{SECOND}"',
     ),
     "Continue": Agent(PROGRAMS / "cn", "Hello from Continue.\n", "Continue has written the file."),
     "OpenAI's Agents SDK": library(),
@@ -92,37 +107,54 @@ AGENTS = {
     "Instructor": library(last="path='hello.txt' text='Hello from a library.'"),
     "Vercel AI SDK": library(PROGRAMS.parent / "ai"),
 }
+# What the model thinks before each of its answers to the agents whose conversation goes on: three answers to the first
+# message, and two to the second one.
+THOUGHTS = ("The notes come before the file.", "Now I can write.", "That was all.", "I read what I wrote.", "It is so.")
 
 
 def script(folder: pathlib.Path) -> dict[str, Sequence[str]]:
     """The answers of the model to each client, by a tool that it has and the clients before it lack."""
     path = str(folder / "hello.txt")
     return {
-        "exec_command": [
+        "exec_command": thinking(
+            "Codex",
             "I read the ¦notes first.¦" + called("exec_command", {"cmd": "cat ¦notes.txt"}),
             called("apply_patch", {"input": PATCH}),
             "Codex has ¦written the ¦file.",
-        ],
+            called("exec_command", {"cmd": "cat hello.txt ¦| cat"}),
+            "Codex ¦finds it right.",
+        ),
         "Checklist": [
             "The notes ¦come first. ¦" + called("Bash", {"command": "cat ¦notes.txt "}),
             called("Write", {"filepath": "hello.txt", "content": "Hello from ¦Continue.\n"}),
             "Continue ¦has written ¦the file.",
         ],
-        "write": [
+        "write": thinking(
+            "OpenCode",
             "I look first.¦" + called("bash", {"command": "cat note¦s.txt", "description": "Reads the notes"}),
             called("write", {"content": "Hello from ¦OpenCode.\n", "filePath": path}),
             "OpenCode ¦has written it.",
-        ],
-        "Write": [
+            called("bash", {"command": "cat hell¦o.txt", "description": "Reads the file"}),
+            "So OpenCode ¦finds it right. ",
+        ),
+        "Write": thinking(
+            "Claude",
             "I look at the ¦notes.\n¦" + called("Bash", {"command": "cat notes.¦txt", "description": "Reads them"}),
             called("Write", {"file_path": path, "content": "Hello from ¦Claude Code.\n"}),
             "Claude ¦Code has written it.",
-        ],
+            called("Bash", {"command": "cat he¦llo.txt", "description": "Reads it"}),
+            "Claude Code ¦finds it right.\n",
+        ),
         "write_file": [
             called("write_file", {"path": "hello¦.txt", "text": "Hello from ¦a library."}),
             "The file ¦hello.txt is ¦written.",
         ],
     }
+
+
+def thinking(name: str, *answers: str) -> list[str]:
+    """Answers with what the model thinks before each; the name tells the thoughts of one part from another's."""
+    return [f"{thought(f'{name}: {text}')}¦{answer}" for text, answer in zip(THOUGHTS, answers, strict=True)]
 
 
 def blocks(section: str) -> list[tuple[str, str, str]]:
@@ -175,11 +207,11 @@ async def said(command: str, folder: pathlib.Path, environment: Mapping[str, str
 
 @pytest.mark.parametrize("name", AGENTS)
 async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
-    place: Workplace, name: str, tmp_path: pathlib.Path
+    place: Workplace, name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = AGENTS[name]
+    agent, asked = AGENTS[name], list[Sequence[ChatMessage]]()
     if not agent.program.exists():
-        pytest.skip("`make setup-clients` installs the clients but OpenCode; those of npm need node and npm")
+        pytest.skip("`make setup-clients` installs the clients; npm's need node and npm, OpenCode Linux on x86 too")
     shutil.rmtree(place.folder)
     place.folder.mkdir()
     (place.folder / "notes.txt").write_text(NOTES)
@@ -202,8 +234,30 @@ async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
             assert words in text
             text = text.replace(words, words + flags)
         commands.append(text)
-    path = f"{PROGRAMS}:{CLIENTS / 'bin'}:{os.environ['PATH']}"
-    printed = await said("\n".join(commands), place.folder, {"PATH": path, "HOME": str(tmp_path), **QUIET})
+    generate = place.components.gateway.gateway.generate
+
+    async def noted(request: GenerateRequest, **more: Any) -> Any:
+        asked.append(request.messages)
+        return await generate(request, **more)
+
+    monkeypatch.setattr(place.components.gateway.gateway, "generate", noted)
+    path = f"{PROGRAMS}:{agent.program.parent}:{CLIENTS / 'bin'}:{os.environ['PATH']}"
+    environ = {"PATH": path, "HOME": str(tmp_path), **QUIET}
+    printed = await said("\n".join([*commands, agent.again]), place.folder, environ)
     assert agent.last in printed
     assert (place.folder / "hello.txt").read_text() == agent.text
+    if agent.again:
+        assert "finds it right." in printed
+        check_second_turn(asked)
     await place.components.proven()
+
+
+def check_second_turn(asked: Sequence[Sequence[ChatMessage]]) -> None:
+    """The last call has both messages of the user, the results of all tools, and what was thought before."""
+    last = max(asked, key=len)
+    assert [one for one in last if one.role == "user" and SECOND in one.content]
+    results = [one.content for one in last if one.role == "tool"]
+    assert len(results) == 3
+    assert NOTES.strip() in results[0]
+    thoughts = [one.reasoning.partition(": ")[2].strip() for one in last if one.role == "assistant"]
+    assert thoughts == list(THOUGHTS[:-1])
