@@ -307,15 +307,16 @@ class BodyReader:
                 self._cutter.feed(part)
                 if self.kept_bytes > MAX_BODY_BYTES or self._sent_bytes > MAX_SENT_BYTES:
                     raise too_large()
-                if self._commas > MAX_COMMAS:
-                    raise ApiError(413, f"the body has more than {MAX_COMMAS} items", code="request_too_large")
         except (zlib.error, zstd.ZstdError, brotli.error, EOFError):
             raise _not_packed(self._encoding) from None
 
     def whole(self) -> bytes:
-        """Returns the body. Raises ApiError where its compressed bytes are not whole."""
+        """Returns the body. Raises ApiError where its compressed bytes are not whole, and for more items than are
+        taken: only a client whose whole body was read is sure to see why."""
         if self.packed and not self._inflater.ended:
             raise _not_packed(self._encoding)
+        if self._commas > MAX_COMMAS:
+            raise ApiError(413, f"the body has more than {MAX_COMMAS} items", code="request_too_large")
         return bytes(self._cutter.kept)
 
 

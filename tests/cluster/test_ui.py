@@ -262,7 +262,7 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
         fakes.decode.gate.set()
         too_long = "too" + " long" * 20_000
         await seen.ask(too_long)
-        await page.get_by_role("alert").filter(has_text="the model takes at most").wait_for()
+        await page.get_by_role("alert").filter(has_text="maximum context length").wait_for()
         assert await page.get_by_label("Message", exact=True).input_value() == too_long
         # What failed is no part of the conversation.
         await seen.set(max_tokens="40")

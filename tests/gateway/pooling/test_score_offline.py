@@ -117,7 +117,7 @@ def test_the_query_is_computed_once_for_all_documents(llm: LLM, monkeypatch: pyt
 
 def test_a_long_document_is_cut_and_what_stands_after_it_stays(llm: LLM, folder: pathlib.Path) -> None:
     document = "The land lies beside it. " * 100
-    with pytest.raises(InvalidRequest, match=r"inputs\[0\]: .* 1024 tokens, however you requested"):
+    with pytest.raises(InvalidRequest, match=r"inputs\[0\]: This model's maximum context length is 1024 tokens"):
         llm.score("q", document)
     whole = len(llm.get_tokenizer().encode(pair_text("q", "")))
     for most in (100, -1):
