@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING.register(Mistral4Config, Mistral4ForCausalLM, exist_
 
 def frequencies_of_transformers(parsed: ModelConfig, text: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the frequencies of each kind of layer in transformers' model of a config; none for learned positions."""
-    text = {key: value for key, value in text.items() if key != "quantization_config"}
+    # transformers writes into the objects of a config that it is given.
+    text = deepcopy({key: value for key, value in text.items() if key != "quantization_config"})
     made = AutoConfig.for_model(**{**text, "model_type": parsed.family})
     module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__module__]
     rotary = [value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")]
