@@ -91,14 +91,16 @@ class AnswerParts:
     # These are the marks around the content that are still to come, and text that may begin the next one.
     _before: str = ""
     _behind: Marks | None = None
+    _last: str = ""
     _half: str = ""
 
-    def between(self, marks: tuple[str, str], begun: bool) -> None:
+    def between(self, marks: tuple[str, str], last: str, begun: bool) -> None:
         """Notes that the content may stand between two marks, which are no part of it: the first one before all of the
-        content, unless it has ``begun`` already, and the second one behind it."""
+        content, unless it has ``begun`` already, and the second one behind it. ``last`` is a mark behind all of the
+        answer, "" for none; where there is one, the others need not go together."""
         begin, end = marks
-        self._before = "" if begun else begin
-        self._behind = Marks(end) if end else None
+        self._before, self._last = "" if begun else begin, last
+        self._behind = Marks(*filter(None, (end, last))) if end else None
 
     def content(self, text: str) -> None:
         """Adds text to the content of the answer, or to its reasoning where it has not ended."""
@@ -117,17 +119,19 @@ class AnswerParts:
             if self._before.startswith(begun):
                 self._half = begun
                 return ""
-            if not begun.startswith(self._before):
+            if begun.startswith(self._before):
+                self.mark()
+            elif not self._last:
                 self._behind, self._half = None, ""
                 return begun
-            self.mark()
             text, self._before, self._half = begun.removeprefix(self._before), "", ""
         text, self._half = self._half + text, ""
         if (found := behind.find(text, 0)) is not None:
-            self._behind = None
+            self._behind = Marks(self._last) if self._last not in ("", found.group()) else None
             self._add(self._texts, text[: found.start()])
             self.mark()
-            return text[found.end() :]
+            rest = text[found.end() :]
+            return rest if self._behind is None else self._between(rest, self._behind)
         if half := behind.begun(text, 0):
             text, self._half = text[:-half], text[-half:]
         return text

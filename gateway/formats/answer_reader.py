@@ -53,7 +53,7 @@ class AnswerReader:
         parts.thinking = output_format.reasoning is not None and output_format.opened is not False
         self._text = PendingText()
         if output_format.reasoning is not None:
-            parts.between(output_format.reasoning.answer, output_format.answering)
+            parts.between(output_format.reasoning.answer, output_format.reasoning.last, output_format.answering)
         marks = [] if output_format.reasoning is None else [*output_format.reasoning.marks]
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))

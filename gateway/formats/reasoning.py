@@ -18,6 +18,7 @@ class ReasoningFormat:
         assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave
             ``begin`` out.
         answer: the marks around the content that follows, which are no part of it; "" for none.
+        last: a mark that may stand behind all of the answer, and is no part of it; "" for none.
         others: another spelling of ``begin`` and ``end``.
         found: texts that a chat template of this format has all of; () for ``end``.
         parts: special tokens that begin marks.
@@ -29,6 +30,7 @@ class ReasoningFormat:
     end: str
     assumed: bool = False
     answer: tuple[str, str] = ("", "")
+    last: str = ""
     others: tuple[str, str] = ("", "")
     found: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -42,7 +44,7 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Gives all marks of the format."""
-        marks = (self.begin, self.end, *self.others, *self.answer, *self.parts)
+        marks = (self.begin, self.end, *self.others, *self.answer, self.last, *self.parts)
         return self.channels or tuple(filter(None, marks))
 
     def is_in(self, template: str) -> bool:
@@ -71,6 +73,14 @@ HARMONY = "openai_gptoss"
 _THINK = ReasoningFormat("<think>", "</think>")
 # The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "kimi_k3": ReasoningFormat(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        last="<|close|>message<|sep|>",
+        parts=("<|open|>", "<|close|>", "<|sep|>"),
+        found=("<|open|>", "<|close|>", "<|sep|>"),
+    ),
     "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), found=("</think>", "</answer>")),
     "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
     "qwen3": _THINK,

@@ -102,6 +102,7 @@ _XML_FOUND = {
     "hy_v3": ("<tool_sep>", "<arg_key>"),
     "step3": ("<steptml:invoke",),
     "deepseek_v32": ("｜DSML｜",),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
 # So have those of the formats of names between marks, and of lists between marks.
 _NAMED_FOUND = {

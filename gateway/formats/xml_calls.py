@@ -34,7 +34,11 @@ class XmlForm:
             separate the parts, and behind its text.
         lines: whether a parameter's text stands on lines of its own.
         together: whether several calls stand between one ``begin`` and one ``end``.
-        typed: whether behind a key and ``keyed[0]`` stands whether the text is a string.
+        typed: whether behind a key and ``keyed[0]`` stands whether the text is a string: "true" or "false", or with
+            ``headed`` its type.
+        headed: what ends the head of a call, behind its name and other attributes, of which a grammar writes the
+            call's number; "" where heads have no attributes. Keys are escaped then, and nothing stands between
+            elements.
     """
 
     begin: str
@@ -48,11 +52,13 @@ class XmlForm:
     lines: bool = False
     together: bool = False
     typed: bool = False
+    headed: str = ""
 
     @property
     def inner(self) -> tuple[str, ...]:
         """Gives the marks within a call."""
         found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
+        found += (self.headed,)
         return tuple(mark for mark in found if len(mark) > len('">'))
 
 
@@ -95,6 +101,19 @@ XML_FORMS: dict[str, XmlForm] = {
         together=True,
         typed=True,
     ),
+    "kimi_k3": XmlForm(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        '<|open|>call tool="',
+        '"',
+        "<|close|>call<|sep|>",
+        '<|open|>argument key="',
+        ('" type="', '"<|sep|>'),
+        "<|close|>argument<|sep|>",
+        together=True,
+        typed=True,
+        headed="<|sep|>",
+    ),
     "glm45": XmlForm(TOOL_CALL, END_TOOL_CALL, "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
     "minimax_m2": XmlForm(
         "<minimax:tool_call>",
@@ -119,6 +138,7 @@ XML_FORMS: dict[str, XmlForm] = {
     ),
     "qwen3_coder": _QWEN,
 }
+_MARK = re.compile("<")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -181,8 +201,13 @@ class XmlCalls:
         """Reads a tool's name and what stands behind it, which is a mark, the next one where the format has none of its
         own; returns "" where none is there."""
         name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        if self._form.named and not (yield from self._text.has(self._form.named)):
+            return ""
+        if self._form.headed:
+            yield from self._text.up_to(_MARK, MAX_KEY_CHARS)
+            return name if (yield from self._text.has(self._form.headed)) else ""
         if self._form.named:
-            return name if (yield from self._text.has(self._form.named)) else ""
+            return name
         return name.strip() if (yield from self._text.past_space()) == "<" else ""
 
     def _key(self) -> Generator[None, None, tuple[str, str]]:
@@ -197,7 +222,7 @@ class XmlCalls:
                 yield from self._text.past_space()
             if not (yield from self._text.has(mark)):
                 return "", ""
-        return key, kind
+        return unescaped(key) if self._form.headed else key, kind
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
         """Reads the next parameter of the tool ``name``; returns False where there is none."""
@@ -216,7 +241,8 @@ class XmlCalls:
             yield from text.has("\n")
         types = self._types_of(name, key)
         # What is said to be no string is JSON, whatever the schema does not say.
-        types = {"string"} if kind == "true" else types - {"string"} or _NO_STRING if kind == "false" else types
+        is_text = kind in ("true", "string")
+        types = {"string"} if is_text else types - {"string"} or _NO_STRING if kind else types
         value = _Value(types, parts.arguments)
         mark = yield from text.until(self._ends_parameter, value.push)
         if mark in self._next:
@@ -274,6 +300,16 @@ class _Value:
         else:
             self._spell = _in_string
             self._give('"' + _in_string(text))
+
+
+def escaped(key: str) -> str:
+    """Writes a key as an attribute's value."""
+    return key.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def unescaped(text: str) -> str:
+    """Reads a key that :func:`escaped` has written."""
+    return text.replace("&quot;", '"').replace("&amp;", "&")
 
 
 def _in_string(text: str) -> str:

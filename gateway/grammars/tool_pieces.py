@@ -9,7 +9,8 @@ reasoning, up to its end | calls                              tool_choice requir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +20,8 @@ from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
 from pillion.gateway.formats.model_formats import MARK, ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI, ToolFormat
-from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, types_of
+from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI
+from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.json_schema import followable
 from pillion.gateway.grammars.literal_values import (
@@ -61,9 +62,9 @@ def answer_pieces(
     Raises InvalidRequest for a schema that no call can be held to.
     """
     marks = formats.mark_ids
-    around = ("", "")
+    around, last = ("", ""), ""
     if output_format is not None and output_format.reasoning is not None:
-        around = output_format.reasoning.answer
+        around, last = output_format.reasoning.answer, output_format.reasoning.last
     if structured is not None:
         structured = replace(structured, body=_within(around, structured.body, marks))
     body, calls = structured, ""
@@ -73,22 +74,25 @@ def answer_pieces(
         body = replace(body, body=f"{_message('final', marks)} ({body.body})")
     if body is None:
         return []
+    tail = [Piece(f"({_term(last, marks)})?")] if last else []
     if output_format is None or output_format.reasoning is None or output_format.opened is False:
-        return [body]
+        return [body, *tail]
     if formats.in_channels:
         return [_channels_piece(output_format.opened, marks), body]
     reasoning = reasoning_piece(output_format.reasoning, output_format.opened, marks)
-    if not calls or output_format.reasoning.end not in marks or not _begins_with_token(output_format.tools, marks):
-        return [reasoning, body]
+    form = output_format.tools
+    by_token = form is not None and not form.bare and _begins_with_token(form.begin, marks)
+    if not calls or not by_token or not _begins_with_token(output_format.reasoning.end, marks):
+        return [reasoning, body, *tail]
     # A call may begin before the reasoning has ended, and ends it.
     begin = "" if output_format.opened else _term(output_format.reasoning.begin, marks)
     either = f"({reasoning.body}) ({body.body}) | {begin} {_TEXT} {calls}"
-    return [replace(body, body=either, rules=(*reasoning.rules, *body.rules))]
+    return [replace(body, body=either, rules=(*reasoning.rules, *body.rules)), *tail]
 
 
-def _begins_with_token(form: ToolFormat | None, marks: Mapping[str, int]) -> bool:
-    """Returns whether each call of a format begins with a token that is a mark."""
-    return form is not None and not form.bare and any(form.begin.startswith(mark) for mark in marks)
+def _begins_with_token(text: str, marks: Mapping[str, int]) -> bool:
+    """Returns whether a mark begins with a token of the model's."""
+    return any(text.startswith(mark) for mark in marks)
 
 
 def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str:
@@ -121,7 +125,7 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
     itself whether it reasons."""
     rules: tuple[str, ...] = ()
     thought = f"{_TEXT} {_term(form.end, marks)}"
-    if form.end not in marks:
+    if not _begins_with_token(form.end, marks):
         thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {_TEXT} {literal(form.end)}",)
     begin = _term(form.begin, marks)
     space = r"/\n{0,2}/"
@@ -160,7 +164,7 @@ class _Calls:
             return Piece(either, rules + structured.rules, grammars, sources), writer.calls
         body, more = writer.amid_text()
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
-        if self.around[0] in self.formats.mark_ids:
+        if self.around[0] and _begins_with_token(self.around[0], self.formats.mark_ids):
             # Free text has no token that is a mark.
             body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
         return Piece(body, rules + more, grammars, writer.sources), writer.calls
@@ -287,9 +291,9 @@ class _XmlWriter(_TaggedWriter):
     def all(self) -> str:
         form, calls = self.form, self.any
         if self.several and form.together:
-            calls = f'{calls} ("\\n" {calls})*'
+            calls = f"{calls} ({self.line} {calls})*"
         # A name that stands by itself follows the mark at once, and each parameter ends its line.
-        line = '"\\n"' if form.function else ""
+        line = self.line if form.function else ""
         self.rules.append(f"call: {line} {calls} {line} {self.asked.term(form.end)}")
         begin = self.asked.term(form.begin)
         return f'{begin} call ("\\n" {begin} call)*' if self.several and not form.together else f"{begin} call"
@@ -298,10 +302,13 @@ class _XmlWriter(_TaggedWriter):
         schema, form = self.asked.schema(tool), self.form
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        head = self.asked.term(f"{form.function}{tool.name}{form.named}\n")
+        head = self.asked.term(f"{form.function}{tool.name}{form.named}")
+        if form.headed:
+            head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.headed)}'
+        head += f" {self.line}"
         end = self.asked.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
-            return f'{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} "\\n" {end}'
+            return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self.line} {end}"
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
         parts = []
@@ -317,12 +324,24 @@ class _XmlWriter(_TaggedWriter):
             parts.append(f"{name}*")
         return f"{head} {' '.join(parts)} {end}"
 
-    def _head(self, key: str, is_text: bool = True) -> str:
-        """Returns a rule for what stands before a parameter's text; ``key`` is that of its key."""
+    @property
+    def line(self) -> str:
+        """Gives a rule for what stands between two elements."""
+        return "" if self.form.headed else '"\\n"'
+
+    def _key(self, key: str) -> str:
+        return literal(escaped(key) if self.form.headed else key)
+
+    def _head(self, key: str, types: Iterable[str] = ("string",)) -> str:
+        """Returns a rule for what stands before a parameter's text, which is of one of ``types``; ``key`` is that of
+        its key."""
         form = self.form
         if form.typed:
             head, behind = form.keyed
-            return f"{self.asked.term(form.parameter)} {key} {literal(head + str(is_text).lower() + behind)}"
+            named = {"number" if one == "integer" else one for one in types}
+            kinds = sorted(named) if form.headed else [str(named == {"string"}).lower()]
+            kind = f"({' | '.join(map(literal, kinds))})"
+            return f"{self.asked.term(form.parameter)} {key} {literal(head)} {kind} {self.asked.term(behind)}"
         keyed = ' "\\n" '.join(map(self.asked.term, form.keyed))
         return f"{self.asked.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
 
@@ -334,9 +353,9 @@ class _XmlWriter(_TaggedWriter):
         """Returns a rule for a text that matches ``value`` and the mark behind it, and the further rules it needs. A
         mark that is no token is the first one that is written."""
         line, end = "\\n" if self.form.lines else "", self.form.end_parameter
-        if end in self.asked.formats.mark_ids:
+        if _begins_with_token(end, self.asked.formats.mark_ids):
             return f"/{value}/ {self._tail()}", []
-        mark = end.replace("/", "\\/")
+        mark = expression(re.escape(end), "")[1:-1]
         ended = f"/{value}{line}{mark}/ & ~/(?s:.*){mark}(?s:.+)/"
         return name, [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
 
@@ -355,16 +374,18 @@ class _XmlWriter(_TaggedWriter):
     ) -> list[str]:
         """Returns the grammar rules of one parameter: a text up to its end, one of some values, or JSON. Raises
         InvalidRequest."""
-        begin, end = self._head(literal(key)), f'{self._tail()} "\\n"'
+        begin, end = self._head(self._key(key)), f"{self._tail()} {self.line}"
+        types = types_of({"properties": {key: schema}}, key)
         values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
         if isinstance(values, list) and values:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            begin = self._head(literal(key), all(isinstance(value, str) for value in values))
+            # A text that is no JSON is read as a text, whatever it is said to be.
+            begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
-        if "string" in types_of({"properties": {key: schema}}, key):
+        if "string" in types:
             return self._text(name, begin, schema)
         shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        begin = self._head(literal(key), False)
+        begin = self._head(self._key(key), types)
         return [f"{name}: {begin} {self.json({**shared, **schema}, number, f'.properties.{key}')} {end}"]
 
     def _text(self, name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
@@ -374,7 +395,7 @@ class _XmlWriter(_TaggedWriter):
         low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
         high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""
         rule, rules = self._up_to_end(f"{name}_text", f"(?s:.{{{low},{high}}})")
-        return [f'{name}: {begin} {rule} "\\n"', *rules]
+        return [f"{name}: {begin} {rule} {self.line}", *rules]
 
 
 class _NamedWriter(_TaggedWriter):
@@ -633,7 +654,7 @@ def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> 
     """Returns a rule for free text in which ``call`` stands after each ``begin``, and the rules that it needs; where
     only one call is allowed, nothing follows it."""
     head, rules = f"TEXT {_term(begin, ids)}", [f"TEXT: {_TEXT}"]
-    if not any(begin.startswith(mark) for mark in ids):
+    if not _begins_with_token(begin, ids):
         head = "text_and_mark"
         rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
     body = f"({head} {call})* TEXT" if several else f"TEXT | {head} {call}"

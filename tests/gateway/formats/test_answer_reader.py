@@ -130,6 +130,33 @@ ENDED_BY_A_CALL: list[tuple[str, str, str, str, str, list[tuple[str, str]]]] = [
     ("glm45", "glm47", "So.\n<tool_call>g</tool_call>", "", "So.", [("g", "{}")]),
     ("mistral", "mistral", 'So. [TOOL_CALLS][{"name": "g", "arguments": {}}]', "", "So.", [("g", "{}")]),
     ("apertus", "apertus", 'So. <|tools_prefix|>[{"g": {}}]<|tools_suffix|>', "", "So.", [("g", "{}")]),
+    (
+        "kimi_k3",
+        "kimi_k3",
+        'So. <|open|>tools<|sep|><|open|>call tool="g" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        "<|close|>message<|sep|>",
+        "",
+        "So.",
+        [("g", "{}")],
+    ),
+    (
+        "kimi_k3",
+        "kimi_k3",
+        "So.<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="g" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+        "Hi",
+        "So.",
+        [("g", "{}")],
+    ),
+    (
+        "kimi_k3",
+        "kimi_k3",
+        "So.<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>",
+        "Hi",
+        "So.",
+        [],
+    ),
+    ("kimi_k3", "kimi_k3", "So.<|close|>think<|sep|>Hi <|close|>message<|sep|>", "Hi", "So.", []),
     # Without marks an object among thoughts is a thought.
     (
         "llama3_json",
@@ -270,6 +297,17 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Hi.",
         [("f", '{"s": "5", "x": {"y": [1]}}'), ("g", "{}")],
     ),
+    (
+        "kimi_k3",
+        'Hi.<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="s" type="string"<|sep|>5'
+        '<|close|>argument<|sep|><|open|>argument key="&quot;&amp;quot;" type="object"<|sep|>{"y": [1]}'
+        '<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>no<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        "Hi.",
+        [("f", '{"s": "5", "\\"&quot;": {"y": [1]}, "n": "no"}'), ("g", "{}")],
+    ),
+    ("kimi_k3", '<|open|>call tool="g"<|sep|><|close|>call<|sep|>', "", [("g", "{}")]),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="g" i', '<|open|>tools<|sep|><|open|>call tool="g" i', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>rest', "rest", [("f", '{"a": 1')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "half', "", [("f", '{"s": "half')]),
     ("hermes", "  <tool_call> no call <tool_call", "  <tool_call> no call <tool_call", []),
@@ -562,6 +600,7 @@ FALSE_CALLS = {
     "white space after marks": ("mistral", "[TOOL_CALLS]      "),
     "names of GLM": ("glm45", "<tool_call>f "),
     "keys of GLM": ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_"),
+    "heads of Kimi K3": ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f" index="1"'),
     "calls of MiniMax": ("minimax_m2", '<minimax:tool_call><invoke name="f'),
     "sections": ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
     "numbers": ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),

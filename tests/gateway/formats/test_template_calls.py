@@ -277,6 +277,18 @@ DEEPSEEK_32 = _turns(
     behind="</｜DSML｜function_calls>",
     thought=_thought("<think>", "</think>"),
 )
+KIMI_K3 = _turns(
+    _elements(
+        ('<|open|>call tool="', '" index="\' + loop.index | string + \'"<|sep|>'),
+        '<|open|>argument key="',
+        "\" type=\"' + ('string' if v is string else 'object' if v is mapping else 'array') + '\"<|sep|>",
+        "<|close|>argument<|sep|>",
+        "<|close|>call<|sep|>",
+    ),
+    "<|close|>response<|sep|><|open|>tools<|sep|>",
+    behind="<|close|>tools<|sep|><|close|>message<|sep|>",
+    thought=_thought("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+)
 # The formats of tools and of reasoning that each template is found to have.
 TEMPLATES = {
     "glm": (GLM, "glm45", "qwen3"),
@@ -323,6 +335,7 @@ TEMPLATES = {
     "hunyuan 3": (HUNYUAN_3, "hy_v3", "qwen3"),
     "step 3": (STEP_3, "step3", "qwen3"),
     "deepseek v3.2": (DEEPSEEK_32, "deepseek_v32", "qwen3"),
+    "kimi k3": (KIMI_K3, "kimi_k3", "kimi_k3"),
     "apertus": (
         _turns(
             "{{- '{' + tc.function.name | tojson + ': ' + tc.function.arguments | tojson + '}' }}",

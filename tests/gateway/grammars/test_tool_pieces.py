@@ -98,12 +98,14 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
         [],
     ),
     "deepseek v3.2": ("deepseek_v32", [], []),
+    "kimi k3": ("kimi_k3", ["<|open|>", "<|close|>", "<|sep|>"], []),
+    "kimi k3 without tokens": ("kimi_k3", [], []),
 }
 
 # These differ from others by their marks.
 _ALIKE = (
     *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
-    *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam"),
+    *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam", "kimi k3 without tokens"),
 )
 CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
 
@@ -176,6 +178,30 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
             assert [name for name, _ in calls] == ["weather"]
         assert several or len(calls) <= 1
     assert ended >= 2
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_of_kimi_k3_follow_its_reasoning_and_its_answer(choice: str) -> None:
+    """Each of its marks is three tokens and a word."""
+    codec = codec_of("kimi k3")
+    formats = choose_formats("", codec, "kimi_k3", "kimi_k3")
+    options = ToolOptions(tools=TOOLS, choice=choice)
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    prompt = "<|open|>think<|sep|>"
+    grammar = join(answer_pieces(formats.output_format(request, prompt), formats, options, None)).text
+    call = (
+        '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"'
+        '<|sep|>Rome<|close|>argument<|sep|><|open|>argument key="days" type="%s"<|sep|>3<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+    answer = "<|open|>response<|sep|>Yes.<|close|>response<|sep|>" if choice == "auto" else ""
+    for before in ("So.", f"So.<|close|>think<|sep|>{answer}"):
+        text = before + call % "number"
+        assert accepts(codec, grammar, text)
+        content, calls, _ = read(codec, formats, request, prompt, codec.encode(text).ids)
+        assert (content, calls) == ("Yes." if answer and answer in text else "", [["weather", calls[0][1]]])
+        assert json.loads(calls[0][1]) == {"city": "Rome", "days": 3}
+        assert not accepts(codec, grammar, before + call % "string")
 
 
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
@@ -282,12 +308,14 @@ def test_what_gemma_s_notation_cannot_be_held_to_is_refused_by_its_name() -> Non
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_content_may_stand_between_the_marks_of_its_format(tokens: bool) -> None:
+@pytest.mark.parametrize("name", ["cohere_command3", "kimi_k3"])
+def test_content_may_stand_between_the_marks_of_its_format(name: str, tokens: bool) -> None:
     codec = byte_tokenizer()
-    marks = REASONING_FORMATS["cohere_command3"].marks
+    own = REASONING_FORMATS[name]
+    marks = own.parts or own.marks
     codec.add_special_tokens([AddedToken(text, special=True) for text in (marks if tokens else ())])
-    formats = choose_formats("", codec, "cohere_command3", "cohere_command3")
-    content = "<|START_RESPONSE|>yes<|END_RESPONSE|>"
+    formats = choose_formats("", codec, name, name)
+    content = f"{own.answer[0]}yes{own.answer[1]}{own.last}"
     for options, structured in (
         (ToolOptions(), Piece('"yes" | "no"')),
         (ToolOptions(tools=TOOLS), Piece('"yes" | "no"')),
@@ -296,7 +324,7 @@ def test_content_may_stand_between_the_marks_of_its_format(tokens: bool) -> None
         request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
         form = formats.output_format(request, "")
         grammar = join(answer_pieces(form, formats, options, structured)).text
-        for text in (content, "yes", f"<|START_THINKING|>so<|END_THINKING|>{content}"):
+        for text in (content, "yes", f"{own.begin}so{own.end}{content}"):
             assert accepts(codec, grammar, text), (text, options)
             assert read(codec, formats, request, "", codec.encode(text).ids)[:2] == ("yes", [])
         assert accepts(codec, grammar, "perhaps") is (structured is None)
@@ -551,6 +579,9 @@ CALL = {
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="patch">\n'
     '<｜DSML｜parameter name="input" string="true">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="patch" index="1"<|sep|>'
+    '<|open|>argument key="input" type="string"<|sep|>%s<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
     "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
     "hunyuan_a13b": '<tool_calls>[{"name": "patch", "arguments": {"input": %s}}]</tool_calls>',
     "pythonic": "[patch(input=%s)]",
