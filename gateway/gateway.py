@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from opentelemetry import trace
 from pillion._version import VERSION
 from pillion.errors import (
     DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
     Overloaded,
     PermissionDenied,
     PillionError,
@@ -30,7 +32,7 @@ from pillion.errors import (
 )
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
-from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, share_of
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.answer_formats import (
@@ -236,6 +238,7 @@ class Gateway:
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
+        counted: CountedCall | None = None,
         pooled: PooledRows | None = None,
         places: PlacesOf | None = None,
         streamed: bool = True,
@@ -248,6 +251,7 @@ class Gateway:
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
+            counted: the call of this request, which :meth:`counted` has counted; None: the request is counted here.
             pooled: which rows the request ends with, which then generates nothing; None: it generates.
             places: called with the prompt and the number of its virtual tokens where a model's layers carry states.
                 Returns after how many of its tokens other prompts are expected to part from it.
@@ -262,12 +266,14 @@ class Gateway:
         deadline = None if timeout_s is None else arrived + timeout_s
         span = begin_span(request, parent, streamed=streamed)
         permit: AdmissionPermit | None = None
+        quota = counted or CountedCall(self.quotas, tenant)
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
             permit = self._enter(request, model, tenant)
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
-            self.quotas.take_request(tenant, arrived)
+            if counted is None:
+                quota.take(1, arrived)
             if not tenant.background:
                 self.cluster.forecaster.arrived(model.limits.name)
             with telemetry.child("tokenize", span) as tokenizing:
@@ -286,17 +292,28 @@ class Gateway:
             admitted = await self._with_words(_with_grammar(admitted, grammar), request, model, tenant, places)
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
-                await self._turn(permit, request.priority, admitted)
-            return self._start(request, model.name, admitted, answers, permit, span)
+                await self._turn(permit, request.priority, admitted, quota)
+            return self._start(request, model.name, admitted, answers, permit, quota, span)
         except BaseException as error:
-            # A request that was admitted leaves the gateway, even where its caller was cancelled.
-            if permit is not None:
-                self.admission.leave(permit)
-            if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
-                # A request in the background that is refused is sent again by its batch, so no client is turned away.
-                count_refused(self.meters, error)
+            self._leave(tenant, permit, quota if counted is None else None, error)
             end_refused_span(span, error)
             raise
+
+    def _leave(
+        self, tenant: Tenant, permit: AdmissionPermit | None, quota: CountedCall | None, error: BaseException
+    ) -> None:
+        """Takes a request that has not begun out of the gateway, even where its caller was cancelled. ``quota`` is
+        what it has taken from its tenant's quotas by itself."""
+        if quota is not None:
+            quota.end(time.monotonic(), error)
+        if permit is not None:
+            self.admission.leave(permit)
+        self._count_refused(tenant, error)
+
+    def _count_refused(self, tenant: Tenant, error: BaseException) -> None:
+        # A request in the background that is refused is sent again by its batch, so no client is turned away.
+        if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
+            count_refused(self.meters, error)
 
     def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
         """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
@@ -412,12 +429,51 @@ class Gateway:
         Raises Overloaded."""
         permit = self.admission.enter(tenant)
         try:
-            now = time.monotonic()
-            self.quotas.take_request(tenant, now)
-            await self.quotas.confirm(tenant, None, now)
-            yield
+            async with self.counted(tenant, [""], None):
+                yield
         finally:
             self.admission.leave(permit)
+
+    @contextlib.asynccontextmanager
+    async def counted(
+        self, tenant: Tenant | None, names: Sequence[str], tokens: int | None
+    ) -> AsyncIterator[CountedCall]:
+        """Counts a call as a whole before any of its prompts runs, and gives back what it does not cost if its block
+        ends with an error.
+
+        Args:
+            tenant: the sender.
+            names: the field of each prompt; each counts as a request.
+            tokens: the tokens of all prompts; None where none is computed.
+
+        Raises:
+            Overloaded: a quota is met. InvalidRequest: the quota of a minute is less than these prompts; the error
+            names the first prompt that is too many.
+        """
+        tenant, now = self._known(tenant), time.monotonic()
+        most = tenant.requests_per_minute
+        if most and len(names) > most:
+            text = f"the call has {len(names)} prompts; requests_per_minute of tenant {tenant.name!r} is {most}"
+            raise InvalidRequest.of(FieldViolation(names[most], f"{text}, and each prompt counts"))
+        quota = CountedCall(self.quotas, tenant)
+        try:
+            quota.take(len(names), now)
+            await quota.confirm(tokens, now)
+        except Overloaded as error:
+            self._count_refused(tenant, error)
+            raise
+        try:
+            yield quota
+        except BaseException as error:
+            quota.end(time.monotonic(), error)
+            raise
+
+    async def counted_tokens(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> int:
+        """Returns how many tokens a prompt takes from its tenant's quota, which makes its ids; 0 without such a quota.
+        Raises InvalidRequest and Overloaded."""
+        if not tenant.tokens_per_minute:
+            return 0
+        return len(_with_virtual_tokens(request, model, await self.prompt_ids(request, model, tenant)))
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """Returns the text of ids, for a request that has been counted already."""
@@ -603,22 +659,22 @@ class Gateway:
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         return await model.formats.grammar(request, output_format, turns)
 
-    async def _turn(self, permit: AdmissionPermit, priority: int, admitted: AdmittedRequest) -> None:
-        """Waits until a request whose prompt was counted may go to the workers. Raises Overloaded and
-        DeadlineExceeded."""
+    async def _turn(
+        self, permit: AdmissionPermit, priority: int, admitted: AdmittedRequest, quota: CountedCall
+    ) -> None:
+        """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
+        workers. Raises Overloaded and DeadlineExceeded."""
         tenant, stop = permit.tenant, contextlib.ExitStack()
-        await self.quotas.confirm(tenant, permit.tokens, time.monotonic())
+        if not quota.confirmed:
+            await quota.confirm(permit.tokens, time.monotonic())
 
         def waits() -> None:
             stop.callback(self.on_waiting(admitted))
 
-        try:
-            with stop:
-                order = tenant.capped(priority), admitted.arrived, admitted.deadline
-                await self.admission.turn(permit, admitted.model, *order, waits)
-        except BaseException:
-            self.quotas.spend(tenant, -permit.tokens, time.monotonic())
-            raise
+        with stop:
+            order = tenant.capped(priority), admitted.arrived, admitted.deadline
+            await self.admission.turn(permit, admitted.model, *order, waits)
+        quota.begun_tokens += permit.tokens
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
         """Returns the longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
@@ -711,6 +767,7 @@ class Gateway:
         admitted: AdmittedRequest,
         answers: list[AnswerText],
         permit: AdmissionPermit,
+        quota: CountedCall,
         span: trace.Span,
     ) -> RequestRunner:
         operation = EMBEDDINGS if admitted.pooled is not None else CHAT if request.messages else TEXT
@@ -721,11 +778,14 @@ class Gateway:
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens
-            # A prompt that no worker could serve costs its tenant nothing. What a lost gateway has given costs here,
-            # because the price of an answer is taken at its end, which that gateway has not seen.
-            lost = runner.failed_unserved and generated <= 0
-            spent = -permit.tokens if lost else usage.completion_tokens
-            self.quotas.spend(permit.tenant, spent, time.monotonic())
+            # The tokens of a prompt that no worker could serve cost its tenant nothing, nor does a request that was
+            # refused. What a lost gateway has given costs here, because the price of an answer is taken at its end,
+            # which that gateway has not seen.
+            if runner.failed_unserved and generated <= 0:
+                quota.begun_tokens -= permit.tokens
+                quota.give_back(int(runner.refused), permit.tokens, time.monotonic())
+            else:
+                self.quotas.spend(permit.tenant, usage.completion_tokens, time.monotonic())
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
             if not admitted.background:

@@ -63,9 +63,10 @@ class Quotas:
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
-    def take_request(self, tenant: Tenant, now_s: float) -> None:
-        """Takes one request from a tenant's quota. Raises Overloaded, with the time until a request may come."""
-        self._take(tenant, "requests_per_minute", 1, now_s)
+    def take_request(self, tenant: Tenant, now_s: float, count: int = 1) -> None:
+        """Takes ``count`` requests from a tenant's quota, all or none. Raises Overloaded, with the time until they may
+        come."""
+        self._take(tenant, "requests_per_minute", count, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
         """Takes a prompt's tokens from a tenant's quota. Raises Overloaded, with the time until the prompt may come
@@ -73,8 +74,8 @@ class Quotas:
         self._take(tenant, "tokens_per_minute", tokens, now_s)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes generated tokens from a tenant's quota, which may leave a debt. A negative ``amount`` gives back what
-        was not served."""
+        """Takes from a tenant's quota, by default generated tokens, which may leave a debt. A negative ``amount`` gives
+        back what was not served."""
         bucket = self._bucket(tenant, quota, now_s)
         if bucket is not None:
             bucket.take(amount, now_s)

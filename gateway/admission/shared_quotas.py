@@ -4,6 +4,9 @@
                                                               | no answer in 100 ms
                                                               '--> the local count has decided
     answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
+    refused after it was counted --> given back here, and in Redis where that has counted it
+
+A call with several prompts is counted as a whole before any of them runs.
 
 The local count knows only what this gateway served, so it never has less left than Redis: Redis would refuse whatever
 it refuses. What a failed call carried is not sent again, as Redis may have taken it; a minute later it does not matter.
@@ -15,8 +18,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from pillion.errors import Unavailable
+from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import QUOTAS, Quotas, used_up
 from pillion.gateway.admission.tenants import Tenant
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
@@ -34,36 +38,43 @@ class SharedQuotas(Quotas):
     def __init__(self, buckets: SharedBuckets | None = None) -> None:
         super().__init__()
         self._shared = buckets
-        self._unreported: Counter[str] = Counter()
+        # This counts what Redis has not been told, by tenant and quota.
+        self._unreported: Counter[tuple[str, str]] = Counter()
         self._tenants: dict[str, Tenant] = {}
         self._reporting: asyncio.Task[None] | None = None
         self.redis_answers = True
 
-    async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float) -> None:
-        """Takes a prompt's tokens (None where it is not computed) from a tenant's quotas, and the request from those
-        that all gateways count together.
+    async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float, count: int = 1) -> None:
+        """Takes the tokens of prompts (None where none is computed) from a tenant's quotas, and ``count`` requests,
+        which :meth:`take_request` has taken, from those that all gateways count together.
 
-        Raises Overloaded; then the prompt is not taken. The tokens stay taken where the caller is cancelled in here.
+        Raises Overloaded; then nothing is taken, and the requests are given back. All stays taken where the caller is
+        cancelled in here.
         """
-        if tokens is not None:
-            self.take_prompt(tenant, tokens, now_s)
-        short = await self._ask(tenant, 1, tokens)
-        if short is None:
-            return
-        quota, wait_ms = short
-        if quota == "requests_per_minute":
-            # Redis took neither the request nor its prompt.
-            super().spend(tenant, -1, now_s, quota)
-        if tokens is not None:
-            super().spend(tenant, -tokens, now_s)
-        raise used_up(tenant, quota, wait_ms)
+        try:
+            if tokens is not None:
+                self.take_prompt(tenant, tokens, now_s)
+        except Overloaded:
+            self.give_back_here(tenant, count, 0, now_s)
+            raise
+        short = await self._ask(tenant, count, tokens)
+        if short is not None:
+            # Redis took neither the requests nor the tokens.
+            self.give_back_here(tenant, count, tokens or 0, now_s)
+            raise used_up(tenant, *short)
+
+    def give_back_here(self, tenant: Tenant, requests: int, tokens: int, now_s: float) -> None:
+        """Gives back requests and tokens that were taken here, and not from what all gateways count together."""
+        super().spend(tenant, -requests, now_s, "requests_per_minute")
+        super().spend(tenant, -tokens, now_s)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes generated tokens from a tenant's quota here, and reports them to the other gateways."""
+        """Takes from a tenant's quota here, by default generated tokens, and reports it to the other gateways. A
+        negative ``amount`` gives back."""
         super().spend(tenant, amount, now_s, quota)
-        if self._shared is None or not tenant.tokens_per_minute or not amount:
+        if self._shared is None or not getattr(tenant, quota) or not amount:
             return
-        self._unreported[tenant.name] += amount
+        self._unreported[tenant.name, quota] += amount
         self._tenants[tenant.name] = tenant
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
@@ -71,7 +82,8 @@ class SharedQuotas(Quotas):
     def keep(self, names: Collection[str]) -> None:
         """Forgets the quotas of tenants that are not among ``names``, once what they spent is reported to Redis."""
         super().keep(names)
-        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._unreported}
+        left = {name for name, _ in self._unreported}
+        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in left}
 
     async def aclose(self) -> None:
         """Reports to Redis what tenants have spent since the last report, and closes the connections."""
@@ -87,10 +99,9 @@ class SharedQuotas(Quotas):
         where Redis does not answer."""
         if self._shared is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return None
-        spent = self._unreported.pop(tenant.name, 0)
-        demands = (
-            BucketDemand(tenant.requests_per_minute, 0, requests),
-            BucketDemand(tenant.tokens_per_minute, spent, tokens),
+        demands = tuple(
+            BucketDemand(getattr(tenant, quota), self._unreported.pop((tenant.name, quota), 0), wanted)
+            for quota, wanted in zip(QUOTAS, (requests, tokens), strict=True)
         )
         try:
             short = await self._shared.take(tenant.name, demands)
@@ -108,5 +119,55 @@ class SharedQuotas(Quotas):
             await self._report()
 
     async def _report(self) -> None:
-        for name in tuple(self._unreported):
+        for name in {name for name, _ in self._unreported}:
             await self._ask(self._tenants[name], None, None)
+
+
+@dataclass(slots=True)
+class CountedCall:
+    """Says what a call has taken from its tenant's quotas and may get back: a call is admitted as a whole or costs
+    nothing. Times are monotonic, in seconds.
+
+    Attributes:
+        requests, tokens: what is taken and not given back; tokens are those of prompts.
+        begun_tokens: those of its tokens that belong to prompts that have gone to the workers.
+        confirmed: whether all gateways' common count has it, too.
+    """
+
+    quotas: SharedQuotas
+    tenant: Tenant
+    requests: int = 0
+    tokens: int = 0
+    begun_tokens: int = 0
+    confirmed: bool = False
+
+    def take(self, requests: int, now_s: float) -> None:
+        """Takes requests from this gateway's count. Raises Overloaded."""
+        self.quotas.take_request(self.tenant, now_s, requests)
+        self.requests = requests
+
+    async def confirm(self, tokens: int | None, now_s: float) -> None:
+        """Takes tokens, and the requests from the common count, as :meth:`SharedQuotas.confirm` does. Raises
+        Overloaded."""
+        count, self.requests = self.requests, 0
+        await self.quotas.confirm(self.tenant, tokens, now_s, count)
+        self.requests, self.tokens, self.confirmed = count, tokens or 0, True
+
+    def give_back(self, requests: int, tokens: int, now_s: float) -> None:
+        """Gives back requests and tokens, at most those that are still taken."""
+        requests, tokens = min(requests, self.requests), max(0, min(tokens, self.tokens))
+        self.requests -= requests
+        self.tokens -= tokens
+        if self.confirmed:
+            self.quotas.spend(self.tenant, -requests, now_s, "requests_per_minute")
+            self.quotas.spend(self.tenant, -tokens, now_s)
+        else:
+            self.quotas.give_back_here(self.tenant, requests, tokens, now_s)
+
+    def end(self, now_s: float, error: BaseException | None = None) -> None:
+        """Gives back what the call does not cost: everything where ``error`` refuses it, and else the tokens of the
+        prompts that never began."""
+        if isinstance(error, Overloaded):
+            self.give_back(self.requests, self.tokens, now_s)
+        else:
+            self.give_back(0, self.tokens - self.begun_tokens, now_s)

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pillion.errors import Internal, NotFound, PillionError
+from pillion.gateway.admission.shared_quotas import CountedCall
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.http_api.body_mending import IGNORED_HEADER, BodyReading, read_noting
@@ -33,7 +34,7 @@ from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, prompt_field
 from pillion.types import Delta, GenerateRequest, SamplingParams, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -274,12 +275,19 @@ class ModelCalls:
     ) -> None:
         arrived = asyncio.get_running_loop().time()
         asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
+        quota: CountedCall | None = None
 
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is asked.requests[0]
             found = partial(places, call, asked, entry) if first and places is not None else None
             runner = await self.gateway.generate(
-                request, tenant=call.tenant, parent=parent, entry=entry, places=found, streamed=asked.stream
+                request,
+                tenant=call.tenant,
+                parent=parent,
+                entry=entry,
+                counted=quota,
+                places=found,
+                streamed=asked.stream,
             )
             if first:
                 begun(call, asked, entry)
@@ -287,11 +295,11 @@ class ModelCalls:
 
         reader = DeltaReader(asked.requests, start)
         try:
-            async with self._heard(call, asked, arrived):
+            async with self._heard(call, asked, arrived), contextlib.AsyncExitStack() as refusable:
                 # All prompts of a call are answered by the model that the name means now.
                 entry = await self.entry(asked.requests[0].model, call.tenant)
                 if len(asked.requests) > 1:
-                    await self._check_prompts(asked, call.tenant)
+                    quota = await refusable.enter_async_context(await self._counted(asked, entry, call.tenant))
                 batch = await reader.read()
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
@@ -310,6 +318,8 @@ class ModelCalls:
             raise from_pillion(error, asked.names[reader.failed]) from None
         finally:
             reader.close()
+            if quota is not None:
+                quota.end(time.monotonic())
 
     @contextlib.asynccontextmanager
     async def _heard(self, call: HttpCall, asked: AskedCall, arrived_s: float) -> AsyncIterator[None]:
@@ -353,13 +363,20 @@ class ModelCalls:
                 batch = await reader.read()
         await call.write(writer.last_events(reader.usage()), last=True)
 
-    async def _check_prompts(self, asked: AskedCall, tenant: Tenant) -> None:
-        """Checks all prompts of a call before any of them is run. Raises ApiError, naming the prompt."""
+    async def _counted(
+        self, asked: AskedCall, entry: ModelEntry, tenant: Tenant
+    ) -> contextlib.AbstractAsyncContextManager[CountedCall]:
+        """Checks all prompts of a call before any of them is run. Returns a block that counts them all together, until
+        it is known that the call is not refused. Raises ApiError, naming the prompt."""
+        tokens = 0
         for request, names in zip(asked.requests, asked.names, strict=True):
             try:
                 await self.gateway.check(request, tenant)
+                tokens += await self.gateway.counted_tokens(request, entry, tenant)
             except PillionError as error:
                 raise from_pillion(error, names) from None
+        fields = [names[prompt_field(request)] for request, names in zip(asked.requests, asked.names, strict=True)]
+        return self.gateway.counted(tenant, fields, tokens)
 
 
 class WritePacer:

@@ -18,6 +18,7 @@ import numpy as np
 from opentelemetry import context as otel_context
 
 from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRequest, PillionError
+from pillion.gateway.admission.shared_quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.text_order import leaders
@@ -98,6 +99,8 @@ class TextCall:
         waited = await self._leaders(ids, served.block_size) if self._shares_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
+        virtual_tokens = 0 if self.model.adapter is None else self.model.adapter.virtual_tokens
+        all_tokens = sum(map(len, ids)) + virtual_tokens * len(ids)
         steps = WeightedLimit(MAX_STEPS_AT_ONCE * self.gateway.cluster.text_step_tokens(served) or NO_BOUND_TOKENS)
         runners: dict[int, RequestRunner] = {}
 
@@ -106,19 +109,20 @@ class TextCall:
                 await ended[leader].wait()
             async with turns, steps.taken(len(ids[number])):
                 second = seconds[number] if seconds else 0
-                runner = runners[number] = await self._start(asked[number], second)
+                runner = runners[number] = await self._start(asked[number], second, quota)
                 row = await _row_of(runner)
             ended[number].set()
             return row
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_named(name, run(number))) for number, name in enumerate(names)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for runner in runners.values():
-                runner.cancel()
+        async with self.gateway.counted(self.tenant, names, all_tokens) as quota:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(_named(name, run(number))) for number, name in enumerate(names)]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                for runner in runners.values():
+                    runner.cancel()
         usage = sum((runner.usage() for runner in runners.values()), Usage(0, 0, 0))
         return TextRows([task.result() for task in tasks], ids, usage)
 
@@ -158,7 +162,7 @@ class TextCall:
     def _shares_prefixes(self) -> bool:
         return self.gateway.caches_prefixes and self.pooled.uses_prefixes
 
-    async def _start(self, request: GenerateRequest, second: int) -> RequestRunner:
+    async def _start(self, request: GenerateRequest, second: int, quota: CountedCall) -> RequestRunner:
         left_s = None if self.deadline is None else self.deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("the call's deadline passed before all of its texts had begun")
@@ -168,6 +172,7 @@ class TextCall:
             timeout_s=left_s,
             parent=self.parent,
             entry=self.model,
+            counted=quota,
             pooled=replace(self.pooled, second_from=second),
             streamed=False,
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from opentelemetry import trace
 
-from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
@@ -97,6 +97,8 @@ class RequestRunner:
         self.vector = b""
         # This says whether the request ended with an error that neither the client nor its deadline caused.
         self.failed_unserved = False
+        # This says whether that error asks the client to come again later, since the workers have no room.
+        self.refused = False
 
     def start(self) -> None:
         """Begins the request. Call once."""
@@ -272,6 +274,7 @@ class RequestRunner:
         if self.ended:
             return
         self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
+        self.refused = isinstance(error, Overloaded)
         self._outbox.fail(error)
         self._span.set_attribute("error.type", type(error).__name__)
         self._span.set_status(trace.StatusCode.ERROR, error.message)

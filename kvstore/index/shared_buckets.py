@@ -46,8 +46,12 @@ class SharedBuckets(RedisScripts):
     scripts = ("take_tokens",)
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:
-        """Takes the wanted amounts, bucket by bucket, up to the first one that has too little, and returns that as a
-        Shortage, in one call. Raises Unavailable when Redis does not answer in time; it may have taken all the same."""
+        """Takes the wanted amounts of all buckets, or none where a bucket has too little, in one call. What was spent
+        is counted in any case.
+
+        Returns the first bucket that has too little, or None. Raises Unavailable when Redis does not answer in time; it
+        may have taken all the same.
+        """
         args: list[Argument] = []
         for demand in demands:
             args += [demand.per_minute, demand.spent, -1 if demand.wanted is None else demand.wanted]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pathlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -35,6 +38,16 @@ most_urgent_priority = -1
 requests_per_minute = 3
 tokens_per_minute = 40
 """
+# Each page that takes several prompts: its path, the body with these prompts, and the field of the fourth one.
+LISTS: list[tuple[str, Callable[[list[str]], dict[str, Any]], str]] = [
+    ("/v1/completions", lambda texts: {"prompt": texts, "max_tokens": 3}, "prompt[3]"),
+    ("/v1/completions", lambda texts: {"prompt": texts, "max_tokens": 3, "stream": True}, "prompt[3]"),
+    ("/v1/embeddings", lambda texts: {"input": texts}, "input[3]"),
+    ("/classify", lambda texts: {"input": texts}, "input[3]"),
+    ("/score", lambda texts: {"text_1": texts[0], "text_2": texts[1:]}, "text_2[2]"),
+    ("/rerank", lambda texts: {"query": texts[0], "documents": texts[1:]}, "documents[2]"),
+]
+IDS = ["completions", "stream", "embeddings", "classify", "score", "rerank"]
 
 
 def write_keys(path: pathlib.Path, tenants: str, names: list[str]) -> str:
@@ -141,7 +154,9 @@ async def test_quotas_on_both_ports(file: str) -> None:
                 await ask(client, "x" * 41)
             assert [quota.subject for quota in caught.value.quotas] == ["small/tokens_per_minute"]
             assert 0 < caught.value.retry_after_ms <= 60_000
-            assert await ask(client, "ab") == "abc"
+            # The refused request cost none.
+            for _ in range(2):
+                assert await ask(client, "ab") == "abc"
             with pytest.raises(Overloaded) as caught:
                 await ask(client, "ab")
             assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
@@ -150,6 +165,73 @@ async def test_quotas_on_both_ports(file: str) -> None:
         assert 0 < int(reply.headers["retry-after"]) <= 21
         async with client_of(fakes, "other") as client:
             assert await ask(client) == "abc"
+        await fakes.settled()
+
+
+def model_of(path: str, folder: pathlib.Path) -> dict[str, Any]:
+    """The flags of a model that has the page; a scripted worker's row has four numbers."""
+    if path != "/classify":
+        return {}
+    config = folder / "config.json"
+    labels = {str(n): f"label {n}" for n in range(4)}
+    named = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama", "id2label": labels}
+    config.write_text(json.dumps(named))
+    return {"config": config}
+
+
+@pytest.mark.parametrize(("path", "body", "fourth"), LISTS, ids=IDS)
+async def test_a_call_of_several_prompts_is_admitted_as_a_whole_or_costs_nothing(
+    tmp_path: pathlib.Path, path: str, body: Callable[[list[str]], dict[str, Any]], fourth: str
+) -> None:
+    tenants = "[tenant.small]\nrequests_per_minute = 3\n[tenant.other]\ntokens_per_minute = 20\n[tenant.friend]\n"
+    file = write_keys(tmp_path / "keys.toml", tenants, ["small", "other", "friend"])
+    async with running_with(file, **model_of(path, tmp_path)) as fakes:
+        address = fakes.gateway.http_address
+        single = partial(call, address, "/v1/completions", {"prompt": "x", "max_tokens": 3}, header("small"))
+        wrong = await call(address, path, body(["a", "b", "c", "d"]), header("small"))
+        assert (wrong.status, wrong.error["param"]) == (400, fourth)
+        assert "requests_per_minute of tenant 'small' is 3" in wrong.error["message"]
+        assert (await single()).status == 200
+        full = await call(address, path, body(["a", "b", "c"]), header("small"))
+        assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded")
+        assert "requests_per_minute" in full.error["message"]
+        assert [(await single()).status for _ in range(3)] == [200, 200, 429]
+
+        # Its tokens are counted together, too: 16 of these and 7 of the first are more than the quota.
+        submits = len(fakes.decode.submits)
+        assert (
+            await call(address, "/v1/completions", {"prompt": "x" * 5, "max_tokens": 2}, header("other"))
+        ).status == 200
+        full = await call(address, path, body(["a" * 6, "b" * 6, "c" * 6]), header("other"))
+        assert full.status == 429
+        assert "tokens_per_minute" in full.error["message"]
+        assert len(fakes.decode.submits) == submits + 1
+        assert (await call(address, path, body(["a", "b", "c"]), header("other"))).status == 200
+        await fakes.settled()
+
+
+@pytest.mark.parametrize(("path", "body", "fourth"), LISTS, ids=IDS)
+async def test_a_call_that_is_refused_after_it_was_counted_costs_nothing(
+    tmp_path: pathlib.Path, path: str, body: Callable[[list[str]], dict[str, Any]], fourth: str
+) -> None:
+    quotas = "requests_per_minute = 4\ntokens_per_minute = 60\nmax_inflight_tokens = 10\n"
+    file = write_keys(tmp_path / "keys.toml", f"[tenant.small]\n{quotas}[tenant.friend]\n", ["small", "friend"])
+    async with running_with(file, **model_of(path, tmp_path)) as fakes:
+        address = fakes.gateway.http_address
+        fakes.decode.gate.clear()
+        async with client_of(fakes, "small") as client:
+            first = asyncio.create_task(ask(client, "ab"))
+            await until("a submit", lambda: len(fakes.decode.submits) == 1)
+            for _ in range(3):
+                full = await call(address, path, body(["a" * 9, "b" * 9, "c" * 9]), header("small"))
+                assert full.status == 429
+                assert "max_inflight_tokens" in full.error["message"]
+            fakes.decode.gate.set()
+            assert await first == "abc"
+            for _ in range(3):
+                assert await ask(client, "x" * 9) == "abc"
+            with pytest.raises(Overloaded, match="requests_per_minute"):
+                await ask(client, "ab")
         await fakes.settled()
 
 

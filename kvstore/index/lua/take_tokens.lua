@@ -1,8 +1,8 @@
 -- Takes from token buckets. KEYS: the hash of one owner's buckets.
 -- ARGV, for each bucket: what it holds at most and gets in a minute (0: there is none), what was spent before and is only
 -- reported now (negative: given back), what is wanted (-1: nothing).
--- In order: the first bucket with too little ends it, those before it stay taken. More than a bucketful needs a full one.
--- Returns which bucket that was (0: none) and the time in ms until it has enough.
+-- All that is wanted is taken, or nothing where any bucket has too little. More than a bucketful needs a full bucket.
+-- Returns the first bucket with too little (0: none) and the time in ms until it has enough.
 -- The same arithmetic as gateway/admission/quotas.py: Bucket. A field is level, time in ms at which it was so, size.
 local MINUTE = 60000
 local now, fields, longest = now_ms(), {}, 0
@@ -22,23 +22,25 @@ local function level_of(number, size)
   return level
 end
 
-local short, wait = 0, 0
+local short, wait, levels = 0, 0, {}
 for i = 1, #ARGV / 3 do
   local size, spent, wanted = tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i])
   if size > 0 then
-    local level = math.min(size, level_of(i, size) - spent)
-    if short == 0 and wanted >= 0 then
-      local missing = math.min(wanted, size) - level
-      if missing > 0 then
-        short, wait = i, math.ceil(missing * MINUTE / size)
-      else
-        level = level - wanted
-      end
+    levels[i] = math.min(size, level_of(i, size) - spent)
+    local missing = math.min(wanted, size) - levels[i]
+    if short == 0 and wanted >= 0 and missing > 0 then
+      short, wait = i, math.ceil(missing * MINUTE / size)
     end
-    fields[#fields + 1] = i
-    fields[#fields + 1] = string.format('%.17g %.0f %.0f', level, now, size)
-    longest = math.max(longest, (size - level) * MINUTE / size)
   end
+end
+for i, level in pairs(levels) do
+  local size, wanted = tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i])
+  if short == 0 then
+    level = level - math.max(0, wanted)
+  end
+  fields[#fields + 1] = i
+  fields[#fields + 1] = string.format('%.17g %.0f %.0f', level, now, size)
+  longest = math.max(longest, (size - level) * MINUTE / size)
 end
 if #fields > 0 then
   redis.call('HSET', KEYS[1], unpack(fields))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import Bucket
-from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
@@ -89,11 +89,12 @@ async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server
     buckets = SharedBuckets(server.url)
     try:
         assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 90)]) is None
-        # The first is taken from, the second is short: ten are left, and it gets 100 a minute.
+        # The second is short: ten are left, and it gets 100 a minute. So nothing is taken from the first one either.
         short = await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 40)])
         assert short is not None
         assert short.place == 1
         assert 9_000 < short.wait_ms <= 18_000
+        assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)]) is None
         assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).place == 0
         # Others have their own; no quota is no bucket; what is only told is taken without a question.
         assert await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0, 0, 10**9)]) is None
@@ -130,17 +131,53 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
             await one.confirm(tenant, 50, now())
         assert [quota.subject for quota in caught.value.quotas] == ["acme/tokens_per_minute"]
         assert 6_000 < caught.value.retry_after_ms <= 18_000
-        # That was the third request; a fourth is let in here and refused by the count of all.
+        # It cost nothing, so there is a third request; a fourth is let in here and refused by the count of all.
         two.take_request(tenant, now())
+        await two.confirm(tenant, 0, now())
+        one.take_request(tenant, now())
+        one.take_request(tenant, now())
         with pytest.raises(Overloaded) as caught:
-            await two.confirm(tenant, 1, now())
+            await one.confirm(tenant, 1, now(), 2)
         assert [quota.subject for quota in caught.value.quotas] == ["acme/requests_per_minute"]
         # What was refused was not taken, here neither.
-        two.take_request(tenant, now())
-        two.take_request(tenant, now())
+        one.take_request(tenant, now(), 2)
         with pytest.raises(Overloaded):
-            two.take_request(tenant, now())
+            one.take_request(tenant, now())
         await one.confirm(Tenant(name="acme", tokens_per_minute=100), 20, now())
+    finally:
+        await one.aclose()
+        await two.aclose()
+
+
+async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisServer) -> None:
+    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    tenant = Tenant(name="acme", requests_per_minute=6, tokens_per_minute=1000)
+    try:
+        # A call that was refused before the common count had it gives nothing back there.
+        early = CountedCall(one, tenant)
+        early.take(5, now())
+        early.end(now(), Overloaded("full"))
+        late, broken = CountedCall(one, tenant), CountedCall(two, tenant)
+        late.take(4, now())
+        await late.confirm(900, now())
+        broken.take(2, now())
+        with pytest.raises(Overloaded):
+            await CountedCall(two, tenant, requests=1).confirm(101, now())
+        await broken.confirm(90, now())
+        with pytest.raises(Overloaded):
+            await CountedCall(two, tenant, requests=1).confirm(None, now())
+        # What never began costs no tokens where the call failed, and the refused call costs nothing at all.
+        broken.begun_tokens = 50
+        broken.end(now(), Unavailable("lost"))
+        late.end(now(), Overloaded("full"))
+        late.end(now(), Overloaded("full"))
+        await one.aclose()
+        buckets = SharedBuckets(server.url)
+        await two.aclose()
+        for requests, tokens in ((5, 0), (0, 970)):
+            assert await buckets.take("acme", [BucketDemand(6, 0, requests), BucketDemand(1000, 0, tokens)]) is not None
+        assert await buckets.take("acme", [BucketDemand(6, 0, 4), BucketDemand(1000, 0, 940)]) is None
+        await buckets.aclose()
     finally:
         await one.aclose()
         await two.aclose()

@@ -98,10 +98,17 @@ async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(t
             assert [one.prompt_token_ids for one in await client.embed(texts)] == texts
             assert fakes.decode.most_streams <= 3
         async with client_of(fakes, "small") as client:
-            # Each text counts as a request; what is left of a list that meets a quota is cancelled.
-            with pytest.raises(Overloaded) as caught:
+            # Each text counts as a request, and a list that meets a quota costs nothing.
+            with pytest.raises(InvalidRequest, match=r"inputs\[4\]: the call has 8 prompts"):
                 await client.embed(texts)
-            assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
+            await client.embed(texts[:3])
+            for _ in range(3):
+                with pytest.raises(Overloaded) as caught:
+                    await client.embed(texts[:2])
+                assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
+            await client.embed(texts[:1])
+            with pytest.raises(Overloaded):
+                await client.score("x", "y")
         await fakes.settled()
     async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as fakes:
         assert [one.prompt_token_ids for one in await fakes.client.embed(texts)] == texts
