@@ -374,7 +374,8 @@ class Gateway:
         known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
-        found = self._named(check_model(name, known))
+        adapters = [one.name for one in self.adapters.all() if tenant is None or tenant.may_use(one.name)]
+        found = self._named(check_model(name, known, adapters))
         assert found is not None
         return found
 

@@ -814,7 +814,10 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         room="read-ahead",
     )
     max_running_requests: int = flag(
-        0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.", least=0
+        0,
+        "Most requests that a model's workers get at once. 0: the --max-num-seqs of all of its decode workers, and a "
+        "quarter more, at least 16 more, so that no place stays empty.",
+        least=0,
     )
     slo: str = flag(
         "ttft=2.5+0.002*n,itl_p99=0.1",

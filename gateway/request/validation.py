@@ -75,6 +75,8 @@ DIGEST_BYTES = 32
 MAX_TOKENS_HEADER = "x-max-tokens"
 # An error lists at most this many violations, because a list of a million wrong ids is one mistake.
 MAX_VIOLATIONS = 32
+# The error for an unknown model names at most this many adapters.
+MAX_LISTED_ADAPTERS = 32
 
 # A client must not set these variables of a template: the gateway makes them of the request's own fields and the model.
 TEMPLATE_OWN = frozenset(
@@ -123,9 +125,9 @@ class ResolvedSampling:
     cut: bool = False
 
 
-def check_model(name: str, known: Collection[str]) -> str:
+def check_model(name: str, known: Collection[str], adapters: Collection[str] = ()) -> str:
     """Returns the served model that ``name`` means; the name "" means the only one. Raises NotFound, and InvalidRequest
-    where a name is needed, both listing the known names."""
+    where a name is needed, both listing the known names. ``adapters`` are names that may be asked for, too."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -133,6 +135,10 @@ def check_model(name: str, known: Collection[str]) -> str:
     listed = ", ".join(sorted(known))
     if not name and known:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
+    more = sorted(set(adapters).difference(known))
+    if more:
+        hidden = len(more) - MAX_LISTED_ADAPTERS
+        listed += f"; adapters: {', '.join(more[:MAX_LISTED_ADAPTERS])}" + (f" and {hidden} more" if hidden > 0 else "")
     raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}")
 
 

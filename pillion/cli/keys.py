@@ -9,7 +9,6 @@ import secrets
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.supervisor.component_process import require_server_packages
 
 TITLE = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are hashed."
 
@@ -24,7 +23,6 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
         operator: makes the tenant an operator, who may see the whole cluster, where it is not one yet.
         models: the models and adapters that the tenant may use from now on; () leaves that as it is.
     """
-    require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
 
     if not re.fullmatch(r"[\w.-]+", tenant, re.ASCII):
@@ -73,7 +71,6 @@ def _with(text: str, tenant: str, field: str, value: str) -> str:
 def hash_key(key: str) -> str:
     """Returns an existing key's hash, as the ``hash`` field of a keys file holds it. Raises ConfigError for a key that
     is too short to be a secret."""
-    require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of
 
     return hash_of(key.strip())

@@ -1,6 +1,7 @@
 """Defines how components reach each other.
 
 - `rpc`: starts gRPC servers, opens channels, turns errors into statuses. Open it first.
+- `reflection_servicer`: tells clients which services and messages a server has.
 - `in_process`: the same calls without sockets, for components in one process (a room's).
 - `addresses`: which addresses are local.
 - `listener`: what listens at an address. `advice`: what to do about a connection that failed, by what listens there.

@@ -300,7 +300,8 @@ async def start_server(
     if listen.startswith(IN_PROCESS):
         return _start_in_process(listen, services)
     from grpc_health.v1 import health, health_pb2_grpc
-    from grpc_reflection.v1alpha import reflection
+
+    from pillion.net.reflection_servicer import add_reflection
 
     options = server_options(max_message_bytes, share_port=share_port)
     if max_calls is not None:
@@ -313,7 +314,7 @@ async def start_server(
     names = tuple(name for name, _ in services)
     for _, add in services:
         add(server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    add_reflection(server, names)
     try:
         port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError as error:

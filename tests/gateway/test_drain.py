@@ -7,11 +7,13 @@ import contextlib
 import operator
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from pillion import AsyncClient, Client, Unavailable
 from pillion.config import GatewayFlags
@@ -135,16 +137,26 @@ async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
         await until("everything to be released", lambda: not (fakes.decode.streams or fakes.node.held))
 
 
-async def test_health_and_reflection_name_the_service() -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_health_and_reflection_name_the_service(version: str) -> None:
     async with running_fake_cluster() as fakes, open_channel(fakes.gateway.grpc_address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        # Both versions have the same messages.
+        ask: Any = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        reflections = {f"grpc.reflection.{one}.ServerReflection" for one in ("v1", "v1alpha")}
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
+        answers = [answer async for answer in ask(iter([asked]))]
         names = {service.name for service in answers[0].list_services_response.service}
-        assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
-        assert answers[0].HasField("file_descriptor_response")
+        assert names == {SERVICE, "grpc.health.v1.Health", *reflections}
+        for name in names:
+            asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+            (answer,) = [answer async for answer in ask(iter([asked]))]
+            files = map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)
+            known = {f"{file.package}.{service.name}" for file in files for service in file.service}
+            assert name in known
         async with health_of(fakes) as health:
             with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
                 await says(health, "pillion.v1.Nobody")

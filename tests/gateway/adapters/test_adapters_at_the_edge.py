@@ -298,6 +298,9 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
             assert (reply.status, words in reply.error["message"]) == (status, True), reply.error["message"]
         other = await load(fakes, "x", "v0", base_model_name="another")
         assert (other.status, "'another' is not served here" in other.error["message"]) == (400, True)
+        unknown = await call(fakes.gateway.http_address, "/v1/completions", {"model": "another", "prompt": "x"})
+        assert unknown.status == 404
+        assert "known: toy; adapters: fixed" in unknown.error["message"]
         with pytest.raises(Conflict, match="is one of --lora-modules"):
             await fakes.client.unload_adapter("fixed")
         address = fakes.gateway.http_address
@@ -319,7 +322,7 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path,
         assert (refused.status, "operator = true" in refused.error["message"]) == (403, True)
         assert (await load(fakes, "sql", "v0", KEYS["boss"])).status == 200
         assert (await load(fakes, "poetry", "v1", KEYS["boss"])).status == 200
-        seen = {}
+        seen, told = {}, {}
         for name, key in KEYS.items():
             headers = {"Authorization": f"Bearer {key}"}
             listed = (await call(address, "/v1/models", headers=headers)).json["data"]
@@ -329,12 +332,17 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path,
                 assert reply.status == (200 if model in ("", *seen[name]) else 404)
                 tokenized = await call(address, "/tokenize", TEXT | {"model": model}, headers)
                 assert tokenized.status == reply.status
+            unknown = await call(address, "/v1/completions", TEXT | {"model": "gpt"}, headers)
+            told[name] = unknown.error["message"].partition("known: ")[2]
         assert seen == {
             "boss": ["toy", "models/toy", "poetry", "sql"],
             "narrow": ["sql"],
             "alias": ["toy", "models/toy"],
             "free": ["toy", "models/toy", "poetry", "sql"],
         }
+        # The error for an unknown name says which names the tenant may use, and no others.
+        everything = "toy; adapters: poetry, sql"
+        assert told == {"boss": everything, "narrow": "sql", "alias": "toy", "free": everything}
         with_key = {"Authorization": f"Bearer {KEYS['narrow']}"}
         assert (await call(address, "/v1/models/poetry", headers=with_key)).status == 404
         assert (await call(address, "/v1/completions", TEXT | {"model": "sql"}, with_key)).status == 200

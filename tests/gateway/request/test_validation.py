@@ -182,6 +182,12 @@ def test_models() -> None:
     assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
     with pytest.raises(NotFound, match=r"'gpt' is not served here; known: other, toy"):
         v.check_model("gpt", {"toy", "other"})
+    with pytest.raises(NotFound, match=r"known: toy; adapters: a, b$"):
+        v.check_model("gpt", {"toy"}, ["b", "toy", "a"])
+    many = [f"a{n:03}" for n in range(v.MAX_LISTED_ADAPTERS + 3)]
+    with pytest.raises(NotFound, match=rf"known: toy; adapters: a000, .*, {many[-4]} and 3 more$"):
+        v.check_model("gpt", {"toy"}, many)
+    assert v.check_model("", {"toy"}, many) == "toy"
     with pytest.raises(InvalidRequest, match="several models"):
         v.check_model("", {"toy", "other"})
 

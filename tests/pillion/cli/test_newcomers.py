@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import pathlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -77,8 +78,8 @@ def test_a_full_disk_is_one_line(
     assert capsys.readouterr().err == "pillion: No space left on device: /here/file\n"
 
 
-def test_a_command_whose_packages_are_missing_is_one_line() -> None:
-    # As where only the SDK's own dependencies are installed.
+def run_as_a_client(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs ``pillion`` as where only the SDK's own dependencies are installed."""
     code = "\n".join(
         (
             "import sys, importlib.abc",
@@ -91,8 +92,23 @@ def test_a_command_whose_packages_are_missing_is_one_line() -> None:
             "main(sys.argv[1:])",
         )
     )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], input=typed, capture_output=True, text=True, check=False
+    )
+
+
+def test_keys_are_made_where_no_server_is_installed(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "keys.toml"
+    added = run_as_a_client("keys", "add", str(file), "--tenant", "acme")
+    assert added.returncode == 0, added.stderr
+    hashed = run_as_a_client("keys", "hash", typed=added.stdout)
+    assert hashed.returncode == 0, hashed.stderr
+    assert hashed.stdout.strip() in file.read_text()
+
+
+def test_a_command_whose_packages_are_missing_is_one_line() -> None:
     for arguments in (["simulate", "--trace", "x"], ["serve", "demo"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        done = run_as_a_client(*arguments)
         assert done.returncode == 2, done.stderr
         assert done.stderr.count("\n") == 1, done.stderr
         assert "pip install 'pillion[server]'" in done.stderr
