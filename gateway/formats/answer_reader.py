@@ -58,7 +58,7 @@ class AnswerReader:
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
         # Marks that are words begin as other words do, so that half of one is text.
-        self._marks = Marks(*(mark for mark in marks if mark[0] in "<["))
+        self._marks = Marks(*(mark for mark in marks if mark[0] in "<[]"))
         self._reading = self._read(output_format)
         # The first call lets the reading generator run up to where it needs text.
         next(self._reading, None)

@@ -18,6 +18,7 @@ from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import HARMONY, REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
 from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
+from pillion.gateway.formats.xml_calls import MINIMAX
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
 from pillion.gateway.tokens.tool_prompt import knows_tools
@@ -25,7 +26,7 @@ from pillion.types import GenerateRequest, Tool, ToolOptions
 
 AUTO = "auto"
 # A token that may be a mark stands in brackets, so one pass finds those of a client's text, however many a model has.
-MARK = re.compile(r"[<\[][^<>\[\]]*[>\]]")
+MARK = re.compile(rf"{re.escape(MINIMAX)}|[<\[][^<>\[\]]*[>\]]")
 
 
 @dataclass(frozen=True, slots=True)

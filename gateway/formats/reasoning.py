@@ -102,6 +102,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         "Here is my response:",
         others=("Here's my thought process:", "Here's my response:"),
     ),
+    "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
@@ -114,6 +115,7 @@ REASONING_ALIASES = {
     "hunyuan": "hunyuan_a13b",
     "interns1": "qwen3",
     "minimax": "qwen3",
+    "minimax-m3": "minimax_m3",
     "nemotron_3": "nemotron_v3",
     "qwen3-thinking": "deepseek_r1",
 }

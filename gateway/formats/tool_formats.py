@@ -20,7 +20,7 @@ from pillion.gateway.formats.json_calls import (
 )
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls, LiteralForm
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls, NamedForm
-from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
+from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
 
 # This maps the names of a request's tools to the schemas of their arguments.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
@@ -102,6 +102,7 @@ _XML_FOUND = {
     "hy_v3": ("<tool_sep>", "<arg_key>"),
     "step3": ("<steptml:invoke",),
     "deepseek_v32": ("｜DSML｜",),
+    "minimax_m3": (MINIMAX,),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
 # So have those of the formats of names between marks, and of lists between marks.
@@ -224,6 +225,7 @@ TOOL_ALIASES = {
     "llama3": "llama3_json",
     "llama4_json": "llama3_json",
     "minimax-m2": "minimax_m2",
+    "minimax-m3": "minimax_m3",
     "qwen": "hermes",
     "qwen25": "hermes",
     "qwen3_xml": "qwen3_coder",

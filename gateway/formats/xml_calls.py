@@ -2,6 +2,7 @@
 
 <tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>     Qwen3-Coder
 <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>text</arg_value> ... </tool_call>            GLM
+<invoke name="NAME"> <KEY>text</KEY> <KEY> <item>text</item> ... </KEY> ... </invoke>          MiniMax M3
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Ma
 from pillion.gateway.formats.json_calls import NAME
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+# This token stands before each element of MiniMax M3.
+MINIMAX = "]<]minimax[>["
 MAX_KEY_CHARS = 256
+# Elements within elements are read to this depth.
+MAX_DEPTH = 32
 # The types of this many parameters are remembered for one answer.
 _KEPT_TYPES = 1024
 
@@ -39,6 +44,8 @@ class XmlForm:
         headed: what ends the head of a call, behind its name and other attributes, of which a grammar writes the
             call's number; "" where heads have no attributes. Keys are escaped then, and nothing stands between
             elements.
+        nested: whether a parameter is an element whose name is its key, and lists and objects consist of further
+            elements; names stand behind ``end_parameter``, too.
     """
 
     begin: str
@@ -53,6 +60,7 @@ class XmlForm:
     together: bool = False
     typed: bool = False
     headed: str = ""
+    nested: bool = False
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -126,6 +134,18 @@ XML_FORMS: dict[str, XmlForm] = {
         "</parameter>",
         together=True,
     ),
+    "minimax_m3": XmlForm(
+        f"{MINIMAX}<tool_call>",
+        f"{MINIMAX}</tool_call>",
+        f'{MINIMAX}<invoke name="',
+        '">',
+        f"{MINIMAX}</invoke>",
+        f"{MINIMAX}<",
+        (">",),
+        f"{MINIMAX}</",
+        together=True,
+        nested=True,
+    ),
     "seed_oss": XmlForm(
         "<seed:tool_call>",
         "</seed:tool_call>",
@@ -139,6 +159,8 @@ XML_FORMS: dict[str, XmlForm] = {
     "qwen3_coder": _QWEN,
 }
 _MARK = re.compile("<")
+# An element without a text is one of these, or a text.
+_EMPTY = {"string": '""', "array": "[]", "object": "{}", "null": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -159,11 +181,13 @@ class XmlCalls:
         # lines, then ends it.
         line = "\n" if form.lines else ""
         self._next = tuple(line + mark for mark in (form.parameter, form.end_function or form.end))
-        self._ends_parameter = Marks(*dict.fromkeys((line + form.end_parameter, form.end_parameter, *self._next)))
+        # Where elements nest, the mark of an end begins as that of an element does.
+        ends = () if form.nested else (line + form.end_parameter, form.end_parameter)
+        self._ends_parameter = Marks(*dict.fromkeys((*ends, *self._next)))
         # A name or a key ends before one of these characters.
-        self._behind_word = re.compile(rf"[{form.named[:1]}\n<]")
-        # Types are kept by tool and parameter, because a schema may be long, and a model may write a parameter often.
-        self._types: dict[tuple[str, str], set[str]] = {}
+        self._behind_word = re.compile(rf"[{form.named[:1]}{form.keyed[0][:1]}\n<]")
+        # Types are kept by the ids of schemas, because a schema may be long, and a model may write a parameter often.
+        self._types: dict[int, set[str]] = {}
 
     def read(self) -> Generator[None, None, None]:
         """Reads the whole answer."""
@@ -231,7 +255,7 @@ class XmlCalls:
         yield from text.past_space()
         text.attempt()
         key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
-        if not key:
+        if not key or (self._form.nested and key.startswith("/")):
             if not text.drop_half():
                 parts.content(text.leave())
             return False
@@ -239,23 +263,65 @@ class XmlCalls:
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
         if self._form.lines:
             yield from text.has("\n")
-        types = self._types_of(name, key)
+        schema = _inner(self._schemas.get(name, {}), key)
+        if self._form.nested:
+            yield from self._element(schema, 1)
+            return True
+        types = self._types_of(schema)
         # What is said to be no string is JSON, whatever the schema does not say.
         is_text = kind in ("true", "string")
         types = {"string"} if is_text else types - {"string"} or _NO_STRING if kind else types
-        value = _Value(types, parts.arguments)
-        mark = yield from text.until(self._ends_parameter, value.push)
-        if mark in self._next:
-            text.back(len(mark))
-        value.end(whole=bool(mark))
+        yield from self._value(types)
         return True
 
-    def _types_of(self, name: str, key: str) -> set[str]:
-        known = self._types.get((name, key))
+    def _value(self, types: set[str]) -> Generator[None, None, None]:
+        """Reads a parameter's text, which is of one of ``types``."""
+        value = _Value(types, self._parts.arguments)
+        mark = yield from self._text.until(self._ends_parameter, value.push)
+        if mark in self._next:
+            self._text.back(len(mark))
+        value.end(whole=bool(mark))
+
+    def _element(self, schema: Mapping[str, Any], depth: int) -> Generator[None, None, None]:
+        """Reads an element from behind its name on: a text, or the elements of a list or of an object."""
+        text, give, form = self._text, self._parts.arguments, self._form
+        types = self._types_of(schema)
+        if "string" not in types:
+            yield from text.past_space()
+        if closed := (yield from text.has(form.end_parameter)):
+            give(next((empty for kind, empty in _EMPTY.items() if kind in types), '""'))
+        elif depth < MAX_DEPTH and (yield from text.has(form.parameter)):
+            key = yield from self._tag()
+            lists, objects = "array" in types, "object" in types
+            listed = lists if lists != objects else key == "item"
+            opened = "[" if listed else "{"
+            while key:
+                give(opened if listed else f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
+                yield from self._element(_inner(schema, "" if listed else key), depth + 1)
+                opened = ", "
+                yield from text.past_space()
+                closed = yield from text.has(form.end_parameter)
+                key = "" if closed or not (yield from text.has(form.parameter)) else (yield from self._tag())
+            if closed or (yield from text.some()):
+                give(f"{opened.strip(', ')}{']' if listed else '}'}")
+        else:
+            yield from self._value(types)
+            closed = yield from text.has(form.end_parameter)
+        if closed:
+            yield from self._tag()
+
+    def _tag(self) -> Generator[None, None, str]:
+        """Reads an element's name and what stands behind it; returns "" where that is not there."""
+        name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        return name if (yield from self._text.has(self._form.keyed[0])) else ""
+
+    def _types_of(self, schema: Mapping[str, Any]) -> set[str]:
+        known = self._types.get(id(schema))
         if known is None:
-            known = types_of(self._schemas.get(name, {}), key)
-            if len(self._types) < _KEPT_TYPES:
-                self._types[name, key] = known
+            known = _types(schema) or {"string"}
+            # One that says nothing may be no part of a tool's schema, and its id another's before long.
+            if schema and len(self._types) < _KEPT_TYPES:
+                self._types[id(schema)] = known
         return known
 
 
@@ -318,10 +384,14 @@ def _in_string(text: str) -> str:
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
     """Returns the JSON types that a schema of arguments allows a parameter; {"string"} where it does not say."""
+    return _types(_inner(schema, key)) or {"string"}
+
+
+def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the schema of an object's property, or with "" of a list's items; {} where ``schema`` does not say."""
     properties = schema.get("properties")
-    known = properties.get(key) if isinstance(properties, dict) else None
-    found = _types(known) if isinstance(known, dict) else set()
-    return found or {"string"}
+    found = schema.get("items") if not key else properties.get(key) if isinstance(properties, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:

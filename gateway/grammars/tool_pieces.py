@@ -21,7 +21,7 @@ from pillion.gateway.formats.model_formats import MARK, ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI
-from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
+from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.json_schema import followable
 from pillion.gateway.grammars.literal_values import (
@@ -300,29 +300,42 @@ class _XmlWriter(_TaggedWriter):
 
     def one(self, tool: Tool, number: int) -> str:
         schema, form = self.asked.schema(tool), self.form
-        properties = schema.get("properties")
-        known = properties if isinstance(properties, dict) else {}
         head = self.asked.term(f"{form.function}{tool.name}{form.named}")
         if form.headed:
             head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.headed)}'
-        head += f" {self.line}"
+        head += "" if form.nested else f" {self.line}"
         end = self.asked.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
-            return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self.line} {end}"
-        required = schema.get("required")
+            return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self._behind(INPUT)} {end}"
+        parts = self._parameters(f"parameter_{number}", schema, schema, number)
+        if not parts and schema.get("additionalProperties") is not False:
+            # The tool's schema says nothing of its parameters.
+            name = f"parameter_{number}"
+            key = f'/[^<>"\\n]{{1,{MAX_KEY_CHARS}}}/'
+            behind = f'{key} ">"' if form.nested else self.line
+            self.rules += self._text(name, self._head(key), {}, behind)
+            parts.append(f"{name}*")
+        return f"{head} {' '.join(parts)} {end}"
+
+    def _parameters(
+        self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str = ""
+    ) -> list[str]:
+        """Returns rules for the parameters that ``schema`` lists, which is at ``place`` in ``root``, the tool's own
+        schema. Raises InvalidRequest."""
+        properties, required = schema.get("properties"), schema.get("required")
+        known = properties if isinstance(properties, dict) else {}
         needed = required if isinstance(required, list) else []
         parts = []
         for m, key in enumerate(known):
             value = known[key] if isinstance(known[key], dict) else {}
-            name = f"parameter_{number}_{m}"
-            self.rules += self._parameter(name, key, value, schema, number)
-            parts.append(name if key in needed else f"{name}?")
-        if not known and schema.get("additionalProperties") is not False:
-            # The tool's schema says nothing of its parameters.
-            name = f"parameter_{number}"
-            self.rules += self._text(name, self._head(f'/[^<>"\\n]{{1,{MAX_KEY_CHARS}}}/'), {})
-            parts.append(f"{name}*")
-        return f"{head} {' '.join(parts)} {end}"
+            one = f"{name}_{m}"
+            self.rules += self._parameter(one, key, value, root, number, f"{place}.properties.{key}")
+            parts.append(one if key in needed else f"{one}?")
+        return parts
+
+    def _behind(self, key: str) -> str:
+        """Returns a rule for what stands behind the mark of a parameter's end."""
+        return literal(f"{key}>") if self.form.nested else self.line
 
     @property
     def line(self) -> str:
@@ -370,11 +383,11 @@ class _XmlWriter(_TaggedWriter):
         return rule
 
     def _parameter(
-        self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int
+        self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str
     ) -> list[str]:
-        """Returns the grammar rules of one parameter: a text up to its end, one of some values, or JSON. Raises
-        InvalidRequest."""
-        begin, end = self._head(self._key(key)), f"{self._tail()} {self.line}"
+        """Returns the grammar rules of one parameter: a text up to its end, one of some values, elements of a list or
+        an object, or JSON. Raises InvalidRequest."""
+        begin, end = self._head(self._key(key)), f"{self._tail()} {self._behind(key)}"
         types = types_of({"properties": {key: schema}}, key)
         values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
         if isinstance(values, list) and values:
@@ -383,19 +396,40 @@ class _XmlWriter(_TaggedWriter):
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types:
-            return self._text(name, begin, schema)
+            return self._text(name, begin, schema, self._behind(key))
         shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
         begin = self._head(self._key(key), types)
-        return [f"{name}: {begin} {self.json({**shared, **schema}, number, f'.properties.{key}')} {end}"]
+        value = self._elements(name, schema, root, number, place)
+        return [f"{name}: {begin} {value or self.json({**shared, **schema}, number, place)} {end}"]
 
-    def _text(self, name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
+    def _elements(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str) -> str:
+        """Returns a rule for the elements of a list or an object; "" where the format or the schema has none, or the
+        schema says more of them than elements can be held to, and JSON is written."""
+        words = {*schema} - {"title", "description", "default", "examples"}
+        if not self.form.nested or name.count("_") > MAX_DEPTH:
+            return ""
+        if schema.get("type") == "object" and words <= {"type", "properties", "required", "additionalProperties"}:
+            open_ended = schema.get("additionalProperties") not in (None, False)
+            parts = [] if open_ended else self._parameters(name, schema, root, number, place)
+            return f"({' '.join(parts)})" if parts else ""
+        items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems", MAX_COUNTED_CHARS)
+        counted = type(least) is type(most) is int and 0 <= least <= most <= MAX_COUNTED_CHARS
+        if schema.get("type") == "array" and words <= {"type", "items", "minItems", "maxItems"} and counted:
+            if not isinstance(items, dict) or not items:
+                return ""
+            item = f"{name}_item"
+            self.rules += self._parameter(item, "item", items, root, number, f"{place}.items")
+            return f"{item}{{{least},{most if 'maxItems' in schema else ''}}}"
+        return ""
+
+    def _text(self, name: str, begin: str, schema: Mapping[str, Any], behind: str) -> list[str]:
         """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
-        characters as the schema allows."""
+        characters as the schema allows, and what stands ``behind`` that mark."""
         least, most = (schema.get(word) for word in ("minLength", "maxLength"))
         low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
         high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""
         rule, rules = self._up_to_end(f"{name}_text", f"(?s:.{{{low},{high}}})")
-        return [f"{name}: {begin} {rule} {self.line}", *rules]
+        return [f"{name}: {begin} {rule} {behind}", *rules]
 
 
 class _NamedWriter(_TaggedWriter):

@@ -16,7 +16,7 @@ from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, MAX_REREAD_CHAR
 from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
-from pillion.gateway.formats.xml_calls import typed, types_of
+from pillion.gateway.formats.xml_calls import MAX_DEPTH, MINIMAX, typed, types_of
 
 SCHEMAS: dict[str, Any] = {
     "f": {
@@ -26,6 +26,7 @@ SCHEMAS: dict[str, Any] = {
             "u": {"anyOf": [{"type": "string"}, {"type": "number"}]},
             "b": {"type": "boolean"},
             "o": {"type": "object"},
+            "l": {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "integer"}}}},
         }
     },
     "g": {},
@@ -306,6 +307,24 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Hi.",
         [("f", '{"s": "5", "\\"&quot;": {"y": [1]}, "n": "no"}'), ("g", "{}")],
     ),
+    (
+        "minimax_m3",
+        f'Hi.{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="f">{MINIMAX}<s>{MINIMAX}</s>{MINIMAX}<a>5{MINIMAX}</a>'
+        f"{MINIMAX}<l>{MINIMAX}<item>{MINIMAX}<s>a<b>\n{MINIMAX}</s>{MINIMAX}<n>3{MINIMAX}</n>{MINIMAX}</item>\n"
+        f'{MINIMAX}<item>{MINIMAX}</item>{MINIMAX}</l>{MINIMAX}<o>{{"x": [1]}}{MINIMAX}</o>{MINIMAX}<x>'
+        f"{MINIMAX}<item>1{MINIMAX}</item>{MINIMAX}</x>{MINIMAX}</invoke>\n"
+        f'{MINIMAX}<invoke name="g">{MINIMAX}</invoke>\n{MINIMAX}</tool_call>',
+        "Hi.",
+        [("f", '{"s": "", "a": 5, "l": [{"s": "a<b>\\n", "n": 3}, {}], "o": {"x": [1]}, "x": ["1"]}'), ("g", "{}")],
+    ),
+    # The marks of ends are left out, and a text is cut.
+    (
+        "minimax_m3",
+        f'{MINIMAX}<invoke name="f">{MINIMAX}<o>{MINIMAX}<y>1{MINIMAX}<z>2{MINIMAX}</z>{MINIMAX}</o>{MINIMAX}<s>h',
+        "",
+        [("f", '{"o": {"y": "1", "z": "2"}, "s": "h')],
+    ),
+    ("minimax_m3", f"{MINIMAX}<tool_call>nothing", f"{MINIMAX}<tool_call>nothing", []),
     ("kimi_k3", '<|open|>call tool="g"<|sep|><|close|>call<|sep|>', "", [("g", "{}")]),
     ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="g" i', '<|open|>tools<|sep|><|open|>call tool="g" i', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>rest', "rest", [("f", '{"a": 1')]),
@@ -600,6 +619,7 @@ FALSE_CALLS = {
     "white space after marks": ("mistral", "[TOOL_CALLS]      "),
     "names of GLM": ("glm45", "<tool_call>f "),
     "keys of GLM": ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_"),
+    "names of MiniMax M3": ("minimax_m3", f'{MINIMAX}<invoke name="f">{MINIMAX}<a'),
     "heads of Kimi K3": ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f" index="1"'),
     "calls of MiniMax": ("minimax_m2", '<minimax:tool_call><invoke name="f'),
     "sections": ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
@@ -779,6 +799,8 @@ WRITTEN = {
     "glm45": "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n</invoke>\n'
     '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": f'{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="f">{MINIMAX}<o>{MINIMAX}<s>x{MINIMAX}</s>'
+    f'{MINIMAX}</o>{MINIMAX}</invoke>\n{MINIMAX}<invoke name="g">{MINIMAX}</invoke>\n{MINIMAX}</tool_call>',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
     "<｜tool▁call▁end｜>\n"
     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -800,6 +822,14 @@ def test_an_answer_that_is_cut_within_a_call_shows_nothing_of_the_call_as_text(n
         content, _, calls = read(text[:end], name, ends=False)
         assert content.strip() == before.strip(), text[:end]
         assert [one for one, _ in calls] == [one for one, _ in whole[2]][: len(calls)]
+
+
+def test_elements_within_elements_are_read_to_a_bounded_depth() -> None:
+    """A model that opens ever more elements costs no deeper stack."""
+    begin = f'{MINIMAX}<tool_call>{MINIMAX}<invoke name="f">' + f"{MINIMAX}<o>" * 5000
+    _, _, [(name, arguments)] = read(begin, "minimax_m3", cuts=[*range(0, len(begin), 1000)])
+    assert name == "f"
+    assert arguments.count("{") <= MAX_DEPTH + 1
 
 
 def test_text_after_a_mark_that_is_no_call_is_content_in_a_cut_answer_too() -> None:

@@ -25,7 +25,7 @@ from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.formats.named_calls import NAMED_FORMS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
-from pillion.gateway.formats.xml_calls import XML_FORMS
+from pillion.gateway.formats.xml_calls import MINIMAX, XML_FORMS
 from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.tool_pieces import answer_pieces
@@ -98,6 +98,8 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
         [],
     ),
     "deepseek v3.2": ("deepseek_v32", [], []),
+    "minimax m3": ("minimax_m3", [MINIMAX], []),
+    "minimax m3 without tokens": ("minimax_m3", [], []),
     "kimi k3": ("kimi_k3", ["<|open|>", "<|close|>", "<|sep|>"], []),
     "kimi k3 without tokens": ("kimi_k3", [], []),
 }
@@ -106,6 +108,7 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
 _ALIKE = (
     *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
     *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam", "kimi k3 without tokens"),
+    "minimax m3 without tokens",
 )
 CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
 
@@ -283,6 +286,72 @@ def test_arguments_in_other_notations_fit_deep_schemas(model: str) -> None:
             jsonschema.validate(json.loads(arguments), DEEP if name == "deep" else {"type": "object"})
     assert ended >= 4
     assert {"tree", "kind"} < keys
+
+
+LINES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"line": {"type": "integer"}, "text": {"type": "string"}},
+        "required": ["line"],
+    },
+    "minItems": 1,
+    "maxItems": 2,
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "edits": LINES,
+        "more": {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a", 3]}}}},
+        "any": {"type": "object"},
+        "once": {"type": ["array", "null"], "items": {"type": "integer"}},
+        "many": {"type": "array", "items": {"type": "integer"}, "maxItems": 5000},
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("model", ["minimax m3", pytest.param("minimax m3 without tokens", marks=pytest.mark.long)])
+def test_lists_and_objects_of_minimax_m3_are_elements_where_their_schemas_can_be_held_to(model: str) -> None:
+    codec = codec_of(model)
+    formats = choose_formats(f"{{{{ tools }}}}{MINIMAX}<tool_call></mm:think>", codec, "auto", "auto")
+    assert (formats.tool_parser, formats.reasoning_parser) == ("minimax_m3", "minimax_m3")
+    options = ToolOptions(tools=(Tool(name="f", parameters=json.dumps(NESTED), strict=True),), choice="required")
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
+
+    def element(key: str, *inner: str) -> str:
+        return f"{MINIMAX}<{key}>{''.join(inner)}{MINIMAX}</{key}>"
+
+    def call(*inner: str) -> str:
+        return (
+            f'{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="f">{"".join(inner)}{MINIMAX}</invoke>\n{MINIMAX}</tool_call>'
+        )
+
+    line = element("item", element("line", "7"), element("text", "5\n"))
+    tags = element("tags", element("item", "a"), element("item", "3"))
+    for arguments, inner in (
+        ({}, []),
+        ({"edits": [{"line": 7, "text": "5\n"}] * 2}, [element("edits", line, line)]),
+        ({"edits": [{"line": 7}]}, [element("edits", element("item", element("line", "7")))]),
+        ({"more": {"tags": ["a", 3]}, "any": {"x": [1]}}, [element("more", tags), element("any", '{"x": [1]}')]),
+        ({"more": {}}, [element("more")]),
+        ({"more": {"tags": []}}, [element("more", element("tags"))]),
+        ({"once": [1, 2], "many": [3]}, [element("once", "[1, 2]"), element("many", "[3]")]),
+    ):
+        text = call(*inner)
+        assert accepts(codec, grammar, text), text
+        content, [(name, found)], _ = read(codec, formats, request, "", codec.encode(text).ids)
+        assert (content, name, json.loads(found)) == ("", "f", arguments)
+    for bad in (
+        element("edits"),
+        element("edits", line, line, line),
+        element("edits", element("item", element("text", "5"))),
+        element("more", element("tags", element("item", "c"))),
+        element("any", element("x", "1")),
+        element("once", element("item", "1")),
+    ):
+        assert not accepts(codec, grammar, call(bad)), bad
 
 
 def test_what_gemma_s_notation_cannot_be_held_to_is_refused_by_its_name() -> None:
@@ -582,6 +651,8 @@ CALL = {
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="patch" index="1"<|sep|>'
     '<|open|>argument key="input" type="string"<|sep|>%s<|close|>argument<|sep|><|close|>call<|sep|>'
     "<|close|>tools<|sep|>",
+    "minimax_m3": f'{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="patch">{MINIMAX}<input>%s{MINIMAX}</input>'
+    f"{MINIMAX}</invoke>\n{MINIMAX}</tool_call>",
     "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
     "hunyuan_a13b": '<tool_calls>[{"name": "patch", "arguments": {"input": %s}}]</tool_calls>',
     "pythonic": "[patch(input=%s)]",
