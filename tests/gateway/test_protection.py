@@ -19,11 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pillion import AsyncClient, Internal, Overloaded, PermissionDenied, Unauthenticated
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.admission.tenants import Tenant, cache_salt
+from pillion.gateway.http_api.model_calls import MAX_PROMPTS_AT_ONCE
 from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
 from testbed.conditions import until
 from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster
-from tests.support.http import call
+from tests.support.http import call, request_bytes
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}
 FILE = """
@@ -233,6 +234,43 @@ async def test_a_call_that_is_refused_after_it_was_counted_costs_nothing(
             with pytest.raises(Overloaded, match="requests_per_minute"):
                 await ask(client, "ab")
         await fakes.settled()
+
+
+async def test_what_workers_have_no_room_for_costs_nothing(tmp_path: pathlib.Path) -> None:
+    tenants = "[tenant.small]\nrequests_per_minute = 3\ntokens_per_minute = 40\n[tenant.friend]\n"
+    async with running_with(write_keys(tmp_path / "keys.toml", tenants, ["small", "friend"])) as fakes:
+        for path, asked in (
+            ("/v1/completions", {"prompt": "x" * 10}),
+            ("/v1/completions", {"prompt": ["x" * 10, "y" * 10]}),
+            ("/v1/embeddings", {"input": ["x" * 10, "y" * 10]}),
+        ):
+            for _ in range(2):
+                fakes.decode.refusals = [(Overloaded.code, False)]
+                reply = await call(fakes.gateway.http_address, path, asked, header("small"))
+                assert (reply.status, "per_minute" in reply.error["message"]) == (429, False)
+                fakes.decode.refusals = []
+        async with client_of(fakes, "small") as client:
+            for _ in range(3):
+                assert await ask(client, "x" * 10) == "abc"
+            with pytest.raises(Overloaded, match="requests_per_minute"):
+                await ask(client, "x")
+        await fakes.settled()
+
+
+async def test_prompts_that_never_began_cost_no_tokens(tmp_path: pathlib.Path) -> None:
+    tenants = "[tenant.small]\ntokens_per_minute = 400\n[tenant.friend]\n"
+    async with running_with(write_keys(tmp_path / "keys.toml", tenants, ["small", "friend"])) as fakes:
+        fakes.decode.gate.clear()
+        _, writer = await asyncio.open_connection(*fakes.gateway.http_address.split(":"))
+        asked = {"prompt": ["x" * 10] * (MAX_PROMPTS_AT_ONCE + 8)}
+        writer.write(request_bytes("POST", "/v1/completions", asked, header("small")))
+        await until("as many prompts as run at once", lambda: len(fakes.decode.submits) == MAX_PROMPTS_AT_ONCE)
+        writer.close()
+        await until("the call to end", lambda: not fakes.gateway.gateway.active_requests)
+        fakes.decode.gate.set()
+        await fakes.settled()
+        # The bucket is full with 400; eight prompts of ten tokens came back.
+        fakes.gateway.gateway.quotas.take_prompt(Tenant(name="small", tokens_per_minute=400), 80, time.monotonic())
 
 
 async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
