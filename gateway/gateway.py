@@ -48,7 +48,6 @@ from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
 from pillion.gateway.request.refusals import Refusals
-from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
     CHAT,
@@ -75,8 +74,10 @@ from pillion.gateway.request.validation import (
     check_request,
     check_scores,
     kept_tokens,
+    new_answer_id,
     not_embedded,
     prompt_field,
+    request_label,
     resolve,
     too_long,
     tools_bytes,

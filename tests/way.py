@@ -304,6 +304,8 @@ async def trace(folder: pathlib.Path) -> list[Way]:
         async with running_components(folder, model=model, gateway={"chunk_size": 32}) as running:
             gateway, loop = running.gateway.gateway, _stop_at_native(running, tracer)
             served = next(iter(gateway._models.values()))
+            # What a gateway makes after its start is no part of a chat's way.
+            await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "first grammars"))
             for policy in ("colocated", "disaggregated"):
                 gateway._options = replace(gateway._options, policy=parse_policy(policy))
                 for text in (f"hello {policy} " * 10, f"{policy} {WORDS * 4}"):

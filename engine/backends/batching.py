@@ -141,7 +141,7 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
         rows,
         logprobs=np.array(reports, np.int64),
         edits=tuple(_edits(rows)),
-        masks=AllowedMasks.of(_allowed(rows), masks),
+        masks=AllowedMasks.of(allowed, masks) if (allowed := _allowed(rows)) else masks,
         scored=_scored(plan.pieces),
     )
 

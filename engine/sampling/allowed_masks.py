@@ -39,10 +39,8 @@ class AllowedMasks:
     grammars: RowMasks | None
 
     @classmethod
-    def of(cls, own: Mapping[int, UInt32], grammars: RowMasks | None) -> RowMasks | None:
-        """Returns the masks of a step's rows: ``own``, by row, and those of grammars. None where no row has any."""
-        if not own:
-            return grammars
+    def of(cls, own: Mapping[int, UInt32], grammars: RowMasks | None) -> AllowedMasks:
+        """Returns the masks of a step's rows: ``own``, by row, of one row at least, and those of grammars."""
         rows = np.array(sorted({*own, *(() if grammars is None else grammars.rows.tolist())}), np.int64)
         bits = np.full((len(rows), len(next(iter(own.values())))), _ALL)
         for place, row in enumerate(rows.tolist()):

@@ -17,9 +17,8 @@ from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.request.refusals import STRANGERS, Caller
-from pillion.gateway.request.request_ids import request_label
 from pillion.gateway.request.request_runner import RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message, request_label
 from pillion.observability import telemetry
 from pillion.rooms import Seam, entered
 from pillion.types import GenerateRequest

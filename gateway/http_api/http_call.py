@@ -34,8 +34,8 @@ from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
 from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES, BodyReader, too_large
 from pillion.gateway.request.refusals import STRANGERS, Caller, Refusals
-from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import DEFECT
+from pillion.gateway.request.validation import new_answer_id, request_label
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 from pillion.observability import telemetry
 

@@ -11,8 +11,7 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.grpc_api.gateway_servicer import GrpcCall, caller, parsed, timeout_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
-from pillion.gateway.request.request_ids import request_label
-from pillion.gateway.request.validation import check_texts_message
+from pillion.gateway.request.validation import check_texts_message, request_label
 from pillion.gateway.text_vectors import EmbeddedTexts, TextPair
 from pillion.net.rpc import MAX_MESSAGE_BYTES
 from pillion.observability import telemetry

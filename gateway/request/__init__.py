@@ -7,7 +7,6 @@ request_runner.py      feeds events to the machines, performs actions, serves th
 component_calls.py     the calls that actions ask for, prefill ranges at other nodes included
 outbox.py              deltas that the reader has not taken yet (no I/O)
 admitted_request.py    a checked request, and the chain of its block hashes
-request_ids.py         labels of requests, and the ids of answers
 client_json.py         JSON that clients send as text: counted, checked, parsed
 structured_bounds.py   bounds of the structures that answers are to have
 refusals.py            what clients send in vain, by tenant and client: a table, log lines, spans

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,6 @@ import msgspec
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
-from pillion.gateway.request.request_ids import MAX_LABEL_CHARS
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, structured_bytes, structured_violations
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
@@ -71,6 +71,8 @@ MAX_REPORTED = 512
 MAX_CACHE_SALT_CHARS = 256
 # A digest in StreamOrigin is a SHA-256, which has this many bytes.
 DIGEST_BYTES = 32
+# The label of a request goes into headers, trailers and logs.
+MAX_LABEL_CHARS = 128
 # This header, or initial metadata, says how many tokens an answer may have, where they are fewer than asked for.
 MAX_TOKENS_HEADER = "x-max-tokens"
 # An error lists at most this many violations, because a list of a million wrong ids is one mistake.
@@ -85,6 +87,7 @@ TEMPLATE_OWN = frozenset(
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     }
 )
+_LABEL = re.compile(r"[A-Za-z0-9._:/+=-]+")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
@@ -140,6 +143,19 @@ def check_model(name: str, known: Collection[str], adapters: Collection[str] = (
         hidden = len(more) - MAX_LISTED_ADAPTERS
         listed += f"; adapters: {', '.join(more[:MAX_LISTED_ADAPTERS])}" + (f" and {hidden} more" if hidden > 0 else "")
     raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}")
+
+
+def request_label(given: str, made: str = "") -> str:
+    """Returns the id that a request has in headers, trailers, logs and spans: the ``given`` one if all its characters
+    may stand there, and otherwise one of the random id ``made``, which is drawn if it is empty."""
+    if len(given) <= MAX_LABEL_CHARS and _LABEL.fullmatch(given):
+        return given
+    return f"req-{made or new_answer_id()}"
+
+
+def new_answer_id() -> str:
+    """Draws an id of 24 characters for an answer, which no other answer has, whatever its client sends."""
+    return secrets.token_hex(12)
 
 
 def check_size(size_bytes: int) -> None:

@@ -74,7 +74,7 @@ def test_vectors_are_the_oracles_alone_and_together(tmp_path: pathlib.Path, name
         # Every place of the positions is a text's.
         longest = [5] * 100
         assert len(llm.embed({"prompt_token_ids": longest})[0].outputs.embedding) == 48
-        with pytest.raises(InvalidRequest, match=r"inputs\[1\]: .* 100 tokens, however you requested 101 tokens"):
+        with pytest.raises(InvalidRequest, match=r"inputs\[1\]: .* 101 tokens, however you requested 102 tokens"):
             llm.embed(["the sea", [5] * 101])
         with pytest.raises(InvalidRequest, match="generates nothing: it has no head that chooses tokens"):
             llm.generate("the sea", SamplingParams(max_tokens=1), use_tqdm=False)

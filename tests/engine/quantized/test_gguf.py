@@ -289,7 +289,7 @@ def test_files_that_transformers_reads_wrongly_or_not_at_all_are_refused_by_name
     for name in ("olmo2", "granite", "smollm3", "falcon"):
         with pytest.raises(ConfigError, match=f"'{name}' are not read .llama, qwen2"):
             convert.refuse_unread(read(tmp_path, name))
-    write_gguf(tmp_path / "b.gguf", "olmo2", {}, {"block_count": 1})
+    write_gguf(tmp_path / "b.gguf", "olmo2", {}, {})
     with pytest.raises(ConfigError, match="'olmo2' are not read"):
         prepare(ModelFlags(model=str(tmp_path / "b.gguf")))
 

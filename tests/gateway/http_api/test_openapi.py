@@ -153,7 +153,7 @@ async def test_each_call_that_the_page_shows_can_be_made_as_it_stands(tmp_path: 
                 assert rest[1:3] == ["Content-Type: application/json", "-d"]
                 body = json.loads(rest[3])
                 body |= {"model": served["id"]} if "model" in body else {}
-            path = url.removeprefix("http://x")
+            path = url.removeprefix("http://localhost")
             asked = labelling.gateway.http_address if path.endswith("/classify") else address
             shown[path] = (await call(asked, path, body)).status
     assert {path for path, status in shown.items() if status != 200} <= more | {"/"}, shown
@@ -175,8 +175,8 @@ async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
         assert shown.headers["content-type"] == "text/html; charset=utf-8"
         assert shown.headers["content-security-policy"].startswith("default-src 'none'")
         text = shown.body.decode()
-        assert shown.body == page(document).replace(ADDRESS.encode(), b"http://x")
-        assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", text.replace("http://x", ""))
+        assert shown.body == page(document).replace(ADDRESS.encode(), b"http://localhost")
+        assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", text.replace("http://localhost", ""))
         anchors = re.findall(r" id='([^']*)'", text)
         assert len(set(anchors)) == len(anchors)
         # Every part is in the contents, and every link leads somewhere.

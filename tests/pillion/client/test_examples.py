@@ -54,5 +54,5 @@ async def test_examples_run(tmp_path: pathlib.Path) -> None:
         assert status.active_requests == 0
     first, wrong, third = (json.loads(line) for line in batch.splitlines())
     assert (first["prompt"], third["prompt"]) == ("Once", "Twice")
-    assert "600 tokens" in wrong["error"]
+    assert "600 in your prompt" in wrong["error"]
     assert len(race.splitlines()) == 1
