@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -76,16 +77,13 @@ async def ask(client: AsyncClient, prompt: str = "hello", **options: Any) -> str
     return "".join([delta.text async for delta in client.generate(prompt, **options)])
 
 
-def running_with(file: str, **flags: Any) -> Any:
+@contextlib.asynccontextmanager
+async def running_with(file: str, **flags: Any) -> AsyncIterator[FakeCluster]:
     """``running_fake_cluster`` waits for a model, which needs a key."""
-    os.environ["PILLION_API_KEY"] = KEYS["friend"]
-    return running_fake_cluster("abc", api_keys=file, **flags)
-
-
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Restores what running_with sets.
-    monkeypatch.setenv("PILLION_API_KEY", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_API_KEY", KEYS["friend"])
+        async with running_fake_cluster("abc", api_keys=file, **flags) as fakes:
+            yield fakes
 
 
 async def test_without_a_key_only_health_is_answered(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +243,11 @@ async def test_what_workers_have_no_room_for_costs_nothing(tmp_path: pathlib.Pat
             ("/v1/embeddings", {"input": ["x" * 10, "y" * 10]}),
         ):
             for _ in range(2):
-                fakes.decode.refusals = [(Overloaded.code, False)]
+                # Each prompt of the call is refused, so that no answer begins; none of them is left for the next call.
+                fakes.decode.refusals = [(Overloaded.code, False)] * 2
                 reply = await call(fakes.gateway.http_address, path, asked, header("small"))
                 assert (reply.status, "per_minute" in reply.error["message"]) == (429, False)
+                await fakes.settled()
                 fakes.decode.refusals = []
         async with client_of(fakes, "small") as client:
             for _ in range(3):

@@ -80,7 +80,9 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
             for n, (given, _) in enumerate(called)
         ]
         results = [{**result, "tool_use_id": f"c{number}{n}"} for n, (_, result) in enumerate(called)]
-        messages += [{"role": "assistant", "content": said + uses}, {"role": "user", "content": results + asked}]
+        # What the user says last must not be empty.
+        told = results + asked or [{"type": "text", "text": "go on"}]
+        messages += [{"role": "assistant", "content": said + uses}, {"role": "user", "content": told}]
     if draw(st.booleans()):
         messages.append({"role": "assistant", "content": draw(TEXTS.filter(str.strip))})
     body = {"model": "toy", "messages": messages, "tools": tools, **draw(st.fixed_dictionaries({}, optional=MORE))}
