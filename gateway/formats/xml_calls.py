@@ -159,7 +159,7 @@ XML_FORMS: dict[str, XmlForm] = {
     "qwen3_coder": _QWEN,
 }
 _MARK = re.compile("<")
-# An element without a text is one of these, or a text.
+# An element that holds no text becomes one of these values, or a text.
 _EMPTY = {"string": '""', "array": "[]", "object": "{}", "null": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # While a message is rendered that the answer continues, this text follows it.
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-# Of the beginning of a mark that a string ends with, so many letters are looked at.
+# Where a string ends with the beginning of a mark, at most so many letters of it are looked at.
 _MOST_NESTED = 32
 # An expression for more marks than these takes long to be made: where a tokenizer has more, whatever begins with the
 # first letters of one is taken for it.

@@ -87,7 +87,7 @@ def test_what_a_key_of_a_published_config_may_not_say(name: str, change: dict[st
         parse_config({**SERVED[name], **change})
 
 
-# Of these keys 0 or a number below it means something: that a model does without, or a place among its layers.
+# A model may have 0 or a negative number under these keys: 0 turns off what the key is about.
 _SIGNED = {"mscale", "mscale_all_dim", "llama_4_scaling_beta", "attn_scale", "router_jitter_noise", "alpha"}
 # Errors name these keys as other families spell them.
 _SPELLED = {"rotary_pct": "partial_rotary_factor"}

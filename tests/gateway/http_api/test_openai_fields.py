@@ -208,7 +208,7 @@ def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     both = {"include_usage": True, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=both).continuous_usage
-    # As in vLLM, no event has usage that was not asked for by include_usage.
+    # No event has usage that include_usage did not ask for, which is what vLLM does.
     assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
     chat(stream=True, stream_options={"include_obfuscation": False})
     chat(stream=False, stream_options=None)

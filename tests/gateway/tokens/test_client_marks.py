@@ -244,7 +244,7 @@ async def test_no_text_of_a_client_becomes_a_special_token(
     try:
         for seed in range(12):
             evil = await box.render(*conversation(f"{name} {seed}", nasty))
-            # The same conversation in harmless words has the special tokens that the template writes.
+            # A copy of the conversation in harmless words has the special tokens that the template writes.
             harmless = await box.render(*conversation(f"{name} {seed}", harmless_word))
             for kind, tokenizer in models_tokenizers.items():
                 special = {n for n, token in tokenizer.codec.get_added_tokens_decoder().items() if token.special}
