@@ -411,9 +411,9 @@ def _processes() -> tuple[Panel, ...]:
 
 def _kv() -> Dashboard:
     state_of = f"sum by (state) (pillion_kv_blocks {OWNER})"
-    disk_bytes, object_bytes = (
-        f"sum by (component) (pillion_kv_{tier}_blocks * pillion_kv_block_size_bytes {OWNER})"
-        for tier in ("disk", "object")
+    disk_bytes, short_bytes, object_bytes = (
+        f"sum by (component) (pillion_kv_{of}_blocks * pillion_kv_block_size_bytes {OWNER})"
+        for of in ("disk", "disk_short", "object")
     )
     pool = (
         Panel(
@@ -495,8 +495,12 @@ def _kv() -> Dashboard:
         Panel(
             "On disk and in the bucket",
             "bytes",
-            (Query(disk_bytes, "{{component}}: disk"), Query(object_bytes, "{{component}}: bucket")),
-            "The disk tier's blocks, and those that a node knows to be in the bucket.",
+            (
+                Query(disk_bytes, "{{component}}: disk"),
+                Query(short_bytes, "{{component}}: disk, no room"),
+                Query(object_bytes, "{{component}}: bucket"),
+            ),
+            "The disk tier's blocks, what others have taken of its room, and blocks known to be in the bucket.",
         ),
         Panel(
             "Late reads",

@@ -79,13 +79,12 @@ class ModelCache:
         path = self.record_path(source, kind)
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(asdict(record)), "utf-8")
-            draft.replace(path)
-        except OSError as error:
-            raise ConfigError(
-                f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
-            ) from None
+        with self._written():
+            try:
+                draft.write_text(json.dumps(asdict(record)), "utf-8")
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
 
     def record_path(self, source: Path, kind: str) -> Path:
         """Returns the path of a source's record, whether or not the file exists."""
@@ -146,7 +145,9 @@ class ModelCache:
 
     def _lock_file(self, target: Path) -> IO[bytes]:
         # Lock files stay: a process that waits for a removed file would not exclude one that makes it anew.
-        return (self.make("locks") / "-".join(target.relative_to(self._root).parts)).open("wb")
+        path = self.make("locks") / "-".join(target.relative_to(self._root).parts)
+        with self._written():
+            return path.open("wb")
 
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:
         """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
@@ -155,13 +156,19 @@ class ModelCache:
     def make(self, name: str) -> Path:
         """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""
         folder = self._root / name
-        try:
+        with self._written():
             folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Raises ConfigError where the disk does not take what the block writes."""
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
-                f"the model cache {self._root} cannot be made: {error.strerror}; PILLION_CACHE names another"
+                f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
             ) from None
-        return folder
 
 
 def _try_lock(file: IO[bytes]) -> bool:

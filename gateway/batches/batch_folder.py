@@ -57,7 +57,8 @@ OUTPUT, ERRORS = "-output", "-errors"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# These errors of a disk say that nothing more can be kept now, because it is full, fails or has become read-only.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 T = TypeVar("T")
 
@@ -72,13 +73,13 @@ class FileTooLarge(InvalidRequest):
 
 @contextlib.contextmanager
 def told_if_full() -> Iterator[None]:
-    """Raises FolderFull for an OSError which says that the disk is full."""
+    """Raises FolderFull for an OSError which says that the disk keeps nothing more."""
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise FolderFull(f"the disk of --batch-path is full: {error.strerror}", FULL_RETRY_MS) from None
+        raise FolderFull(f"the disk of --batch-path keeps nothing more: {error.strerror}", FULL_RETRY_MS) from None
 
 
 @dataclass(frozen=True, slots=True)

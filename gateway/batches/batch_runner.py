@@ -146,6 +146,8 @@ class BatchRunner:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             await asyncio.wait({work})
+            # An error that nobody asks for is logged by asyncio with a traceback.
+            work.exception()
             raise
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -319,6 +321,9 @@ class BatchRunner:
                 running.results.append(JournalEntry(number, reply.status != 200, answer))
                 return True
             self._meters.counter(names.BATCH_LINES, "retried").add()
+        except OSError as error:
+            # The whole batch is given up for it, which says so.
+            running.failure = error
         except Exception as error:
             log.exception("line %d of batch %s could not be served", number, held.record.id)
             running.failure = error
@@ -333,10 +338,18 @@ class BatchRunner:
 
 
 async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
-    """Repeats a step for ever. A defect in it, or a folder that is away for a while, must not end all batches."""
+    """Repeats a step for ever. A defect in it, or a folder that is away for a while, must not end all batches; a disk's
+    error is logged once until the step works again."""
+    failure = ""
     while True:
         try:
             await step()
+            failure = ""
+        except OSError as error:
+            if str(error) != failure:
+                failure = str(error)
+                log.warning("no batch is begun, and nothing old is removed from --batch-path: %s", failure)
+            await asyncio.sleep(LOOK_MS / 1000)
         except Exception:
             log.exception("batches are disturbed")
             await asyncio.sleep(LOOK_MS / 1000)

@@ -435,6 +435,7 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_USAGE, (), min(1.0, held / status.total_blocks) if status.total_blocks else 0.0
     yield names.KV_BLOCK_BYTES, (), status.block_bytes
     yield names.KV_DISK_BLOCKS, (), status.disk_blocks
+    yield names.KV_DISK_SHORT, (), status.disk_short_blocks
     yield names.KV_OBJECT_BLOCKS, (), status.object_blocks
     yield names.KV_PAUSED, (), int(status.disk_paused) + int(status.object_paused)
     yield names.KV_LATE, (), status.late_blocks

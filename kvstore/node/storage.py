@@ -177,6 +177,7 @@ class Storage:
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self._spiller.spilled_blocks
         status.late_blocks = self.fetcher.late_blocks
+        status.disk_short_blocks = sum(tier.short_blocks for tier in self._near)
         status.disk_paused = not all(tier.answers() for tier in self._near)
         status.object_paused = not all(tier.answers() for tier in self._far)
         for tier in self._tiers:

@@ -72,6 +72,10 @@ class Tier(Protocol):
     name: str
     counts: TierCounts
 
+    @property
+    def short_blocks(self) -> int:
+        """Gives how many fewer blocks the medium has room for than the tier may keep, because others have filled it."""
+
     def __len__(self) -> int:
         """Returns the number of blocks that the tier keeps."""
 
@@ -136,6 +140,10 @@ class KeptBlocks(Generic[Kept]):
         # These blocks were dropped without a report; the next store reports them.
         self._unreported: list[BlockName] = []
         self._closed = False
+
+    @property
+    def short_blocks(self) -> int:
+        return 0
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -219,6 +219,9 @@ KV_USER_PIN_HITS = _counter(
 )
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
+KV_DISK_SHORT = _gauge(
+    "pillion.kv.disk_short_blocks", "{block}", "Blocks below --disk-bytes for which the full disk has no room."
+)
 KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that the node knows to be in its bucket.")
 KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused, because reads were late.")
 KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots that reads keep which outlived their fetch.")

@@ -1338,6 +1338,7 @@ class NodeStatus(_message.Message):
     PREFIX_PIN_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_PIN_HITS_FIELD_NUMBER: _builtins.int
     BUCKET_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_SHORT_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -1394,6 +1395,8 @@ class NodeStatus(_message.Message):
     prefix_pin_hits: _builtins.int
     bucket_blocks: _builtins.int
     """Blocks that came from a bucket since the node started."""
+    disk_short_blocks: _builtins.int
+    """How many fewer blocks the disk has room for than the disk tier may keep, because others have filled it."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -1437,10 +1440,11 @@ class NodeStatus(_message.Message):
         prefix_pin_blocks: _builtins.int = ...,
         prefix_pin_hits: _builtins.int = ...,
         bucket_blocks: _builtins.int = ...,
+        disk_short_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "bucket_blocks", b"bucket_blocks", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "prefix_pin_blocks", b"prefix_pin_blocks", "prefix_pin_hits", b"prefix_pin_hits", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "recovered_blocks", b"recovered_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "surviving_blocks", b"surviving_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "bucket_blocks", b"bucket_blocks", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "disk_short_blocks", b"disk_short_blocks", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "prefix_pin_blocks", b"prefix_pin_blocks", "prefix_pin_hits", b"prefix_pin_hits", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "recovered_blocks", b"recovered_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "surviving_blocks", b"surviving_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,10 @@ calls, so a block that is dropped and kept again ends up kept, and a file's stam
 read. Because a chain's last block leaves the pool first and is touched first, it is older here than the head and goes
 first, as in the pool.
 
+A disk may be full before the files take all of ``disk_bytes``, because others write to it, too. The tier then keeps as
+many blocks as it has at that moment: new ones come into the files of the least recently used ones, which takes no more
+room. It tries to grow again, by twice as much each time, and a try that fails loses no block.
+
 A disk may hang for minutes. A read that is given up ends after the block that a thread is just reading, and one that
 no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
 (:mod:`pillion.kvstore.tiers.tier_breaker`).
@@ -19,19 +23,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pillion.config import KVNodeFlags
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import until_over
-from pillion.kvstore.tiers.disk_tier.disk_files import SHARDS, BlockFileLayout, BlockFiles, DiskFolder
+from pillion.kvstore.tiers.disk_tier.disk_files import NO_ROOM, SHARDS, BlockFileLayout, BlockFiles, DiskFolder
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
 
@@ -45,7 +49,8 @@ MAX_QUEUED_BYTES = 512 * 2**20
 # A read that is given up is late when threads have been at it for this long, or when no read at all has brought a block
 # for this long. The time in which it waits for a thread is not the disk's.
 LATE_S = 1.0
-# After an error nothing is written for this long, so that a full disk is not tried for every block.
+# After an error nothing is written for this long, so that a bad disk is not tried for every block; and a disk that was
+# full is asked for more room after this time.
 PAUSE_S = 5.0
 
 
@@ -83,6 +88,30 @@ class DiskMedium:
         self._folder.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockWrite:
+    """Describes a block that is to be written; ``stamp`` is its place in the order of use."""
+
+    name: BlockName
+    payload: memoryview
+    stamp: int
+
+
+@dataclass(slots=True)
+class _Written:
+    """Says what became of the writes of one call.
+
+    Attributes:
+        blocks: how many of them were written, the first ones; the disk was not asked for the others after an error.
+        error: the error that ended it.
+        spared: the dropped blocks whose files are still there after that error.
+    """
+
+    blocks: int = 0
+    error: OSError | None = None
+    spared: list[BlockName] = field(default_factory=list)
+
+
 class DiskTier(MediumTier[BlockName]):
     """Implements :class:`pillion.kvstore.tiers.tiers.Tier` on a disk; :func:`open_disk_tier` explains it."""
 
@@ -94,6 +123,9 @@ class DiskTier(MediumTier[BlockName]):
         self._files = files
         self._block_bytes = files.layout.block_bytes
         self._max_blocks = disk_bytes // files.layout.file_bytes
+        # The disk has room for this many blocks, as far as is known; the next try to grow adds ``_growth`` to it.
+        self._fitting = self._max_blocks
+        self._growth = 1
         self._coming: set[bytes] = set()
         self._reading = 0
         # This is when a block was last read, by time.monotonic(); threads write it.
@@ -104,7 +136,12 @@ class DiskTier(MediumTier[BlockName]):
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
         self._work: dict[asyncio.Future[list[BlockName]], None] = {}
         self._stamp = 0
-        self._paused_until_s = 0.0
+        self._paused_until_s = self._grow_at_s = 0.0
+
+    @property
+    def short_blocks(self) -> int:
+        """Gives how many fewer blocks the disk has room for than the tier may keep, because others filled it."""
+        return self._max_blocks - self._fitting
 
     def answers(self) -> bool:
         now = time.monotonic()
@@ -114,9 +151,10 @@ class DiskTier(MediumTier[BlockName]):
 
     def room_bytes(self) -> int:
         shut = self._closed or self._breaker.paused
-        if shut or time.monotonic() < self._paused_until_s or not self._max_blocks:
+        if shut or time.monotonic() < self._paused_until_s:
             return 0
-        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
+        self._try_to_grow()
+        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._fitting)
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
 
     def by_use(self) -> list[bytes]:
@@ -200,7 +238,7 @@ class DiskTier(MediumTier[BlockName]):
 
     async def _store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         gone, self._unreported = self._unreported, []
-        jobs: list[tuple[BlockName, memoryview, int]] = []
+        jobs: list[_BlockWrite] = []
         for name, payload in blocks:
             if name.hash in self._kept:
                 self.touch([name.hash])
@@ -211,28 +249,72 @@ class DiskTier(MediumTier[BlockName]):
                 gone.append(name)
             else:
                 self._coming.add(name.hash)
-                jobs.append((name, payload, self._next_stamp()))
+                jobs.append(_BlockWrite(name, payload, self._next_stamp()))
+        left, error = await self._write_blocks(jobs, gone)
+        if error is not None and error.errno in NO_ROOM and self._fitting:
+            # They come into files of older blocks now. Of a few, the last ones are wanted most: they are nearer to the
+            # heads of chains.
+            first = max(0, len(left) - self._fitting)
+            self._coming.update(job.name.hash for job in left[first:])
+            left[first:], error = await self._write_blocks(left[first:], gone)
+        if error is not None and (error.errno not in NO_ROOM or left):
+            self._paused_until_s = time.monotonic() + PAUSE_S
+        self.counts.failed += len(left)
+        return self._not_kept(gone + [job.name for job in left])
+
+    async def _write_blocks(
+        self, jobs: list[_BlockWrite], gone: list[BlockName]
+    ) -> tuple[list[_BlockWrite], OSError | None]:
+        """Writes blocks, which are in ``_coming``. Returns those that were not written, and the error that is the
+        reason. The blocks that made room are appended to ``gone``."""
         if not jobs:
-            return self._not_kept(gone)
+            return [], None
         surplus = self._make_room()
-        gone += surplus
-        loop = asyncio.get_running_loop()
         try:
             # A read that began earlier may still be in one of the old files.
-            old = [] if self._reading else [name.hash for name in surplus]
-            failures = await loop.run_in_executor(self._writer, self._write, surplus[len(old) :], old, jobs)
+            may_reuse = not self._reading
+            loop = asyncio.get_running_loop()
+            written = await loop.run_in_executor(self._writer, self._write, surplus, may_reuse, jobs)
         finally:
-            self._coming.difference_update(name.hash for name, _, _ in jobs)
-        for (name, _, _), failure in zip(jobs, failures, strict=True):
-            if failure is None:
-                self._kept[name.hash] = name
-                self.counts.stored += 1
-            else:
-                gone.append(name)
-                self.counts.failed += 1
-                self._paused_until_s = time.monotonic() + PAUSE_S
-                self._warn("cannot write blocks to disk", failure)
-        return self._not_kept(gone)
+            self._coming.difference_update(job.name.hash for job in jobs)
+        for job in jobs[: written.blocks]:
+            self._kept[job.name.hash] = job.name
+        self.counts.stored += written.blocks
+        spared = {name.hash for name in written.spared}
+        for name in reversed(written.spared):
+            if self._kept.setdefault(name.hash, name) is name:
+                self._kept.move_to_end(name.hash, last=False)
+        self.counts.dropped += len(surplus) - len(spared)
+        gone += [name for name in surplus if name.hash not in spared]
+        if written.error is not None:
+            self._note_error(written.error)
+        return jobs[written.blocks :], written.error
+
+    def _note_error(self, error: OSError) -> None:
+        """Logs an error of a write. Where the disk is full, the tier keeps as many blocks as it has from now on."""
+        failure = error.strerror or str(error)
+        if error.errno not in NO_ROOM:
+            self._warn("cannot write blocks to disk", failure)
+            return
+        was_short = self.short_blocks
+        self._fitting, self._growth = min(self._fitting, len(self._kept)), 1
+        self._grow_at_s = time.monotonic() + PAUSE_S
+        if not was_short:
+            self._warn(
+                "the disk is full, so the disk tier keeps fewer blocks until there is room again",
+                f"{failure}: {self._fitting} instead of {self._max_blocks}",
+            )
+
+    def _try_to_grow(self) -> None:
+        """Takes it that a disk that was full has room for more, once in a while and where all known room is used."""
+        now = time.monotonic()
+        if not self.short_blocks or now < self._grow_at_s or len(self._kept) < self._fitting:
+            return
+        self._fitting = min(self._max_blocks, self._fitting + self._growth)
+        self._growth *= 2
+        self._grow_at_s = now + PAUSE_S
+        if not self.short_blocks:
+            log.info("the disk tier has room for all of its %d blocks again (%s)", self._max_blocks, self._files.root)
 
     def _not_kept(self, names: list[BlockName]) -> list[BlockName]:
         """Returns ``names`` without blocks that were stored again meanwhile."""
@@ -241,9 +323,8 @@ class DiskTier(MediumTier[BlockName]):
     def _make_room(self) -> list[BlockName]:
         """Drops the least recently used blocks until all kept and coming ones fit; returns the dropped ones."""
         surplus = []
-        while self._kept and len(self._kept) + len(self._coming) > self._max_blocks:
+        while self._kept and len(self._kept) + len(self._coming) > self._fitting:
             surplus.append(self._kept.popitem(last=False)[1])
-        self.counts.dropped += len(surplus)
         return surplus
 
     def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
@@ -301,26 +382,22 @@ class DiskTier(MediumTier[BlockName]):
 
     # The following methods run in threads.
 
-    def _write(
-        self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
-    ) -> list[str | None]:
-        """Writes ``jobs``, reusing the files of ``old``, which are no more numerous; returns each job's failure or
-        None. When the disk is full, the remaining jobs are not tried."""
-        self._remove_files(surplus)
-        failures: list[str | None] = []
-        full = ""
-        for name, payload, stamp in jobs:
-            try:
-                if not full:
-                    self._files.write(name, payload, stamp, old.pop() if old else b"")
-                failures.append(full or None)
-            except OSError as error:
-                failures.append(error.strerror or str(error))
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                    full = failures[-1] or ""
-        for block_hash in old:
-            self._files.remove(block_hash)
-        return failures
+    def _write(self, surplus: list[BlockName], may_reuse: bool, jobs: list[_BlockWrite]) -> _Written:
+        """Writes ``jobs`` into the files of ``surplus``, as far as there are any and ``may_reuse`` says that nobody
+        reads them. Ends with the first error."""
+        written, old = _Written(), [name.hash for name in surplus] if may_reuse else []
+        try:
+            if not may_reuse:
+                self._remove_files(surplus)
+            for job in jobs:
+                self._files.write(job.name, job.payload, job.stamp, old.pop(0) if old else b"")
+                written.blocks += 1
+        except OSError as error:
+            written.error = error
+            written.spared = [name for name in surplus if self._files.has(name.hash)]
+        else:
+            self._remove_files(surplus[len(surplus) - len(old) :])
+        return written
 
     def _read(
         self, jobs: list[tuple[BlockName, memoryview]], given_up: threading.Event, started_s: list[float]

@@ -15,6 +15,7 @@ namespace's folder are ever removed. All functions here block.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -37,6 +38,8 @@ PART_SUFFIX = ".kv.part"
 PAGE_BYTES = 4096
 # A probe reads this many bytes at once.
 PROBE_BYTES = 2**20
+# Such errors say that others have filled the disk, or used up the share of this user.
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
 # There are this many subfolders, named by the first two digits of a hash.
 SHARDS = 256
 
@@ -113,18 +116,25 @@ class DiskFolder:
 
 
 class BlockFiles:
-    """Reads and writes the files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made."""
+    """Reads and writes the files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made;
+    where the disk is only full, a write makes them later."""
 
     def __init__(self, folder: DiskFolder, layout: BlockFileLayout) -> None:
         self.layout = layout
         self.root = folder.path / layout.namespace.hex()[:16]
-        try:
-            self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
-            for shard in range(SHARDS):
-                (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
         self._root = f"{self.root}{os.sep}"
+        self._has_folders = False
+        try:
+            self._make_folders()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
+
+    def _make_folders(self) -> None:
+        self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+        for shard in range(SHARDS):
+            (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+        self._has_folders = True
 
     def path_of(self, block_hash: bytes) -> str:
         """Returns the path that a block's file has or would have."""
@@ -142,6 +152,8 @@ class BlockFiles:
         path = self.path_of(name.hash)
         part = path.removesuffix(SUFFIX) + PART_SUFFIX
         try:
+            if not self._has_folders:
+                self._make_folders()
             if old:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self.path_of(old), part)
@@ -158,6 +170,10 @@ class BlockFiles:
             with contextlib.suppress(OSError):
                 os.unlink(part)
             raise
+
+    def has(self, block_hash: bytes) -> bool:
+        """Returns whether a block's file is there."""
+        return os.path.exists(self.path_of(block_hash))
 
     def read(self, name: BlockName, target: memoryview) -> None:
         """Reads one block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""

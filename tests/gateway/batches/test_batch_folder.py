@@ -353,7 +353,10 @@ def test_what_is_idle_makes_room(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     folder.check_integrity()
 
 
-def test_a_full_disk_is_said_and_costs_nothing(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_full_disk_is_said_and_costs_nothing(
+    folder: BatchFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     name = created(folder)
     held = claim(folder, name)
     assert held is not None
@@ -364,11 +367,11 @@ def test_a_full_disk_is_said_and_costs_nothing(folder: BatchFolder, monkeypatch:
         """Write a few bytes, as a disk does that has room for no more."""
         if len(data) > 4:
             return int(write(file, bytes(data)[:4]))
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(FolderFull, match="No space left"):
+        with pytest.raises(FolderFull, match=os.strerror(number)):
             held.append([JournalEntry(2, False, b'{"long": 1}')])
         with pytest.raises(FolderFull):
             uploaded(folder, b"content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import pathlib
@@ -532,6 +533,38 @@ async def test_a_disk_that_fills_up_holds_a_batch_up(tmp_path: pathlib.Path, mon
         batch = await ended(client, await begun(client, chats(5)))
         assert attempts >= 4
         assert len(await said(client, batch.output_file_id)) == 5
+
+
+async def test_a_disk_that_fails_is_one_line_until_it_works(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a look for batches nor the reading of a line fills the log with tracebacks, and all goes on after it."""
+    for name in ("LOOK_MS", "SWEEP_MS", "GIVEN_UP_MS"):
+        monkeypatch.setattr(batch_runner, name, 20)
+    failing = {"sweep": 6, "line": 6}
+    sweep, line = batch_folder.BatchFolder.sweep, batch_runner.BatchClaim.line
+
+    def fail(what: str) -> None:
+        if failing[what]:
+            failing[what] -= 1
+            raise OSError(errno.EIO, f"Input/output error in {what}")
+
+    def failing_sweep(folder: Any, now_s: float) -> None:
+        fail("sweep")
+        sweep(folder, now_s)
+
+    def failing_line(held: Any, number: int) -> Any:
+        fail("line")
+        return line(held, number)
+
+    monkeypatch.setattr(batch_folder.BatchFolder, "sweep", failing_sweep)
+    monkeypatch.setattr(batch_runner.BatchClaim, "line", failing_line)
+    async with running(tmp_path) as (_, client):
+        batch = await ended(client, await begun(client, chats(5)))
+        assert len(await said(client, batch.output_file_id)) == 5
+    assert not any(failing.values())
+    assert not [record for record in caplog.records if record.exc_info]
+    assert sum("Input/output error in sweep" in record.message for record in caplog.records) == 1
 
 
 async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

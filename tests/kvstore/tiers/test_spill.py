@@ -31,6 +31,7 @@ class ScriptedTier:
     """Memory that can hang, refuse and forget."""
 
     name = "fake"
+    short_blocks = 0
 
     def __init__(self) -> None:
         self.counts = TierCounts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import resource
@@ -17,7 +18,19 @@ import pytest
 from pillion.kvstore.tiers.disk_tier import disk
 from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
 from testbed.conditions import WITHIN_S, loop_turns
-from tests.support.disk import BLOCK_BYTES, NAMESPACE, chain, file_of, files_in, loaded, opened
+from tests.support.disk import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    NAMESPACE,
+    OTHER,
+    Stored,
+    chain,
+    file_of,
+    files_in,
+    loaded,
+    opened,
+)
+from tests.support.small_disk import mounted_disk, pretended_disk
 
 
 @pytest.fixture
@@ -50,24 +63,90 @@ async def test_writes_that_fail_in_the_middle(tmp_path: Path, caplog: pytest.Log
         assert await loaded(tier, blocks) == 3
 
 
-async def test_a_full_disk_is_not_asked_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for the rest of a batch nor for the next one."""
-    blocks, asked = chain(6), itertools.count()
+async def test_a_disk_that_takes_nothing_is_not_asked_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the rest of a batch nor for the next one. A full disk is asked a second time, into an old file."""
+    for number, times in ((errno.EIO, 1), (errno.EROFS, 1), (errno.ENOSPC, 2), (errno.EDQUOT, 2)):
+        blocks, asked = chain(8), itertools.count()
 
-    def full(*_: object) -> int:
-        next(asked)
-        raise OSError(28, "No space left on device")
+        def bad(*_: object, number: int = number, asked: Iterator[int] = asked) -> int:
+            next(asked)
+            raise OSError(number, os.strerror(number))
 
-    async with opened(tmp_path) as tier:
-        await tier.store(blocks[:1])
-        monkeypatch.setattr(os, "writev", full)
-        assert await tier.store(blocks[1:4]) == [name for name, _ in blocks[1:4]]
-        assert tier.room_bytes() == 0
-        assert await tier.store(blocks[4:]) == [name for name, _ in blocks[4:]]
-        assert next(asked) == 1
-        assert await loaded(tier, blocks) == 1, "what is there can be read"
-        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + disk.PAUSE_S)
-        assert tier.room_bytes() > 0
+        async with opened(tmp_path / str(number)) as tier:
+            await tier.store(blocks[:2])
+            with monkeypatch.context() as patches:
+                patches.setattr(os, "writev", bad)
+                gone = await tier.store(blocks[2:5])
+                assert {name for name, _ in blocks[2:5]} <= set(gone)
+                assert tier.room_bytes() == 0
+                assert await tier.store(blocks[5:]) == [name for name, _ in blocks[5:]]
+                assert next(asked) == times
+                assert len(tier) == 2 - (times - 1), "the file that was written into is lost, and no other one"
+                kept = [block for block in blocks[:2] if block[0].hash in tier]
+                assert await loaded(tier, kept) == len(kept), "what is there can be read"
+                patches.setattr(time, "monotonic", lambda now=time.monotonic: now() + disk.PAUSE_S)
+                assert tier.room_bytes() > 0
+
+
+@pytest.mark.parametrize("small_disk", [mounted_disk, pretended_disk])
+async def test_a_disk_that_others_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small_disk: Any
+) -> None:
+    """The tier keeps as many blocks as fit, always the newest ones, says so once, and grows when there is room again;
+    all that it says that it has comes back whole, and what it has not is told as gone."""
+    caplog.set_level("INFO", "pillion.kvnode")
+    blocks = [chain(1, token)[0] for token in range(180)]
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    told: set[bytes] = set()
+    with small_disk(tmp_path / "disk", 64 * FILE_BYTES) as place:
+        async with opened(place.folder, blocks=40) as tier:
+
+            async def keep(part: list[Stored]) -> list[Stored]:
+                for at in range(0, len(part), 3):
+                    told.update(name.hash for name in await tier.store(part[at : at + 3]))
+                kept = [block for block in blocks if block[0].hash in tier]
+                # A read leaves its first block as the newest one.
+                assert await loaded(tier, reversed(kept)) == len(kept) == len(tier)
+                return kept
+
+            assert await keep(blocks[:10]) == blocks[:10]
+            place.leave(6 * FILE_BYTES)
+            assert await keep(blocks[10:30]) == blocks[14:30], "the newest ones, as many as fit"
+            assert told == {name.hash for name, _ in blocks[:14]}
+            assert tier.counts.failed == 0, "a disk that is full costs none of the new blocks"
+            assert tier.short_blocks == 24
+            assert tier.room_bytes() > 0
+            for at in range(30, 60, 3):
+                now_s += disk.PAUSE_S
+                assert len(await keep(blocks[at : at + 3])) == 16, "each try to grow fails and costs nothing"
+            assert [record.levelname for record in caplog.records if "the disk is full" in record.message] == [
+                "WARNING"
+            ]
+            assert [one.levelname for one in caplog.records if "the disk is full" in one.message] == ["WARNING"]
+            place.leave(64 * FILE_BYTES)
+            for at in range(60, 180, 3):
+                now_s += disk.PAUSE_S
+                await keep(blocks[at : at + 3])
+            assert tier.short_blocks == 0
+            assert await keep([]) == blocks[-40:]
+            assert tier.counts.failed == 0
+            assert caplog.text.count("room for all of its 40 blocks again") == 1
+            assert told == {name.hash for name, _ in blocks[:-40]}
+        place.leave(0)
+        async with opened(place.folder, blocks=40) as tier:
+            assert await loaded(tier, blocks[-40:]) == 40
+        other = OTHER[:-1] + b"x"
+        async with opened(place.folder, namespace=other, blocks=40) as tier:
+            assert await tier.store(blocks[:2]) == [name for name, _ in blocks[:2]]
+            place.leave(40 * FILE_BYTES)
+            now_s += disk.PAUSE_S
+            for block in blocks[:6]:
+                now_s += disk.PAUSE_S
+                await tier.store([block])
+            assert await loaded(tier, blocks[:6]) == 6
 
 
 @pytest.mark.usefixtures("no_pause")
