@@ -2,16 +2,19 @@
 
 One chat is sent over HTTP to the real components (gateway, KV node, workers and Redis, in one process and over their
 sockets, with a tiny random model on the CPU kernels), once co-located and once disaggregated. The trace begins at the
-first byte that the gateway reads and ends when the decode worker calls into the compiled step (the LLVM function): that
-is the first native instruction for the prompt's tail. Where a prefill worker computes first, its step is in it.
+first byte that the gateway reads. Its first part ends when the decode worker calls into the compiled step (the LLVM
+function): that is the first native instruction for the prompt's tail. Where a prefill worker computes first, its step
+is in it. Its second part ends when the gateway writes the first byte of the answer.
 
-A *file* is on the way if a function of it runs, on any thread, on behalf of the request. What runs when a module is
-imported does not count, nor do the tasks of ``BACKGROUND``, which run without a request. A *passage* is one run of such
-a function; ``--calls`` prints all of them in order.
+A *file* is on the way if a function of it runs, or an instance of a dataclass of it is made, on any thread, on behalf
+of the request. What runs when a module is imported does not count, nor do the tasks of ``BACKGROUND``, which run
+without a request. A *passage* is one run of such a function; ``--calls`` prints all of them in order. The *lines* are
+the lines of code in all functions that run, each once, however often they run.
 
-A *form* is a class of ours, or a generated message, that carries the request from one layer to the next: an instance
+A *form* is a class of ours, or a generated message, that carries the request from one file to the next: an instance
 that is made for the request, which holds the prompt's text or its tokens (itself, or by what it holds), and which is an
-argument or the result of a call between two layers. A layer is a folder with modules. Lists, tuples and text are none.
+argument or the result of a call between functions of two files. Lists, tuples and text are none. Forms count up to the
+native instruction.
 
 A *call* is one that leaves its component: a method of a gRPC service, or a command that Redis gets. Those of
 ``NAMED_ONCE`` are named at the first of them.
@@ -27,7 +30,6 @@ import pathlib
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
@@ -68,6 +70,8 @@ BACKGROUND = {
     "NodeExchange.run",
     "NodePrefixPins.run",
 }
+# The answer does not wait for these, which follow the native step.
+NOT_AWAITED = {"KVNode/Commit", "WorkerEpoch._send_updates", "_reading.<locals>.read"}
 # A worker commits what has been computed since the node answered its last commit, so how often it does depends on how
 # long the node takes.
 NAMED_ONCE = {"KVNode/Commit"}
@@ -90,7 +94,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A form, and the first two layers between which it was handed."""
+    """A form, and the first two files between which it was handed."""
 
     form: str
     giver: str
@@ -105,21 +109,37 @@ class Way:
     passages: list[Entered] = field(default_factory=list)
     forms: dict[str, Carried] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    # So many passages, and the code of so many functions, came before the native instruction.
+    to_native: int = 0
+    run_to_native: int = 0
+    # These are the functions that ran, in the order in which each began for the first time.
+    run: dict[CodeType, None] = field(default_factory=dict)
 
     @property
-    def files(self) -> Counter[str]:
-        """The files in the order in which they were entered, with the passages in each."""
-        return Counter(entered.file for entered in self.passages)
+    def files(self) -> list[str]:
+        """The files up to the native instruction, in the order in which they were entered."""
+        return list(dict.fromkeys(entered.file for entered in self.passages[: self.to_native]))
+
+    @property
+    def answer_files(self) -> list[str]:
+        """The files that are entered on the way back only."""
+        return [file for file in dict.fromkeys(entered.file for entered in self.passages) if file not in self.files]
+
+    def run_lines(self, *, to_native: bool) -> int:
+        """The lines of code in the functions that ran, to the native instruction or to the answer's first byte."""
+        codes = list(self.run)[: self.run_to_native if to_native else None]
+        return len({(code.co_filename, line) for code in codes for *_, line in code.co_lines() if line})
+
+    def head(self) -> str:
+        """The counts that are kept down, as text."""
+        files, back = len(self.files), len(self.answer_files)
+        forms, calls = len(self.forms), len(self.calls)
+        return f"{files} files, {files + back} to the answer's first byte, {forms} forms, {calls} calls"
 
     def lines(self, every_call: bool = False) -> list[str]:
         """The way as text."""
-        files = self.files
-        lines = [f"{self.policy}: {len(files)} files, {len(self.forms)} forms, {len(self.calls)} calls", ""]
-        layers: dict[str, list[str]] = {}
-        for file in files:
-            layer, _, name = file.rpartition("/")
-            layers.setdefault(layer, []).append(name.removesuffix(".py"))
-        lines += [f"    {layer}/  {', '.join(names)}" for layer, names in layers.items()]
+        lines = [f"{self.policy}: {self.head()}", ""]
+        lines += [*_by_folder(self.files), "", "on the way back:", *_by_folder(self.answer_files)]
         lines += ["", "forms:"]
         lines += [f"    {one.form}  ({one.giver} -> {one.taker})" for one in self.forms.values()]
         lines += ["", "calls:", f"    {', '.join(self.calls)}"]
@@ -127,6 +147,15 @@ class Way:
             lines += ["", "passages:"]
             lines += [f"    {one.thread}: {one.file} {one.function}" for one in self.passages]
         return lines
+
+
+def _by_folder(files: Sequence[str]) -> list[str]:
+    """The files as lines of text, one line a folder."""
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, []).append(name.removesuffix(".py"))
+    return [f"    {folder}/  {', '.join(names)}" for folder, names in folders.items()]
 
 
 class Tracer:
@@ -138,7 +167,7 @@ class Tracer:
         self._tokens: list[int] = []
         # The loop of steps that ends the way, and whether it has got the request: nothing else is on the way then.
         self._steps: StepLoop | None = None
-        self._handed_over = False
+        self._handed_over = self._native = False
         # Objects that were made since the door, by identity; they are kept, so that no identity is used twice.
         self._made: dict[int, Any] = {}
         self._files: dict[CodeType, str] = {}
@@ -156,35 +185,41 @@ class Tracer:
     def begin(self, way: Way, tokens: Sequence[int], steps: StepLoop) -> None:
         """The door is open. ``tokens`` are some of the prompt's, in order; the way ends in a step of ``steps``."""
         self.way, self._tokens, self._steps = way, list(tokens), steps
-        self._handed_over, self._active = False, True
+        self._handed_over, self._native, self._active = False, False, True
 
-    def stop(self) -> None:
-        """The native instruction."""
-        self._active = False
+    def native(self) -> None:
+        """The native instruction; the way back begins."""
+        if not self._native:
+            self.way.to_native, self.way.run_to_native = len(self.way.passages), len(self.way.run)
+        self._native = True
 
     def _event(self, frame: FrameType, event: str, result: Any) -> None:
         if not self._active or event not in ("call", "return"):
             return
-        if self._handed_over and threading.current_thread() is not self._steps._thread:
+        if self._handed_over and not self._native and threading.current_thread() is not self._steps._thread:
             return
         code = frame.f_code
         if event == "call" and code.co_name == "__init__" and frame.f_lasti >= 0:
             made = frame.f_locals.get(code.co_varnames[0])
             self._made[id(made)] = made
+            self._note_dataclass(frame, made)
         file = self._file(code)
         if not file or self._in_background(frame):
             return
-        giver = self._layer(frame.f_back)
-        taker = file.rpartition("/")[0]
+        giver, taker = self._layer(frame.f_back), file
         if event == "return":
             if giver and giver != taker:
                 self._carry(result, taker, giver)
+            if self._native and code.co_qualname == "StrictParser.send" and result:
+                self._active = False
             return
         operation, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
         if operation != RESUME or argument & RESUMED:
             return
         self.way.passages.append(Entered(file, code.co_qualname, threading.current_thread().name))
-        self._note_call(frame)
+        self.way.run.setdefault(code)
+        if not self._native:
+            self._note_call(frame)
         if giver != taker:
             for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
                 value = frame.f_locals.get(name)
@@ -203,8 +238,18 @@ class Tracer:
         return found
 
     def _layer(self, frame: FrameType | None) -> str:
-        """The folder of the function that called; "" where it is none of ours."""
-        return "" if frame is None else self._file(frame.f_code).rpartition("/")[0]
+        """The file of the function that called; "" where it is none of ours."""
+        return "" if frame is None else self._file(frame.f_code)
+
+    def _note_dataclass(self, frame: FrameType, made: Any) -> None:
+        """Notes the file of a dataclass of which an instance is made, for its ``__init__`` has no file."""
+        module = sys.modules.get(type(made).__module__)
+        if frame.f_code.co_filename != "<string>" or not type(made).__module__.startswith("pillion."):
+            return
+        if module is None or not module.__file__ or not self._file(frame.f_back.f_code) or self._in_background(frame):
+            return
+        file = str(pathlib.Path(module.__file__).resolve().relative_to(ROOT))
+        self.way.passages.append(Entered(file, f"{type(made).__qualname__} (made)", threading.current_thread().name))
 
     def _in_background(self, frame: FrameType | None) -> bool:
         root = frame
@@ -213,7 +258,8 @@ class Tracer:
                 root = frame
             frame = frame.f_back
         assert root is not None
-        return root.f_code.co_qualname in BACKGROUND or _method_of(root) in BACKGROUND
+        names = {root.f_code.co_qualname, _method_of(root)}
+        return not names.isdisjoint(BACKGROUND) or (self._native and not names.isdisjoint(NOT_AWAITED))
 
     def _note_call(self, frame: FrameType) -> None:
         """A call that leaves its component, seen where it arrives, or where Redis is asked."""
@@ -235,7 +281,9 @@ class Tracer:
                 self.way.passages.append(Entered(file, "(the whole job)", "boxed process"))
 
     def _carry(self, value: Any, giver: str, taker: str) -> None:
-        """Notes the type of a value that is handed over, where it is a form."""
+        """Notes the type of a value that is handed over on the way to the native instruction, where it is a form."""
+        if self._native:
+            return
         kind = type(value)
         name = f"{kind.__module__.removeprefix('pillion.')}.{kind.__qualname__}"
         if name not in self.way.forms and self._is_ours(value) and self._holds(value, MAX_DEPTH):
@@ -328,7 +376,7 @@ def _stop_at_native(running: Components, tracer: Tracer) -> StepLoop:
     run = native.run
 
     def stopped(*arguments: int) -> int:
-        tracer.stop()
+        tracer.native()
         return int(run(*arguments))
 
     native.run = stopped
@@ -358,7 +406,9 @@ def main() -> None:
     found = ways()
     if chosen.write:
         PAGE.write_text(render(PAGE.read_text(), found))
-    print("\n\n".join("\n".join(way.lines(chosen.calls)) for way in found))
+    for way in found:
+        native, answer = (way.run_lines(to_native=to_native) for to_native in (True, False))
+        print(*way.lines(chosen.calls), "", f"{native} lines run, {answer} to the answer's first byte", "", sep="\n")
 
 
 if __name__ == "__main__":
