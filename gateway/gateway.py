@@ -95,6 +95,7 @@ from pillion.gateway.tokens.tokenizer import (
 )
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
+from pillion.priority import queue_order
 from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
@@ -271,7 +272,7 @@ class Gateway:
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
-            permit = self._enter(request, model, tenant)
+            permit = self._enter(request, model, tenant, arrived)
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             if counted is None:
                 quota.take(1, arrived)
@@ -293,7 +294,7 @@ class Gateway:
             admitted = await self._with_words(_with_grammar(admitted, grammar), request, model, tenant, places)
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
-                await self._turn(permit, request.priority, admitted, quota)
+                await self._turn(permit, admitted, quota)
             return self._start(request, model.name, admitted, answers, permit, quota, span)
         except BaseException as error:
             self._leave(tenant, permit, quota if counted is None else None, error)
@@ -316,12 +317,13 @@ class Gateway:
         if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
             count_refused(self.meters, error)
 
-    def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
+    def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, arrived: float) -> AdmissionPermit:
         """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
         still counts as an arrival in the forecast of wanted workers."""
         field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
         try:
-            return self.admission.enter(tenant, _generated(request.sampling), field)
+            order = queue_order(tenant.capped(request.priority), arrived)
+            return self.admission.enter(tenant, _generated(request.sampling), field, order)
         except Overloaded as error:
             if not tenant.background and all("/" not in quota.subject for quota in error.quotas):
                 self.cluster.forecaster.arrived(model.limits.name)
@@ -661,12 +663,10 @@ class Gateway:
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         return await model.formats.grammar(request, output_format, turns)
 
-    async def _turn(
-        self, permit: AdmissionPermit, priority: int, admitted: AdmittedRequest, quota: CountedCall
-    ) -> None:
+    async def _turn(self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall) -> None:
         """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
         workers. Raises Overloaded and DeadlineExceeded."""
-        tenant, stop = permit.tenant, contextlib.ExitStack()
+        stop = contextlib.ExitStack()
         if not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
 
@@ -674,8 +674,7 @@ class Gateway:
             stop.callback(self.on_waiting(admitted))
 
         with stop:
-            order = tenant.capped(priority), admitted.arrived, admitted.deadline
-            await self.admission.turn(permit, admitted.model, *order, waits)
+            await self.admission.turn(permit, admitted.model, admitted.deadline, waits)
         quota.begun_tokens += permit.tokens
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:

@@ -224,6 +224,7 @@ def _left(life: Life) -> Iterator[str]:
             yield f"{life.name}: {epoch.held_back} outcomes are held back"
     else:
         gateway = life.component.gateway
+        gateway.admission.check_integrity()
         if gateway.admission.requests or gateway.admission.waiting:
             yield f"{life.name}: {gateway.admission.requests} requests are admitted still"
         if gateway.cluster.load.by_component or gateway.cluster.load.tokens:

@@ -2,9 +2,12 @@
 
 enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at the workers --> leave
    |                             |                                 | waits, fairly between tenants
-   '-- over a bound: Overloaded -'                                 '-- no time left for the wait: Overloaded
+   '-- over a bound: Overloaded, --'                               '-- no time left for wait and answer: Overloaded
+       for whoever gives way
 
 Bounds are the gateway's and each tenant's own. Requests that wait are counted by them, so they bound the queues too.
+Where one is met, a request that has not had its turn may give way to the newcomer
+(:mod:`pillion.gateway.admission.bounds`).
 
 Requests in the background (batches) leave room for all others: they fill at most BACKGROUND_SHARE of any bound and of a
 model's slots, and have their turn only while nobody else waits, or once they have waited as long as their queue order
@@ -14,18 +17,19 @@ says.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 
-from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from pillion.gateway.admission.tenants import OPEN, Tenant, share_of
-from pillion.gateway.admission.turns import BACKGROUND_SHARE, AdmissionPermit, ModelTurns
-from pillion.priority import queue_order
+from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from pillion.gateway.admission.bounds import BoundMet, HeldBound, YieldingRequests
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns
 
-# A refused client may try again after this time; on a gateway so full that it refuses, streams end every few hundred
-# milliseconds.
+# A refused client may try again after this time where nothing is known of how fast answers end.
 RETRY_AFTER_MS = 1000
 
 
@@ -37,17 +41,35 @@ class Admission:
     Args:
         max_requests, max_tokens: requests and prompt tokens that may be in the gateway at once.
         slots: returns how many answers a model's workers are given at once; 0 means any number.
+        clock: returns the monotonic time, in seconds.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, slots: Callable[[str], int] = lambda model: 0) -> None:
-        self._max_requests = max_requests
-        self._max_tokens = max_tokens
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        slots: Callable[[str], int] = lambda model: 0,
+        clock: Callable[[], float] = lambda: time.monotonic(),
+    ) -> None:
+        self._requests = HeldBound("max_inflight_requests", "requests", max_requests, of_prompts=False)
+        self._tokens = HeldBound("max_inflight_tokens", "prompt tokens", max_tokens, of_prompts=True)
         self._slots = slots
-        self.requests_of: Counter[str] = Counter()
-        self.tokens_of: Counter[str] = Counter()
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._yielding = YieldingRequests()
+        # This measures how fast requests leave the gateway that had their turn, whichever model's they are.
+        self._departures = DepartureRate()
         self._queues: dict[str, _ModelQueue] = {}
-        self.requests = 0
-        self.tokens = 0
+
+    @property
+    def requests(self) -> int:
+        """Gives the number of requests in the gateway; each answer counts."""
+        return self._requests.total
+
+    @property
+    def tokens(self) -> int:
+        """Gives the number of prompt tokens that the gateway holds."""
+        return self._tokens.total
 
     @property
     def running(self) -> int:
@@ -59,81 +81,75 @@ class Admission:
         """Gives the number of requests that wait for their turn."""
         return sum(len(queue.turns.permits) for queue in self._queues.values())
 
-    def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> AdmissionPermit:
+    def enter(
+        self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n", order: float = math.inf
+    ) -> AdmissionPermit:
         """Admits one more request.
 
+        Args:
+            tenant: the sender.
+            answers: how many answers it generates.
+            field: the request's field that asks for them.
+            order: its place in any queue (:func:`pillion.priority.queue_order`); without one it never gives way, and no
+                other request of its tenant gives way to it.
+
         Raises:
-            Overloaded: a bound is met.
-            InvalidRequest: this many answers could never be admitted; the error names the ``field`` that asks for them.
+            Overloaded: a bound is met, and nobody gives way.
+            InvalidRequest: this many answers could never be admitted; the error names the ``field``.
         """
-        name, own = tenant.name, tenant.max_inflight_requests
-        alone = _bound(tenant, own, self._max_requests, 0)
+        alone = self._requests.alone(tenant)
         if answers > 1 and answers > alone:
             text = f"{answers} answers; the gateway takes {alone} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, text))
-        room = _room(tenant, self._max_requests)
-        if self.requests + answers > room:
-            raise _full("", "max_inflight_requests", room, "requests")
-        most = _bound(tenant, own, self._max_requests, self.requests - self.requests_of[name])
-        if self.requests_of[name] + answers > most:
-            raise _full(name, "max_inflight_requests", most, "requests")
-        self.requests += answers
-        self.requests_of[name] += answers
-        return AdmissionPermit(tenant, answers)
+        permit = AdmissionPermit(tenant, answers, order=order, number=next(self._numbers))
+        self._make_room(self._requests, permit, answers)
+        self._requests.take(tenant.name, answers)
+        self._departures.began(self._clock())
+        self._yielding.add(permit)
+        return permit
 
     def most_at_once(self, tenant: Tenant, tokens: int) -> int:
         """Returns how many requests of so many tokens a tenant may have in the gateway at once, where it has no others
         and nobody else has any; at least 1."""
-        requests = _bound(tenant, tenant.max_inflight_requests, self._max_requests, 0)
-        return max(1, min(requests, _bound(tenant, tenant.max_inflight_tokens, self._max_tokens, 0) // max(tokens, 1)))
+        return max(1, min(self._requests.alone(tenant), self._tokens.alone(tenant) // max(tokens, 1)))
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
         """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt
-        is always admitted, however long. Raises Overloaded."""
+        is always admitted, however long. Raises Overloaded, also where the request has given way meanwhile."""
+        permit.check()
         weight = tokens + scores
-        name, own = permit.tenant.name, permit.tenant.max_inflight_tokens
-        most = _bound(permit.tenant, own, self._max_tokens, self.tokens - self.tokens_of[name])
-        room = _room(permit.tenant, self._max_tokens)
-        if self.tokens and self.tokens + weight > room:
-            raise _full("", "max_inflight_tokens", room, "prompt tokens")
-        if self.tokens_of[name] and self.tokens_of[name] + weight > most:
-            raise _full(name, "max_inflight_tokens", most, "prompt tokens")
+        self._make_room(self._tokens, permit, weight)
         permit.tokens, permit.weight = tokens, weight
-        self.tokens += weight
-        self.tokens_of[name] += weight
+        if weight:
+            self._tokens.take(permit.tenant.name, weight)
 
     async def turn(
         self,
         permit: AdmissionPermit,
         model: str,
-        priority: int,
-        arrived_s: float,
-        deadline_s: float | None,
+        deadline_s: float | None = None,
         waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the request may go to the model's workers. Both times are monotonic. ``waits`` is called where
+        """Returns when the request may go to the model's workers. The deadline is monotonic. ``waits`` is called where
         that is not at once.
 
         Raises:
-            Overloaded: at once, where the wait would take longer than the deadline leaves.
+            Overloaded: at once, where the wait would take longer than the deadline leaves; or the request has given
+                way.
             DeadlineExceeded: the wait was expected to be shorter, and took longer.
         """
+        permit.check()
         if model not in self._queues:
-            self._queues[model] = _ModelQueue(partial(self._slots, model))
-        await self._queues[model].turn(permit, queue_order(priority, arrived_s), deadline_s, waits)
+            self._queues[model] = _ModelQueue(partial(self._slots, model), self._clock, self._yielding.remove)
+        permit.deadline_s = deadline_s
+        await self._queues[model].turn(permit, waits)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
         """Takes a request out of the gateway that has ended, by an answer or otherwise, before or after it had slots at
         workers."""
-        name = permit.tenant.name
-        self.requests -= permit.answers
-        self.tokens -= permit.weight
-        self.requests_of[name] -= permit.answers
-        self.tokens_of[name] -= permit.weight
-        for counts in (self.requests_of, self.tokens_of):
-            if not counts[name]:
-                del counts[name]
+        self._release(permit)
         if permit.queue is not None:
+            self._departures.left(permit.answers, self.requests > 0, self._clock())
             permit.queue.leave(permit, generated_tokens)
 
     def keep(self, names: Collection[str]) -> None:
@@ -142,22 +158,71 @@ class Admission:
             queue.turns.waiting.keep(names)
             queue.turns.background.keep(names)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the counts do not add up, or a request may give way that no longer waits."""
+        for bound in (self._requests, self._tokens):
+            bound.check_integrity()
+        held, weights = Counter[str](), Counter[str]()
+        for permit in self._yielding:
+            assert permit.inside, "a request may give way that has left"
+            assert permit.queue is None, "a request may give way that has had its turn"
+            held[permit.tenant.name] += permit.answers
+            weights[permit.tenant.name] += permit.weight
+        assert held <= self._requests.of, f"{dict(held)} may give way of {dict(self._requests.of)} requests"
+        assert weights <= self._tokens.of, f"{dict(weights)} may give way of {dict(self._tokens.of)} tokens"
+        for queue in self._queues.values():
+            queue.turns.check_integrity()
+
+    def _make_room(self, bound: HeldBound, permit: AdmissionPermit, amount: int) -> None:
+        """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
+        chosen = self._yielding.choose(bound, permit, amount)
+        if isinstance(chosen, BoundMet):
+            raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))
+        for one in chosen:
+            name = one.tenant.name
+            met = BoundMet(name if name == permit.tenant.name else "", False, bound.held_by(one), "")
+            text = f"{bound.name} is met, and a request that goes before this one took its place"
+            one.given_up = bound.refusal(met, text, self._retry_after_ms(bound, met))
+            self._release(one)
+            for queue in self._queues.values():
+                queue.give_up(one)
+
+    def _release(self, permit: AdmissionPermit) -> None:
+        """Gives back what a request holds of the bounds; a request that holds nothing any more is ignored."""
+        if permit.inside:
+            permit.inside = False
+            self._yielding.remove(permit)
+            self._requests.give_back(permit.tenant.name, permit.answers)
+            if permit.weight:
+                self._tokens.give_back(permit.tenant.name, permit.weight)
+
+    def _retry_after_ms(self, bound: HeldBound, met: BoundMet) -> int:
+        """Returns about how long it takes until so much of a bound is free as is lacking: requests leave as fast as of
+        late, and a tenant's are the share of them that it has in the gateway."""
+        answers = met.lacking * self.requests / max(1, bound.total)
+        if met.tenant:
+            answers *= bound.total / max(1, bound.of[met.tenant])
+        return math.ceil(self._departures.wait_s(max(0.0, answers - 1)) * 1000) or RETRY_AFTER_MS
+
 
 class _ModelQueue:
-    """Gives waiting requests of one model their slots at workers; a task awaits each of them."""
+    """Gives waiting requests of one model their slots at workers; a task awaits each of them. ``began`` is called with
+    each request that gets them."""
 
-    def __init__(self, slots: Callable[[], int]) -> None:
+    def __init__(
+        self, slots: Callable[[], int], clock: Callable[[], float], began: Callable[[AdmissionPermit], None]
+    ) -> None:
         self.turns = ModelTurns(slots)
+        self._clock = clock
+        self._began = began
         self._futures: dict[int, asyncio.Future[None]] = {}
 
-    async def turn(
-        self, permit: AdmissionPermit, request_rank: float, deadline_s: float | None, waits: Callable[[], None]
-    ) -> None:
+    async def turn(self, permit: AdmissionPermit, waits: Callable[[], None]) -> None:
         """Waits for this model's next free slot; :meth:`Admission.turn` has the errors."""
-        now_s = time.monotonic()
-        request = self.turns.wait(permit, request_rank, now_s, deadline_s)
+        now_s, deadline_s = self._clock(), permit.deadline_s
+        self.turns.wait(permit, now_s)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures[request.number] = future
+        self._futures[permit.number] = future
         try:
             self._grant()
             if not future.done():
@@ -168,19 +233,28 @@ class _ModelQueue:
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
         finally:
-            del self._futures[request.number]
-            self.turns.give_up(permit, request)
+            del self._futures[permit.number]
+            self.turns.give_up(permit)
+        permit.check()
+
+    def give_up(self, permit: AdmissionPermit) -> None:
+        """Ends the wait of a request that has given way; a request that does not wait here is ignored."""
+        self.turns.give_up(permit)
+        future = self._futures.get(permit.number)
+        if future is not None and not future.done():
+            future.set_result(None)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn."""
         self.turns.free(permit, generated_tokens)
         self._grant()
-        self.turns.left(permit, time.monotonic())
+        self.turns.left(permit, self._clock())
 
     def _grant(self) -> None:
         # A request whose future is done was cancelled a moment ago, and its task has not run since.
-        for number in self.turns.grant(self, time.monotonic(), lambda number: self._futures[number].done()):
-            self._futures[number].set_result(None)
+        for permit in self.turns.grant(self, self._clock(), lambda number: self._futures[number].done()):
+            self._began(permit)
+            self._futures[permit.number].set_result(None)
 
 
 class TenantSlots:
@@ -198,21 +272,3 @@ class TenantSlots:
     def keep(self, names: Collection[str]) -> None:
         """Forgets the slots of tenants that are not among ``names``."""
         self._slots = {name: slots for name, slots in self._slots.items() if name in names}
-
-
-def _bound(tenant: Tenant, own: int, whole: int, others: int) -> int:
-    """Returns how much of a bound ``whole`` a tenant may use, while other tenants use ``others``. The only tenant of a
-    gateway without keys may use it all."""
-    if own or not tenant.name:
-        return _room(tenant, min(own or whole, whole))
-    return _room(tenant, share_of(tenant, whole, others))
-
-
-def _room(tenant: Tenant, bound: int) -> int:
-    """Returns how much of a bound may be in use, by all requests, for one more request of the tenant to be admitted."""
-    return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound
-
-
-def _full(tenant: str, name: str, most: int, what: str) -> Overloaded:
-    text = f"{name} ({most}) {what} {f'of tenant {tenant!r} ' if tenant else ''}are under way"
-    return Overloaded(text, RETRY_AFTER_MS, (QuotaViolation(f"{tenant}/{name}" if tenant else name, text),))

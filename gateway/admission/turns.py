@@ -31,7 +31,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -123,6 +123,10 @@ class FairQueue:
                 at += other.tokens / account.weight
         return count
 
+    def __iter__(self) -> Iterator[WaitingRequest]:
+        for account in self._accounts.values():
+            yield from account.waiting
+
     def keep(self, names: Collection[str]) -> None:
         """Forgets the counters of tenants that are not among ``names`` and do not wait."""
         self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}
@@ -157,7 +161,7 @@ class DepartureRate:
         if self._since_s is None:
             self._since_s = now_s
 
-    def wait_s(self, ahead: int) -> float:
+    def wait_s(self, ahead: float) -> float:
         """Returns the seconds until a slot is free for a request with ``ahead`` answers before it; 0 if unknown."""
         if self._departures < MIN_DEPARTURES:
             return 0.0
@@ -197,16 +201,33 @@ class AdmissionPermit:
 
     Attributes:
         answers: number of answers that it generates; each counts as a request.
+        order: its place in any queue (:func:`pillion.priority.queue_order`); infinite where it waits in none.
+        number: it differs from request to request, and grows.
         tokens: number of its prompt's tokens, once it is weighed.
         weight: the prompt's tokens and the log probabilities that it asks of them, which the gateway holds at the most.
+        deadline_s: the monotonic time by which its answer is to be whole; None where it may take any time.
+        place: its place in its model's line, while it waits there.
         queue: its model's queue, once it has its turn.
+        inside: whether it counts in the gateway's bounds.
+        given_up: why it will not have its turn; None where it will, or has had it.
     """
 
     tenant: Tenant
     answers: int
+    order: float = math.inf
+    number: int = 0
     tokens: int = 0
     weight: int = 0
+    deadline_s: float | None = None
+    place: WaitingRequest | None = None
     queue: SlotOwner | None = None
+    inside: bool = True
+    given_up: Overloaded | None = None
+
+    def check(self) -> None:
+        """Raises the error of a request that will not have its turn."""
+        if self.given_up is not None:
+            raise self.given_up
 
 
 class ModelTurns:
@@ -216,53 +237,53 @@ class ModelTurns:
     def __init__(self, slots: Callable[[], int]) -> None:
         self._slots = slots
         self._departures = DepartureRate()
-        self._numbers = itertools.count()
         self.waiting = FairQueue()
         self.background = FairQueue()
         # These are the requests in line, by number.
         self.permits: dict[int, AdmissionPermit] = {}
         self.running = 0
 
-    def wait(
-        self, permit: AdmissionPermit, request_rank: float, now_s: float, deadline_s: float | None
-    ) -> WaitingRequest:
+    def wait(self, permit: AdmissionPermit, now_s: float) -> None:
         """Puts a request in its model's line. Raises Overloaded where the wait would take longer than the deadline
         leaves."""
-        request = WaitingRequest(request_rank, next(self._numbers), permit.tokens, permit.answers)
+        place = WaitingRequest(permit.order, permit.number, permit.tokens, permit.answers)
         if not permit.tenant.background and (self._crowded or not self._fits(permit.answers)):
-            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, request))
-            if deadline_s is not None and now_s + wait_s >= deadline_s:
+            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place))
+            if permit.deadline_s is not None and now_s + wait_s >= permit.deadline_s:
                 text = f"the wait would take about {wait_s:.1f} s, longer than the request's deadline leaves"
                 raise Overloaded(text, math.ceil(wait_s * 1000), (QuotaViolation("deadline", text),))
-        self._line(permit).push(permit.tenant, request)
-        self.permits[request.number] = permit
-        return request
+        permit.place = place
+        self._line(permit).push(permit.tenant, place)
+        self.permits[permit.number] = permit
 
     def began(self, permit: AdmissionPermit, now_s: float) -> None:
         """Notes that a request which got no slots at once begins to wait."""
         if not permit.tenant.background:
             self._departures.began(now_s)
 
-    def give_up(self, permit: AdmissionPermit, request: WaitingRequest) -> None:
+    def give_up(self, permit: AdmissionPermit) -> None:
         """Takes a request that still waits out of its line; a request that does not wait is ignored."""
-        if self.permits.pop(request.number, None) is not None:
-            self._line(permit).remove(permit.tenant, request)
+        if self.permits.pop(permit.number, None) is not None and permit.place is not None:
+            self._line(permit).remove(permit.tenant, permit.place)
+            permit.place = None
 
-    def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[int]:
-        """Takes out the requests whose turn has come, and returns their numbers; ``owner`` has their slots. A request
-        that is ``gone`` gets no slot."""
+    def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[AdmissionPermit]:
+        """Takes out the requests whose turn has come, and returns them; ``owner`` has their slots. A request that is
+        ``gone`` gets no slot."""
         granted = []
         while (found := self._next(now_s)) is not None:
-            line, share, request = found
-            permit, left = self.permits[request.number], gone(request.number)
-            if not left and not self._fits(permit.answers, share):
+            line, share, place = found
+            permit = self.permits[place.number]
+            if gone(place.number):
+                self.give_up(permit)
+                continue
+            if not self._fits(permit.answers, share):
                 break
             line.pop()
-            del self.permits[request.number]
-            if not left:
-                permit.queue = owner
-                self.running += permit.answers
-                granted.append(request.number)
+            del self.permits[place.number]
+            permit.place, permit.queue = None, owner
+            self.running += permit.answers
+            granted.append(permit)
         return granted
 
     def free(self, permit: AdmissionPermit, generated_tokens: int) -> None:
@@ -274,6 +295,13 @@ class ModelTurns:
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
         """Notes that an answer has ended, after others were given its slots."""
         self._departures.left(permit.answers, self._crowded, now_s)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the requests in line are not those of the two queues, each of them once."""
+        places = sorted(one.number for line in (self.waiting, self.background) for one in line)
+        assert places == sorted(self.permits), f"{places} are in line, of {sorted(self.permits)}"
+        assert all(one.place is not None and one.queue is None for one in self.permits.values())
+        assert self.running >= 0, f"{self.running} answers run"
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting

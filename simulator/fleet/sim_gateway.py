@@ -69,7 +69,9 @@ class SimGateway:
         self._policy = parse_policy(settings.split_policy)
         self.site_gateways = gateways
         self._arrivals = number
-        self._admission = Admission(settings.max_inflight_requests, settings.max_inflight_tokens)
+        self._admission = Admission(
+            settings.max_inflight_requests, settings.max_inflight_tokens, clock=lambda: site.clock.now
+        )
         self._turns = ModelTurns(self._slots)
         self._slots_of: tuple[float, int] = (-1.0, 0)
         self._waiting: dict[int, FleetRequest] = {}
@@ -82,7 +84,7 @@ class SimGateway:
         """Takes a request on, or refuses it."""
         now = self.clock.now
         try:
-            permit = self._admission.enter(OPEN)
+            permit = self._admission.enter(OPEN, order=queue_order(0, now))
         except Overloaded as error:
             self._refuse(request, error)
             return
@@ -94,10 +96,10 @@ class SimGateway:
             return
         flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
         self.open[flow] = permit
-        waiting = self._turns.wait(permit, queue_order(0, now), now, None)
-        self._waiting[waiting.number] = flow
+        self._turns.wait(permit, now)
+        self._waiting[permit.number] = flow
         self._grant()
-        if waiting.number in self._waiting:
+        if permit.number in self._waiting:
             self._turns.began(permit, now)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
@@ -115,8 +117,8 @@ class SimGateway:
 
     def _grant(self) -> None:
         self.site.running[self.number] = self._admission.requests
-        for number in self._turns.grant(self, self.clock.now, lambda number: False):
-            self._waiting.pop(number).start()
+        for permit in self._turns.grant(self, self.clock.now, lambda number: False):
+            self._waiting.pop(permit.number).start()
 
     def _refuse(self, request: Request, error: Overloaded) -> None:
         self.records.append(ClientRecord(request, PATIENCE_S, (), error.message, failed=True))

@@ -14,7 +14,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S
+from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S, queue_order
 from testbed.conditions import loop_turns
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -32,12 +32,12 @@ class Line:
         self._numbers = itertools.count()
 
     async def send(self, tenant: Tenant, label: str, *, waited_s: float = 0.0, deadline_s: float | None = None) -> None:
-        permit = self.permits[label] = self.admission.enter(tenant)
+        order = queue_order(tenant.capped(0), time.monotonic() - waited_s)
+        permit = self.permits[label] = self.admission.enter(tenant, order=order)
         self.admission.weigh(permit, 10)
-        arrived = time.monotonic() - waited_s
 
         async def turn() -> None:
-            await self.admission.turn(permit, "m", tenant.capped(0), arrived, deadline_s)
+            await self.admission.turn(permit, "m", deadline_s)
             self.order.append(label)
 
         self.tasks.append(asyncio.create_task(turn()))

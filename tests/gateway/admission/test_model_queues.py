@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ def entered(admission: Admission, tenant: Tenant = A, tokens: int = 10) -> Admis
 
 
 async def turn(admission: Admission, permit: AdmissionPermit, model: str) -> None:
-    await admission.turn(permit, model, 0, time.monotonic(), None)
+    await admission.turn(permit, model)
 
 
 async def test_a_crowded_model_does_not_hold_up_another() -> None:

@@ -75,7 +75,7 @@ async def busy(components: Components) -> AsyncIterator[None]:
     admission = components.gateway.gateway.admission
     (model,) = {entry.name for entry in components.gateway.gateway._models.values()}
     permit = admission.enter()
-    await admission.turn(permit, model, 0, 0.0, None)
+    await admission.turn(permit, model)
     try:
         yield
     finally:

@@ -1,0 +1,268 @@
+"""Who gives way at a full door: the least urgent of those that wait, of the tenant furthest above its share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import InvalidRequest, Overloaded
+from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit
+from pillion.priority import PRIORITY_AGING_S, queue_order
+from testbed.conditions import loop_turns
+from tests.support.examples import examples
+
+A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
+SMALL = Tenant(name="small", max_inflight_requests=3)
+
+
+class FullDoor:
+    """An admission, whose clock stands still unless it is moved, and the requests that have come to it."""
+
+    def __init__(self, requests: int = 8, tokens: int = 1000, slots: int = 2) -> None:
+        self.now_s = 1000.0
+        self.admission = Admission(requests, tokens, lambda model: slots, lambda: self.now_s)
+        self.permits: list[AdmissionPermit] = []
+        self.tasks: dict[AdmissionPermit, asyncio.Task[None]] = {}
+        self.begun: Counter[AdmissionPermit] = Counter()
+
+    def enter(self, tenant: Tenant, priority: int = 0, answers: int = 1, tokens: int = 1) -> AdmissionPermit:
+        permit = self.admission.enter(tenant, answers, order=queue_order(priority, self.now_s))
+        try:
+            self.admission.weigh(permit, tokens)
+        except Overloaded:
+            self.admission.leave(permit)
+            raise
+        self.permits.append(permit)
+        return permit
+
+    async def turn(self, permit: AdmissionPermit) -> None:
+        async def wait() -> None:
+            await self.admission.turn(permit, "m")
+            self.begun[permit] += 1
+
+        self.tasks[permit] = asyncio.create_task(wait())
+        await loop_turns(2)
+
+    async def come(self, tenant: Tenant, priority: int = 0, tokens: int = 1) -> AdmissionPermit:
+        permit = self.enter(tenant, priority, tokens=tokens)
+        await self.turn(permit)
+        return permit
+
+    def gone(self) -> list[int]:
+        """The places in order of arrival of those that have given way."""
+        return [number for number, permit in enumerate(self.permits) if permit.given_up is not None]
+
+    async def over(self) -> None:
+        """All leave, and nothing is left."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        for permit in self.permits:
+            self.admission.leave(permit)
+        self.admission.check_integrity()
+        assert (self.admission.requests, self.admission.tokens) == (0, 0)
+        assert (self.admission.running, self.admission.waiting) == (0, 0)
+
+
+async def test_no_urgent_request_is_refused_beside_a_flood_of_its_own_tenant() -> None:
+    door = FullDoor(requests=8, slots=2)
+    for _ in range(8):
+        await door.come(OPEN, 10)
+    with pytest.raises(Overloaded):
+        door.enter(OPEN, 10)
+    for _ in range(6):
+        await door.come(OPEN, 0)
+        door.admission.check_integrity()
+    # The newest went first, and those that had their turn stay.
+    assert door.gone() == [2, 3, 4, 5, 6, 7]
+    for number in door.gone():
+        with pytest.raises(Overloaded, match="goes before this one") as caught:
+            await door.tasks[door.permits[number]]
+        assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
+        assert caught.value.retry_after_ms == RETRY_AFTER_MS
+        door.admission.leave(door.permits[number])
+    assert door.admission.requests == 8
+    with pytest.raises(Overloaded):
+        door.enter(OPEN, 0)
+    await door.over()
+
+
+async def test_a_request_that_is_still_tokenized_gives_way_too() -> None:
+    door = FullDoor(requests=2)
+    first = door.admission.enter(OPEN, order=queue_order(10, door.now_s))
+    second = door.enter(OPEN, 10)
+    door.enter(OPEN, 0)
+    door.enter(OPEN, 0)
+    with pytest.raises(Overloaded, match="goes before this one"):
+        door.admission.weigh(first, 5)
+    with pytest.raises(Overloaded, match="goes before this one"):
+        await door.admission.turn(second, "m")
+    door.admission.leave(first)
+    assert door.admission.requests == 2
+    await door.over()
+
+
+async def test_age_makes_up_for_priority_at_the_door_too() -> None:
+    door = FullDoor(requests=4, slots=2)
+    for _ in range(4):
+        await door.come(OPEN, 1)
+    door.now_s += PRIORITY_AGING_S + 1
+    with pytest.raises(Overloaded):
+        door.enter(OPEN, 0)
+    await door.over()
+
+
+@pytest.mark.parametrize(
+    ("held", "newcomer", "gives_way"),
+    [
+        # A tenant that finds room, one below its share, one whose weight makes its share larger; then the flood itself.
+        ([(A, 16, 0)], (B, 10), ""),
+        ([(A, 16, 0), (B, 8, 0)], (B, 10), "a"),
+        ([(A, 11, 0), (HEAVY, 10, 0)], (HEAVY, 10), "a"),
+        ([(HEAVY, 14, 0), (B, 9, 0)], (B, 0), None),
+        ([(A, 16, 5)], (A, 0), "a"),
+        ([(A, 16, 5)], (A, 5), None),
+        # The tenant that is furthest above its share gives way, not the least urgent request of all.
+        ([(A, 16, 0), (B, 8, 50)], (Tenant(name="c"), 0), ""),
+        ([(A, 16, 0), (B, 8, 50), (Tenant(name="c"), 4, 0)], (Tenant(name="c"), 0), "a"),
+        # Background requests go first, another tenant's too.
+        ([(B.in_background(), 7, 0), (A, 12, 50)], (A, 0), "b"),
+    ],
+)
+async def test_who_gives_way_to_another_tenant(
+    held: list[tuple[Tenant, int, int]], newcomer: tuple[Tenant, int], gives_way: str | None
+) -> None:
+    door = FullDoor(requests=32, slots=1)
+    await door.come(Tenant(name="first"))
+    for tenant, count, priority in held:
+        with contextlib.suppress(Overloaded):
+            for _ in range(count):
+                await door.come(tenant, priority)
+    if gives_way is None:
+        with pytest.raises(Overloaded):
+            door.enter(*newcomer)
+        assert not door.gone()
+    else:
+        door.enter(*newcomer)
+        assert {door.permits[number].tenant.name for number in door.gone()} == ({gives_way} if gives_way else set())
+    door.admission.check_integrity()
+    await door.over()
+
+
+async def test_a_tenants_own_bound_concerns_nobody_else() -> None:
+    door = FullDoor(requests=8, slots=1)
+    await door.come(A)
+    for _ in range(3):
+        await door.come(A, 10)
+    for _ in range(2):
+        await door.come(SMALL, 0)
+    await door.come(SMALL, 5)
+    with pytest.raises(Overloaded, match="of tenant 'small'"):
+        door.enter(SMALL, 5)
+    door.enter(SMALL, 0)
+    assert [door.permits[number].tenant.name for number in door.gone()] == ["small"]
+    (number,) = door.gone()
+    with pytest.raises(Overloaded) as caught:
+        await door.tasks[door.permits[number]]
+    assert [quota.subject for quota in caught.value.quotas] == ["small/max_inflight_requests"]
+    await door.over()
+
+
+async def test_as_many_give_way_as_a_prompt_needs_or_none() -> None:
+    door = FullDoor(requests=100, tokens=100, slots=1)
+    await door.come(OPEN, 0, tokens=20)
+    for _ in range(8):
+        await door.come(OPEN, 10, tokens=10)
+    with pytest.raises(Overloaded, match="max_inflight_tokens"):
+        door.enter(OPEN, 0, tokens=81)
+    assert not door.gone()
+    door.enter(OPEN, 0, tokens=25)
+    assert len(door.gone()) == 3
+    assert door.admission.tokens == 95
+    await door.over()
+
+
+async def test_what_is_full_says_how_long_it_will_be() -> None:
+    door = FullDoor(requests=4, slots=0)
+    running = [await door.come(OPEN) for _ in range(4)]
+    for _ in range(8):
+        door.now_s += 2.0
+        door.admission.leave(running.pop(0))
+        running.append(await door.come(OPEN))
+    with pytest.raises(Overloaded) as caught:
+        door.enter(OPEN)
+    assert caught.value.retry_after_ms == pytest.approx(2000, rel=0.01)
+    with pytest.raises(Overloaded) as caught:
+        door.enter(OPEN, answers=3)
+    assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
+    await door.over()
+
+
+TENANTS = st.sampled_from([OPEN, A, B, HEAVY, SMALL, A.in_background(), HEAVY.in_background()])
+COMES = st.tuples(st.just("comes"), TENANTS, st.sampled_from([0, 0, 5, 10]), st.integers(1, 3), st.integers(1, 40))
+EVENTS = st.one_of(COMES, COMES, st.tuples(st.sampled_from(["turn", "ends", "cancelled", "time"]), st.integers(0, 60)))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(EVENTS, max_size=80))
+def test_whatever_happens_nobody_is_lost_or_served_twice(events: list[tuple]) -> None:
+    """Each request that came in has its turn once, or is refused once, or goes by itself; and the counts add up."""
+    asyncio.run(_happen(events))
+
+
+async def _happen(events: list[tuple]) -> None:
+    door = FullDoor(requests=10, tokens=120, slots=3)
+    left: set[AdmissionPermit] = set()
+    for kind, *rest in events:
+        inside = [permit for permit in door.permits if permit not in left]
+        if kind == "comes":
+            tenant, priority, answers, tokens = rest
+            with contextlib.suppress(Overloaded, InvalidRequest):
+                door.enter(tenant, priority, answers, tokens)
+        elif kind == "time":
+            door.now_s += rest[0]
+        elif inside:
+            permit = inside[rest[0] % len(inside)]
+            if kind == "turn" and permit not in door.tasks:
+                await door.turn(permit)
+            elif kind == "cancelled" and permit in door.tasks:
+                door.tasks[permit].cancel()
+            elif kind == "ends" and (door.begun[permit] or permit.given_up is not None):
+                door.admission.leave(permit, 5)
+                left.add(permit)
+        door.admission.check_integrity()
+        await loop_turns(2)
+        door.admission.check_integrity()
+        assert door.admission.requests <= 10
+    for permit in door.permits:
+        refused = permit.given_up is not None
+        assert door.begun[permit] + refused <= 1
+        task = door.tasks.get(permit)
+        if refused and task is not None:
+            assert task.cancelled() or isinstance(task.exception(), Overloaded)
+    for permit in left:
+        door.permits.remove(permit)
+    await door.over()
+
+
+async def test_without_an_order_a_call_takes_nobodys_place_and_keeps_its_own() -> None:
+    door = FullDoor(requests=2)
+    kept = door.admission.enter(OPEN)
+    assert kept.order == math.inf
+    door.enter(OPEN, 10)
+    with pytest.raises(Overloaded):
+        door.admission.enter(OPEN)
+    door.enter(OPEN, 0)
+    with pytest.raises(Overloaded):
+        door.enter(OPEN, 0)
+    assert kept.given_up is None
+    door.admission.leave(kept)
+    await door.over()
