@@ -58,15 +58,9 @@ SIMULATOR_TESTS = ("campaign", "redis_client", "redis_model", "sim_threads", "vi
 
 ROOMS: tuple[Room, ...] = (
     Room(
-        "top",
-        paths=("pillion/top", "tests/pillion/top"),
-        entries={"cli.commands": "pillion.top.command:top"},
-    ),
-    Room(
         "page",
         paths=("gateway/ui", "tests/gateway/ui", "tests/cluster/test_ui.py"),
         entries={"gateway.http_api.routes": "pillion.gateway.ui.ui_api:ui_routes"},
-        needs=("top",),
     ),
     Room(
         "Anthropic door",

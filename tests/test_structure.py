@@ -160,7 +160,7 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
         "ledger",
         "eviction",
         "restarts",
-        *("load", "traces", "figures", "goodput", "sweep", "top_figures", "top_pages", "top_view"),
+        *("load", "traces", "figures", "goodput", "sweep"),
     }
     assert len(found) >= 35
 

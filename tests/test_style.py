@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "simulator": {"gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "pillion"},
 }
 # Composition roots import upwards, lazily, inside functions; nothing else may.
-COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/top/", "pillion/offline/")
+COMPOSITION_ROOTS = ("pillion/cli/", "pillion/supervisor/", "pillion/offline/")
 FORBIDDEN = {
     r"^\s*(import|from) (pickle|cloudpickle|dill|marshal|shelve)\b": "no pickle",
     r"\btorch\.load\(": "no pickle: safetensors or GGUF only",

@@ -1,4 +1,4 @@
-"""Makes the live picture: the figures of `pillion top`, of heartbeats and of the gateway's own metrics.
+"""Makes the live picture: figures of heartbeats and of the gateway's own metrics.
 
     every poll:  status, own metrics --> ClusterReading --> History --> figures over some seconds --> JSON
 
@@ -13,9 +13,7 @@ from collections.abc import Callable, Container
 from dataclasses import asdict
 from typing import Any
 
-from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Values
-from pillion.top.top_figures import (
+from pillion.gateway.ui.cluster_figures import (
     ClusterReading,
     GatewayFlow,
     History,
@@ -28,7 +26,8 @@ from pillion.top.top_figures import (
     steps,
     wanted_workers,
 )
-from pillion.top.top_pages import ComponentPage
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Values
 from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
 # Rates are taken over this time, or over a little more where a poll was late.
@@ -58,17 +57,16 @@ class ClusterPicture:
         newest = self._history.newest()
         if newest is not None and now_s - newest.at_s < REFRESH_S:
             return self._picture
-        page = ComponentPage(self._component_id, "gateway", metrics())
-        now = ClusterReading(now_s, status(), {self._component_id: page})
+        now = ClusterReading(now_s, status(), metrics())
         before = self._history.add(now)
         self._picture = self._drawn(before, now)
         return self._picture
 
     def _drawn(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
         status = now.status
-        streams = flow(before, now) if before is not None else GatewayFlow(False, 0)
+        streams = flow(before, now) if before is not None else GatewayFlow()
         fenced = fenced_by(status)
-        requests = {state: now.gauge(self._component_id, names.REQUESTS_NOW, state) for state in ("running", "waiting")}
+        requests = {state: now.gauge(names.REQUESTS_NOW, state) for state in ("running", "waiting")}
         return {
             "version": status.version,
             "gateway": self._component_id,
@@ -91,7 +89,6 @@ def _flow(streams: GatewayFlow, gateways: int) -> dict[str, Any]:
         **{name: getattr(streams, name) for name in fields},
         "first_token": _quantiles(streams.first_token),
         "between_tokens": _quantiles(streams.between_tokens),
-        "gateways_counted": streams.gateways,
         "gateways": gateways,
     }
 

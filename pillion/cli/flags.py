@@ -53,6 +53,9 @@ OTHER_VARIABLES = {
 # it.
 GONE = {"ignored_fields": "a field that is not known has no effect, and the answer's header x-pillion-ignored names it"}
 
+# These commands are gone, with what does their work.
+GONE_COMMANDS = {"top": "`pillion status`, the page at /ui of a gateway with --ui, and the Grafana dashboards show it"}
+
 # In a file these flags may be tables.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
 CONFIG_PATH = "config_path"
@@ -168,6 +171,15 @@ class CommandGroup(click.Group):
 
     command_class = FlagCommand
     group_class = type
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command that the line names. Raises UsageError, for a command that is gone with what replaces
+        it."""
+        if ctx.parent is None and args[0] in GONE_COMMANDS:
+            ctx.fail(f"pillion {args[0]} is gone: {GONE_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands into the help. The list of ``pillion`` itself is divided into groups."""

@@ -9,7 +9,7 @@ import click
 # The help lists the commands of ``pillion`` in this order; a test checks that none is missing.
 COMMANDS = {
     "Run a cluster": "serve demo prepare models",
-    "Use a running cluster": "chat generate status top cache adapters events",
+    "Use a running cluster": "chat generate status cache adapters events",
     "Measure and plan": "bench simulate",
     "Keys and certificates": "keys certs",
     "Run one component": "gateway prefill decode kvnode keeper health",

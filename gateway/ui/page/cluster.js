@@ -1,4 +1,4 @@
-// The live picture: what `pillion top` shows, drawn again every second while somebody can see it.
+// The live picture, drawn again every second while somebody can see it.
 
 import { Refusal, ask } from "./api.js";
 import { Bar, Strip, byId, count, make, percent, rate, say, some, time } from "./draw.js";
@@ -144,9 +144,9 @@ function draw(picture) {
 function remarks(picture) {
   const found = [];
   if (!picture.index_available) found.push("Redis does not answer: prompts have no prefix hits.");
-  const { gateways, gateways_counted: counted } = picture.flow;
-  if (counted && counted < gateways) {
-    found.push(`Rates and latencies are those of ${counted} of ${gateways} gateways.`);
+  const { gateways } = picture.flow;
+  if (gateways > 1 && picture.rates_over_s !== null) {
+    found.push(`Rates and latencies are those of 1 of ${gateways} gateways.`);
   }
   return found;
 }

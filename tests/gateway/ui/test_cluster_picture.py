@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from pillion.gateway.ui.cluster_figures import ClusterReading, steps
 from pillion.gateway.ui.cluster_picture import OLDEST_S, REFRESH_S, WINDOW_S, ClusterPicture
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
-from pillion.top.top_figures import ClusterReading, steps
 from pillion.types import ClusterStatus, ComponentStatus
 
 GATEWAY = ComponentStatus(component_id="gateway-0", role="gateway", running_requests=2)
@@ -116,4 +116,4 @@ def test_the_first_picture_after_a_rest_has_no_rates() -> None:
 
 def test_a_worker_without_steps_has_no_figures() -> None:
     """As one of a version that tells none, whose zeros would be wrong."""
-    assert steps(ClusterReading(0.0, status(DECODE)), ClusterReading(1.0, status(DECODE)), "decode-0") is None
+    assert steps(ClusterReading(0.0, status(DECODE), {}), ClusterReading(1.0, status(DECODE), {}), "decode-0") is None

@@ -7,10 +7,10 @@ import contextlib
 
 from pillion.cli.talk import status_table
 from pillion.config import DecodeFlags
+from pillion.gateway.ui.cluster_figures import state_of
 from pillion.observability import metric_catalog as names
 from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.supervisor import Down
-from pillion.top.top_figures import state_of
 from pillion.wire.registry import DOWN
 from testbed.conditions import until
 from tests.support.fake_components import record, running_fake_cluster

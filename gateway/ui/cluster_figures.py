@@ -1,0 +1,251 @@
+"""Computes rates, shares and quantiles of what happened between two readings of a cluster, for the live picture.
+
+A reading has the cluster's status and the metrics of the gateway that shows the picture. Sans-IO (I9). A figure that
+neither reports is None, never zero: the page shows a dash for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Labels, Metric, Snapshot, Values
+from pillion.types import ClusterStatus, ComponentStatus
+
+USES = ("decode", "tail", "prefill", "speculative", "idle")
+# Grammars left no choice of the tokens with this use; they are shown with the speculative ones.
+FORCED = "forced"
+SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
+ANSWERED = ("stop", "length")
+CANCELLED = "cancelled"
+# A component without a heartbeat for this long is late; seconds later its record is gone from the registry.
+LATE_MS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReading:
+    """Holds the state of the cluster at one moment.
+
+    Attributes:
+        at_s: the time, on a clock that only goes forward.
+        metrics: the gateway's own metrics.
+    """
+
+    at_s: float
+    status: ClusterStatus
+    metrics: Values
+
+    def gauge(self, metric: Metric, *labels: str) -> float | None:
+        """Returns the value of one of the gateway's gauges; None where it has none."""
+        value = self.metrics.get(metric, {}).get(labels)
+        return value if isinstance(value, int | float) else None
+
+
+class History:
+    """Keeps the readings of the last ``window_s`` seconds, oldest first.
+
+    Where nothing was read within the window, a reading that is at most ``oldest_s`` seconds old is still good for
+    rates.
+    """
+
+    def __init__(self, window_s: float, oldest_s: float) -> None:
+        self._window_s = window_s
+        self._oldest_s = oldest_s
+        self._readings: list[ClusterReading] = []
+
+    def add(self, reading: ClusterReading) -> ClusterReading | None:
+        """Adds a reading. Returns the reading that rates are taken from: the oldest one in the window, or else the one
+        before. None where no such reading exists, or it is too old."""
+        before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s]
+        before = before or [old for old in self._readings[-1:] if reading.at_s - old.at_s <= self._oldest_s]
+        self._readings = [*before, reading]
+        return before[0] if before else None
+
+    def newest(self) -> ClusterReading | None:
+        """Returns the reading that was added last, None before the first."""
+        return self._readings[-1] if self._readings else None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Holds quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
+
+    count: int
+    p50: float
+    p99: float
+    last_bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Describes a worker's steps between two readings.
+
+    Attributes:
+        mean_s: mean duration; 0 where no step ran.
+        busy: share of the time in which a step ran.
+        shares: share of the steps' budgets by each of USES, adding up to 1; empty where no step ran.
+    """
+
+    per_second: float
+    mean_s: float
+    busy: float
+    shares: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFlow:
+    """Holds the gateway's rates per second; None where nothing was read before.
+
+    Attributes:
+        requests: requests that ended, by outcome: "answered", "cancelled" and "failed".
+        refused: requests that were refused at the edge, by reason.
+        sources: prompt tokens by each of SOURCES, where their KV came from.
+    """
+
+    generated: float | None = None
+    prompt: float | None = None
+    cached: float | None = None
+    sources: Mapping[str, float] | None = None
+    requests: Mapping[str, float] | None = None
+    refused: Mapping[str, float] | None = None
+    first_token: Quantiles | None = None
+    between_tokens: Quantiles | None = None
+
+
+def fenced_by(status: ClusterStatus) -> dict[str, str]:
+    """Returns the components that KV nodes have fenced, each with its node."""
+    return {name: node.component_id for node in status.components for name in node.fenced_components}
+
+
+def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
+    """Returns the components of the registry, and after them, without a role, those whose record has expired there and
+    which only the node that fenced them still knows."""
+    known = {one.component_id for one in status.components}
+    gone = [
+        ComponentStatus(component_id=name, role="", node_id=node)
+        for name, node in fenced_by(status).items()
+        if name not in known
+    ]
+    return (*status.components, *gone)
+
+
+def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced", "down"]:
+    """Returns a component's state, given the ids of all components that are fenced."""
+    if component.trouble:
+        return "down"
+    if component.component_id in fenced:
+        return "fenced"
+    return "late" if component.heartbeat_age_ms >= LATE_MS else "ok"
+
+
+def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
+    """Describes a worker's steps by two of its heartbeats. Returns None where they do not report steps, or where the
+    process was started between them."""
+    seconds = now.at_s - before.at_s
+    first, second = (
+        {one.component_id: one for one in reading.status.components}.get(component_id) for reading in (before, now)
+    )
+    if seconds <= 0 or first is None or second is None or not second.steps:
+        return None
+    count = second.steps - first.steps
+    grown = {
+        use: getattr(second, f"step_{use}_tokens") - getattr(first, f"step_{use}_tokens") for use in (*USES, FORCED)
+    }
+    if min(count, *grown.values()) < 0:
+        return None
+    total, total_s = sum(grown.values()), (second.steps_ms - first.steps_ms) / 1000
+    # Speculative and forced tokens both come beside the one token that each decode gets.
+    grown["speculative"] += grown.pop(FORCED)
+    shares = {use: tokens / total for use, tokens in grown.items()} if total else {}
+    return StepFigures(count / seconds, total_s / count if count else 0.0, min(1.0, total_s / seconds), shares)
+
+
+def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
+    """Returns the gateway's rates between two readings."""
+    seconds = now.at_s - before.at_s
+    if seconds <= 0:
+        return GatewayFlow()
+
+    def rates(metric: Metric, key: Callable[[Labels], str]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for labels, grown in _grown(before, now, metric):
+            found[key(labels)] = found.get(key(labels), 0.0) + grown / seconds
+        return found
+
+    sources = dict.fromkeys(SOURCES, 0.0) | rates(names.PROMPT_TOKENS, lambda labels: labels[1])
+    return GatewayFlow(
+        generated=sum(rates(names.GENERATED_TOKENS, str).values()),
+        prompt=sum(sources.values()),
+        # The rates are added up because a difference of rates may be a little below zero, and would be shown as -0 %.
+        cached=sum(rate for source, rate in sources.items() if source not in ("prefill", "tail")),
+        sources=sources,
+        requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
+        refused=rates(names.REJECTED, lambda labels: labels[0]),
+        first_token=_quantiles(before, now, names.TTFT),
+        between_tokens=_quantiles(before, now, names.ITL),
+    )
+
+
+def wanted_workers(now: ClusterReading) -> dict[str, int]:
+    """Returns how many workers of each kind the gateway's forecast wants, for all models together; empty where it does
+    not forecast."""
+    found: dict[str, int] = {}
+    for (_, role), value in sorted(now.metrics.get(names.WANTED_WORKERS, {}).items()):
+        if not isinstance(value, Snapshot):
+            found[role] = found.get(role, 0) + round(value)
+    return found
+
+
+def quantile(found: Snapshot, share: float) -> float:
+    """Returns a histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
+
+    It is linear within a bucket, infinite beyond the last bound, and 0 for an empty histogram.
+    """
+    rank, below = share * found.count, 0
+    for number, count in enumerate(found.counts):
+        if count and below + count >= rank:
+            if number == len(found.bounds):
+                return math.inf
+            low = found.bounds[number - 1] if number else 0.0
+            return low + (found.bounds[number] - low) * (rank - below) / count
+        below += count
+    return 0.0
+
+
+def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[tuple[Labels, float]]:
+    """Yields how much each of a counter's cells grew. A cell that is smaller than before was counted from zero
+    again."""
+    firsts = before.metrics.get(metric, {})
+    for labels, value in now.metrics.get(metric, {}).items():
+        first = firsts.get(labels, 0.0)
+        if not isinstance(value, Snapshot) and not isinstance(first, Snapshot):
+            yield labels, value - first if value >= first else value
+
+
+def _changes(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[Snapshot]:
+    """Yields how much each of a histogram's cells grew."""
+    firsts = before.metrics.get(metric, {})
+    for labels, value in now.metrics.get(metric, {}).items():
+        first = firsts.get(labels)
+        if isinstance(value, Snapshot):
+            if isinstance(first, Snapshot):
+                grown = tuple(map(operator.sub, value.counts, first.counts))
+                value = Snapshot(value.bounds, grown, value.total - first.total, 0.0, 0.0)
+            yield value
+
+
+def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> Quantiles | None:
+    changes = list(_changes(before, now, metric))
+    found = functools.reduce(operator.add, changes) if changes else None
+    if found is None or not found.count:
+        return None
+    return Quantiles(found.count, quantile(found, 0.5), quantile(found, 0.99), found.bounds[-1])
+
+
+def _outcome(label: str) -> str:
+    return "answered" if label in ANSWERED else label if label == CANCELLED else "failed"
