@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pillion.engine.models.config_keys import known_keys
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.llama_layer import PRE_NORMS
 from tests.support.families import FAMILIES as CASES
 from tests.support.hybrids import HYBRIDS
@@ -112,6 +112,12 @@ Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts,
 ([055](decisions/055-pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,
 vectors of texts are served, and classifiers (`ForSequenceClassification`, `tests/engine/models/test_vector_head.py`).
 
+A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes
+(`save_original_format=False`), in shards, without its head, and as the text model alone of one of text and pictures
+(`tests/engine/checkpoints/test_saved_forms.py`, for each case of the table). Without a head it gives vectors alone,
+unless its config says that the head is the embedding. Experts' matrices that have their inputs as rows in some files,
+and their outputs in others (`qwen3_vl_moe`), are told apart by their shapes.
+
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
 workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
@@ -127,7 +133,8 @@ own node, on another one, on disk or in a bucket (`tests/cluster/test_states_on_
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""
 AFTER = """
-Of models of text and pictures the text model is served: {text}. Other names of what is served: {same}.
+Of models of text and pictures the text model is served: {text}. Saved alone, these text models give vectors: {alone}.
+Other names of what is served: {same}.
 
 ## What is left out
 
@@ -258,7 +265,7 @@ def render() -> str:
         lines.append(f"| {name} | {options(family)} | {own} | {off} | {', '.join(cases.get(name, []))} |")
     text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
-    lines.append(AFTER.format(text=text, same=same))
+    lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
     lines.append(OF_PICTURES)
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out(LEFT_OUT_OF_PICTURES).items()]

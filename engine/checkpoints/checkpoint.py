@@ -1,9 +1,10 @@
 """Reads the tensors of a decoder from safetensors files, under the names that checkpoints have for them.
 
 The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
-expert or one for all experts of a layer (transformers 5). A *spelling* of a decoder's tensor is a list of checkpoint
-tensors which, stacked along their first dimension, are that tensor. The first complete spelling is used. Neither
-pickles nor code are read.
+expert or one for all experts of a layer (transformers 5), and the names of the published files or those that
+transformers' class has for them (``save_pretrained(save_original_format=False)``). A *spelling* of a decoder's tensor
+is a list of checkpoint tensors which, stacked along their first dimension, are that tensor. The first complete spelling
+is used. Neither pickles nor code are read.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _OF_PICTURES = (
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
 # The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
+# They begin so where the files are those of the model within, without a head.
+_BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
+# transformers 5 saves the layers of these models' text models under the names that published files have for those of
+# what sees: Qianfan-OCR, Kimi K2.5.
+_LAYERS_OF_PICTURES = ("encoder.layers.", "blocks.")
 _MOST_GUESSING_LAYERS = 8
 _LISTED_NAMES = 4  # An error names at most this many tensors.
 
@@ -50,13 +56,13 @@ _LISTED_NAMES = 4  # An error names at most this many tensors.
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Names a tensor of a checkpoint and its shape. ``part`` is the entry of its first dimension that is read; None
-    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file,
-    ``optional`` that a checkpoint may lack it."""
+    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file; None
+    that files of the family have either, which their shapes tell. ``optional`` says that a checkpoint may lack it."""
 
     name: str
     shape: tuple[int, ...]
     part: int | None = None
-    transposed: bool = False
+    transposed: bool | None = False
     optional: bool = False
 
     @property
@@ -97,17 +103,22 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
         wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, every)
         wanted["token_inputs.projection"] = _named(name, every, config.hidden_size)
         wanted["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
-    return {key: tuple(_in_files(spelling, config) for spelling in spellings) for key, spellings in wanted.items()}
+    return {key: _in_files(spellings, config) for key, spellings in wanted.items()}
 
 
 def _turned(spelling: Spelling) -> Spelling:
     return tuple(replace(tensor, transposed=len(tensor.shape) > 1) for tensor in spelling)
 
 
-def _in_files(spelling: Spelling, config: ModelConfig) -> Spelling:
-    """Gives the tensors the names that the family's checkpoints have for them."""
+def _in_files(spellings: tuple[Spelling, ...], config: ModelConfig) -> tuple[Spelling, ...]:
+    """Gives the tensors the names that the family's checkpoints have for them, and as further spellings those that
+    transformers' class has, where these are others."""
     family = FAMILIES[config.family]
-    return tuple(replace(tensor, name=family.in_files(tensor.name)) for tensor in spelling)
+    named = [tuple(replace(tensor, name=family.in_files(tensor.name)) for tensor in spelling) for spelling in spellings]
+    if not family.model_names:
+        return tuple(named)
+    own = [tuple(replace(tensor, name=family.in_models(tensor.name)) for tensor in spelling) for spelling in named]
+    return (*named, *(spelling for spelling in own if spelling not in named))
 
 
 def _of_model(spelling: Spelling, prefix: str) -> Spelling:
@@ -165,6 +176,11 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
                 for name, row in zip(names, first, strict=True)
             )
         )
+        if tensor.role is Role.TAPS and len(names) > 1:
+            # transformers 5 cuts what it has in one tensor into equal parts, however many channels each part has.
+            most = -(-rows // len(names))
+            cut = [min(most, rows - most * part) for part in range(len(names))]
+            found.append(tuple(replace(each, shape=(own, *columns)) for each, own in zip(found[-1], cut, strict=True)))
     return tuple(found)
 
 
@@ -206,8 +222,8 @@ class FileTensor:
 class Checkpoint:
     """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files.
 
-    ``chooses_tokens`` says whether the model has a head that does. Classifiers have none, nor have files of the model
-    within alone whose head is not the embedding.
+    ``chooses_tokens`` says whether the model has a head that does. Classifiers have none, nor have files of a model
+    that was saved without its head, unless that is the embedding.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor], *, within: bool) -> None:
@@ -229,15 +245,16 @@ class Checkpoint:
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
-        head = (_in_files(plain, config),)
+        head = _in_files((plain,), config)
         self.chooses_tokens = not config.labels
-        if config.tie_word_embeddings and not config.labels and self._has(head[0][0]):
+        has_head = any(self._has(tensor) for (tensor,) in head)
+        if config.tie_word_embeddings and not config.labels and has_head:
             # The config ties the head to the embedding; a head in the file is used nevertheless, equal or not.
             wanted["lm_head"] = head
-        elif within and "lm_head" in wanted and not self._has(head[0][0]):
+        elif (within or config.headless) and "lm_head" in wanted and not has_head:
             self.chooses_tokens = False
             wanted = {key: spellings for key, spellings in wanted.items() if not key.startswith("lm_head")}
-        self._spellings = self._choose(wanted)
+        self._spellings = self._settled(self._choose(wanted))
         self._check_names()
         self._check_shapes()
 
@@ -276,24 +293,28 @@ class Checkpoint:
         found = self._handles[plain_name]
         return f"{found.path}: {found.name}"
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the plain tensors that the model has, by their names in the checkpoint and in the file's type."""
-        for name in dict.fromkeys(tensor.name for spelling in self._spellings.values() for tensor in spelling):
-            yield name, self._tensor(name, None)
+    def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
+        """Yields the plain tensors that the model has, as they are in the file and in its type."""
+        every = {tensor.name: tensor for spelling in self._spellings.values() for tensor in spelling}
+        for name, tensor in every.items():
+            yield tensor, self._tensor(name, None)
 
     def has(self, key: str) -> bool:
         """Returns whether the model has a tensor of that name."""
         return key in self._spellings
 
     def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
-        """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none; where all of one is
-        missing, the error names the layer that the family's checkpoints have in place of several."""
+        """Chooses each tensor's first complete spelling, and of several with the same names the one whose shapes fit.
+        Raises ConfigError if a tensor has none; where all of one is missing, the error names the layer that the
+        family's checkpoints have in place of several."""
 
         def absent(spelling: Spelling) -> list[str]:
             return [tensor.name for tensor in spelling if not self._has(tensor)]
 
         def lack(spelling: Spelling) -> tuple[float, int]:
             share = len(absent(spelling)) / len(spelling)
+            if share == 0:
+                return share, sum(not self._fits(tensor) for tensor in spelling)
             return share, len(spelling) if share == 1 else 0
 
         chosen = {key: min(spellings, key=lack) for key, spellings in wanted.items()}
@@ -303,6 +324,38 @@ class Checkpoint:
         if missing:
             raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
         return chosen
+
+    def _fits(self, tensor: CheckpointTensor) -> bool:
+        """Returns whether a plain tensor has the shape that the config wants."""
+        header = self._headers.get(tensor.name)
+        return header is None or header.shape == tensor.plain_shape or tensor.transposed is None
+
+    def _settled(self, chosen: dict[str, Spelling]) -> dict[str, Spelling]:
+        """Says of tensors that may be either way round in files which way they are in these.
+
+        A square one shows nothing, and lies as the model's others do: of the two matrices of an expert one at least is
+        not square. Raises ConfigError where some lie one way round and some the other.
+        """
+        either = [tensor for spelling in chosen.values() for tensor in spelling if tensor.transposed is None]
+        if not either:
+            return chosen
+        ways: dict[bool, str] = {}
+        for way in (True, False):
+            for tensor in (replace(tensor, transposed=way) for tensor in either):
+                header = self._headers.get(tensor.name)
+                if tensor.shape[-1] != tensor.shape[-2] and header and header.shape == tensor.plain_shape:
+                    ways[way] = tensor.name
+        if len(ways) > 1:
+            raise ConfigError(
+                f"{self._place(ways[True])} is [experts, inputs, outputs], and {self._place(ways[False])} is [experts,"
+                " outputs, inputs]; save the model anew, so that both are one way round"
+            )
+        # Where no shape fits either way, the error of the shapes says what published files have.
+        way = next(iter(ways), True)
+        return {
+            key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in spelling)
+            for key, spelling in chosen.items()
+        }
 
     def _has(self, wanted: CheckpointTensor) -> bool:
         """Returns whether the files hold a tensor, plain or in few bits."""
@@ -378,11 +431,11 @@ def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str,
     with open_files(folder) as files:
         handles = {_plain(name): found for name, found in files.items() if not name.startswith(_IGNORED_PREFIXES)}
         # Checkpoints of embedding models are often those of the model within that for text.
-        prefix = "model." if "embed_tokens.weight" in handles else FAMILIES[config.family].bare_prefix
-        within = bool(prefix) and not any(name.startswith(prefix) for name in handles)
+        prefix, _, embedding = FAMILIES[config.family].in_files("model.embed_tokens.weight").partition(".")
+        within = embedding in handles
         if within:
             kept = ("score.",) if config.labels else ()
-            handles = {name if name.startswith(kept) else prefix + name: found for name, found in handles.items()}
+            handles = {name if name.startswith(kept) else f"{prefix}.{name}": found for name, found in handles.items()}
         yield handles, within
 
 
@@ -401,7 +454,8 @@ def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
     if config.labels or config.tie_word_embeddings:
         return not config.labels
     with _open_decoder(folder, config) as (handles, within):
-        return not within or Checkpoint(folder, config, handles, within=within).chooses_tokens
+        may_lack = within or config.headless
+        return not may_lack or Checkpoint(folder, config, handles, within=within).chooses_tokens
 
 
 def _header(stored: FileTensor) -> TensorHeader:
@@ -416,10 +470,13 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def _plain(name: str) -> str:
-    for prefix in _TEXT_PREFIXES:
+    for prefix in (*_TEXT_PREFIXES, *_BARE_TEXT_PREFIXES):
         if name.startswith(prefix):
-            return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")
+            rest = name.removeprefix(prefix)
+            for layers in _LAYERS_OF_PICTURES:
+                rest = f"layers.{rest.removeprefix(layers)}" if rest.startswith(layers) else rest
+            return f"model.{rest}" if prefix in _TEXT_PREFIXES else rest
+    return name
 
 
 def names_in_words(names: list[str]) -> str:

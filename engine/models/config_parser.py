@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, TRANSPOSED_EXPERTS, ModelFamily
+from pillion.engine.models.families import EITHER_WAY, FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -87,7 +87,7 @@ MOST_NEAR_NAMES = 3
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
     encoders = entered_one(ENCODERS)
-    return tuple(sorted({*FAMILIES, *TEXT_OF, *SAME_AS, *(() if encoders is None else encoders.kinds)}))
+    return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *(() if encoders is None else encoders.kinds)}))
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
@@ -134,7 +134,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     encoders, labels = entered_one(ENCODERS), labels_of(config)
     if encoders is not None and is_encoder(config):
         return encoders.parse(config, labels)
-    return _parse_decoder(_text_config(config), labels)
+    return replace(_parse_decoder(_text_config(config), labels), headless=_is_headless(config))
 
 
 def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
@@ -216,6 +216,13 @@ def labels_of(config: Mapping[str, Any]) -> int:
     return size(config, "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2)
 
 
+def _is_headless(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config names a class of transformers that has no head, such as LlavaModel."""
+    named = config.get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
+    return first.endswith("Model") and not first.endswith("LMHeadModel")
+
+
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     """Returns the family of a config, and its name. Raises ConfigError for one that is not known."""
     said = config.get("model_type")
@@ -250,6 +257,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the language model's config out of a config for text and images, where it stands in it or, in old ones,
     beside what is about images; any other config as it is. Raises ConfigError for a text model that is not known."""
     outer, text = str(config.get("model_type")), config.get("text_config")
+    if outer in TEXT_AS:
+        # The text model was saved alone, by a class without a head. Whether the whole one's head is the embedding is
+        # not said.
+        return {**_as_family(config, outer), "tie_word_embeddings": False}
     known = TEXT_OF.get(outer)
     if known is None or (text is not None and not isinstance(text, Mapping)):
         return config
@@ -261,10 +272,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     said = SAME_AS.get(said, said)
     if said not in known:
         raise ConfigError(f"{outer}: config.json has a text_config of model_type = {said!r}, which is not supported")
-    family, missing = TEXT_AS.get(said, (said, {}))
     around = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
-    own = {key: config[key] for key in around if key in config}
-    return {**missing, **text, **_of_text_alone(text, said in TEXT_AS), **own, "model_type": family}
+    return {**_as_family(text, said), **{key: config[key] for key in around if key in config}}
+
+
+def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
+    """Returns the config of a text model of type ``said`` as its family's configs are."""
+    family, missing = TEXT_AS.get(said, (said, {}))
+    return {**missing, **text, **_of_text_alone(text, said in TEXT_AS), "model_type": family}
 
 
 def _of_text_alone(text: Mapping[str, Any], places_pictures: bool) -> Mapping[str, Any]:
@@ -510,7 +525,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         sparse=2 * number(options, "router_jitter_noise", 0.0) if "router_jitter_noise" in options else None,
         shared=inner if family.shared_expert else _shared(options, inner),
         beside="enable_moe_block" in options,
-        transposed=bool(raw.get(TRANSPOSED_EXPERTS)),
+        either_way=bool(raw.get(EITHER_WAY)),
         share=0.5 if _one_of(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
     )
 

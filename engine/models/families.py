@@ -84,8 +84,8 @@ class ModelFamily:
         derived: returns what follows from a config, by keys as other families' configs have them.
         names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
         model_names: what modules' names in transformers' class have in place of what those in checkpoints have, in the
-            order of replacement, where both differ. Adapters have the names of the class that they were trained with.
-        bare_prefix: what names in checkpoints may lack, all of them: the name of the model within that for text.
+            order of replacement, where both differ. Adapters have the names of the class that they were trained with,
+            and files those of the class that saved them with ``save_original_format=False``.
         turned: whether checkpoints have the inputs of layers' matrices as their rows.
         learned_positions: whether embeddings of positions are added to those of tokens.
         position_offset: how many of these come before that of the first position.
@@ -128,7 +128,6 @@ class ModelFamily:
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     names: tuple[tuple[str, str], ...] = ()
     model_names: tuple[tuple[str, str], ...] = ()
-    bare_prefix: str = ""
     turned: bool = False
     learned_positions: bool = False
     position_offset: int = 0
@@ -617,7 +616,6 @@ _GPT2 = ModelFamily(
     fused=("self_attn.qkv_proj",),
     derived=_one_kv_head_each,
     names=_GPT_NAMES,
-    bare_prefix="transformer.",
     turned=True,
     learned_positions=True,
     ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
@@ -869,6 +867,7 @@ FAMILIES: dict[str, ModelFamily] = {
         sigmoid_router=True,
         derived=_flint,
         names=(("self_attn.sinks", "self_attn.softmax_offset"),),
+        model_names=(("self_attn.softmax_offset", "self_attn.sinks"),),
     ),
     "phi3": ModelFamily(
         {
@@ -1316,6 +1315,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 8,
         },
         layer=partial(llama_layer, qk_norm="projection", choice_bias="block_sparse_moe.e_score_correction_bias"),
+        model_names=((".block_sparse_moe.", ".mlp."),),
         partial_rope=True,
         sigmoid_router=True,
         derived=_minimax_m2,
@@ -1349,6 +1349,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_layer_interval": 1,
         },
         layer=partial(llama_layer, choice_bias="mlp.moe_statics.e_score_correction_bias"),
+        model_names=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         biases=_ONE_KEY,
         interleaved_rope=True,
         # Capacities bound what an expert gets in training.
@@ -1373,6 +1374,7 @@ FAMILIES: dict[str, ModelFamily] = {
             **_GROUPS,
         },
         layer=partial(llama_layer, qk_norm="head", choice_bias="mlp.e_score_correction_bias"),
+        model_names=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
         nope_if_full=True,
         sigmoid_router=True,
         ignored=_GUESSING,
@@ -1437,6 +1439,7 @@ FAMILIES: dict[str, ModelFamily] = {
             choice_bias="mlp.expert_bias",
             shared_mlp=_HUNYUAN_SHARED,
         ),
+        model_names=((".mlp.expert_bias", ".mlp.e_score_correction_bias"), (".shared_mlp.", ".shared_experts.")),
         sigmoid_router=True,
         ignored=(*_GUESSING, "enable_moe_fp32_combine"),
     ),
@@ -1547,6 +1550,7 @@ FAMILIES: dict[str, ModelFamily] = {
             ("self_attn.", "attention."),
             ("lm_head", "embed_out"),
         ),
+        model_names=(("embed_out", "lm_head"),),
     ),
     "persimmon": ModelFamily(
         {
@@ -1752,7 +1756,6 @@ FAMILIES: dict[str, ModelFamily] = {
             ("self_attn.o_proj", "self_attn.out_proj"),
             ("model.", "model.decoder."),
         ),
-        bare_prefix="model.",
         learned_positions=True,
         position_offset=2,
         ignored=("dropout", "layerdrop", "init_std", "activation_dropout"),
@@ -1881,6 +1884,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "mlp_layer_types": None,
         },
         layer=partial(_DEEPSEEK_ROUTER, sum_norm="post_mlp_layernorm", lacks_choice_bias=True),
+        model_names=((".post_mlp_layernorm.", ".mlp.post_mlp_layernorm."),),
         sigmoid_router=True,
         # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
         idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
@@ -2106,7 +2110,7 @@ FAMILIES: dict[str, ModelFamily] = {
             (".mamba.", ".mixer."),
             (".mlp.", ".mixer."),
         ),
-        model_names=(("backbone.layers.", "model.layers."),),
+        model_names=(("backbone.", "model."),),
         # These are about training, kernels and caches; attention has no biases, and what is shared its own width.
         ignored=(
             "attention_bias",
@@ -2170,8 +2174,10 @@ FAMILIES: dict[str, ModelFamily] = {
         names=((".linear_attn.", ".self_attn."),),
         model_names=(
             (".block_sparse_moe.", ".mlp."),
-            (".self_attn.f_a_proj.", ".self_attn.forget_gate.f_a_proj."),
-            (".self_attn.f_b_proj.", ".self_attn.forget_gate.f_b_proj."),
+            *(
+                (f".self_attn.{part}", f".self_attn.forget_gate.{part}")
+                for part in ("f_a_", "f_b_", "A_log", "dt_bias")
+            ),
         ),
         ignored=(*_LATENT_IGNORED, *_GUESSING),
         fixed={
@@ -2201,10 +2207,14 @@ FAMILIES: dict[str, ModelFamily] = {
             linear_norms=PRE_NORMS,
             norms=POST_NORMS,
             qk_norm="projection",
-            also_called={
-                "input_layernorm": "attention_layer_norm",
-                "post_attention_layernorm": "feedforward_layer_norm",
-            },
+        ),
+        names=(
+            (".input_layernorm.", ".attention_layer_norm."),
+            (".post_attention_layernorm.", ".feedforward_layer_norm."),
+        ),
+        model_names=(
+            (".attention_layer_norm.", ".input_layernorm."),
+            (".feedforward_layer_norm.", ".post_attention_layernorm."),
         ),
         norm="wide",
         linear=olmo_hybrid_layers,
@@ -2277,8 +2287,9 @@ TEXT_OF = {
 }
 # Such text models are of a family in all but their name, and what their configs say where it is missing, or may not
 # say. Where pictures stand in a text moves positions; in a text alone they are those of any text. The key of Pillion's
-# own says that experts' matrices, where one tensor has all of them, have inputs as rows.
-TRANSPOSED_EXPERTS = "_transposed_experts"
+# own says that experts' matrices, where one tensor has all of them, have inputs as rows in published files, and outputs
+# in those that transformers 5 saves.
+EITHER_WAY = "_experts_either_way"
 _QWEN_VL: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -2305,7 +2316,7 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
             "norm_topk_prob": True,
-            TRANSPOSED_EXPERTS: True,
+            EITHER_WAY: True,
         },
     ),
 }

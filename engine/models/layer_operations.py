@@ -87,7 +87,8 @@ class LayerTensor:
         experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
         stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
             of their biases is called NAME_bias.
-        transposed: whether plain stacked tensors are [experts, inputs, outputs] in checkpoints.
+        transposed: whether plain stacked tensors are [experts, inputs, outputs] in checkpoints; None where they are so
+            in some, and [experts, outputs, inputs] in others.
         alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
             other...
         eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
@@ -114,7 +115,7 @@ class LayerTensor:
     by_head: bool = False
     experts: int = 0
     stacked: tuple[str, ...] = ()
-    transposed: bool = False
+    transposed: bool | None = False
     alternating: bool = False
     eps: float = 0.0
     grouped: bool = False

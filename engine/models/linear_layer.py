@@ -8,7 +8,7 @@ also such as forget by rows (Kimi-Linear), state spaces (Mamba-2). Imports no to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,27 +43,16 @@ def hybrid_layer(
     *,
     mixer: Mixer,
     linear_norms: Norms | None = None,
-    also_called: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Layer:
     """Returns the operations of layer ``index``: those of :func:`llama_layer` with its ``options``, or, where the layer
-    has a state, the same with ``mixer`` in place of attention, and with ``linear_norms``, some of which are
-    ``also_called`` otherwise in checkpoints."""
+    has a state, the same with ``mixer`` in place of attention, and with ``linear_norms``."""
     linear = config.linear
     if linear is None or not linear.layers[index]:
         return llama_layer(config, index, **options)
     if linear_norms is not None:
         options = {**options, "norms": linear_norms}
-    layer = llama_layer(config, index, **options, mixer=mixer(config, linear))
-    return tuple(_renamed(operation, also_called or {}) for operation in layer)
-
-
-def _renamed(operation: LayerOperation, names: Mapping[str, str]) -> LayerOperation:
-    if not isinstance(operation, Norm) or operation.weight is None:
-        return operation
-    weight = operation.weight
-    more = tuple((names[name],) for (name,) in weight.spellings if name in names)
-    return Norm(replace(weight, spellings=(*weight.spellings, *more))) if more else operation
+    return llama_layer(config, index, **options, mixer=mixer(config, linear))
 
 
 def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:

@@ -338,8 +338,9 @@ def experts(config: ModelConfig, choice_bias: str = "", *, optional_bias: bool =
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
-    # Llama 4, which alone scales what experts read, has their stacked matrices transposed, as Qwen3-VL has.
-    llama, transposed = "feed_forward.experts.{}", moe.scaled_inputs or moe.transposed
+    # Llama 4, which alone scales what experts read, has their stacked matrices transposed. So have the published files
+    # of Qwen3-VL, and those that transformers 5 saves have not.
+    llama, transposed = "feed_forward.experts.{}", None if moe.either_way else moe.scaled_inputs
     router = LayerTensor(
         name="router",
         role=Role.EXACT_MATRIX,

@@ -41,7 +41,8 @@ class MoeConfig:
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         beside: whether layers with experts have their dense MLP, too.
-        transposed: whether plain matrices of all experts in one tensor have inputs as rows in checkpoints.
+        either_way: whether plain matrices of all experts in one tensor have inputs as rows in some checkpoints, and
+            outputs in others.
         share: the factor of the results of experts and of the MLP beside them, where the residual stream takes them.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
@@ -62,7 +63,7 @@ class MoeConfig:
     sparse: float | None = None
     shared: int = 0
     beside: bool = False
-    transposed: bool = False
+    either_way: bool = False
     share: float = 1.0
 
 
@@ -199,6 +200,7 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
         head_bias: whether logits have a bias.
         labels: how many labels a classifier tells apart, which has a head for these and none for tokens; else 0.
+        headless: whether the config names a class without a head, whose files may lack one.
         learned_positions: whether embeddings of positions are added to those of tokens.
         gated: whether MLPs have a gate.
         activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
@@ -249,6 +251,7 @@ class ModelConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     labels: int = 0
+    headless: bool = False
     learned_positions: bool = False
     gated: bool = True
     activation: str = "silu"

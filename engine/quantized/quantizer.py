@@ -207,19 +207,21 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
                 )
             untied = replace(config, tie_word_embeddings=False)
             names, linear = decoder_tensors(untied), _linear_names(untied)
-            embedding, head = (names[key][0][0].name for key in ("embedding", "lm_head"))
-            for index, (name, tensor) in enumerate(checkpoint.tensors()):
+            embeddings, heads = ({tensor.name for (tensor,) in names[key]} for key in ("embedding", "lm_head"))
+            tied_head = names["lm_head"][0][0].name
+            for index, (wanted, tensor) in enumerate(checkpoint.tensors()):
+                name = wanted.name
                 if index % _TOLD_TENSORS == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
-                if name == head:
-                    writer.add(_stored(head, tensor, "int8", 0, pool))
+                if name in heads:
+                    writer.add(_stored(name, tensor, "int8", 0, pool))
                 elif name in linear:
-                    matrix = tensor.mT if linear[name] else tensor
+                    matrix = tensor.mT if wanted.transposed else tensor
                     writer.add(_stored(name, matrix, kind, group, pool))
                 else:
                     writer.add({name: tensor})
-                if name == embedding and not checkpoint.has("lm_head"):
-                    writer.add(_stored(head, tensor, "int8", 0, pool))
+                if name in embeddings and not checkpoint.has("lm_head"):
+                    writer.add(_stored(tied_head, tensor, "int8", 0, pool))
     finally:
         torch.set_num_threads(threads)
     words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
@@ -232,9 +234,9 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
 _MODEL_TABLES = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
 
 
-def _linear_names(config: ModelConfig) -> dict[str, bool]:
-    """Returns all names that checkpoints have for the matrices of linear layers, and whether these are transposed.
-    Those of two dimensions that choose or weigh rows, such as routers, are none."""
+def _linear_names(config: ModelConfig) -> set[str]:
+    """Returns all names that checkpoints have for the matrices of linear layers. Those of two dimensions that choose or
+    weigh rows, such as routers, are none."""
     exact = {
         f"layers.{index}.{tensor.name}"
         for index, operations in enumerate(layers_of(config))
@@ -242,7 +244,7 @@ def _linear_names(config: ModelConfig) -> dict[str, bool]:
         if tensor.role is not Role.MATRIX
     }
     return {
-        tensor.name: tensor.transposed
+        tensor.name
         for key, spellings in decoder_tensors(config).items()
         for spelling in spellings
         for tensor in spelling

@@ -196,7 +196,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": [ATTENTION, LINEAR],
         "without": ("head_dim",),
         "pad_token_id": 2,
-        "stacked_experts": True,
         "linear_allow_neg_eigval": False,
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": None},
@@ -208,7 +207,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": [LINEAR, LINEAR, ATTENTION],
         "without": ("head_dim",),
         "pad_token_id": 2,
-        "stacked_experts": True,
     },
 }
 

@@ -285,25 +285,22 @@ def test_the_text_part_of_qwens_model_of_text_and_pictures(tmp_path):
 
 
 def test_olmo_hybrids_own_names(tmp_path):
-    """Its checkpoints have a convolution each for queries, keys and values, and other norms in linear layers."""
+    """transformers 5 saves three equal parts of a convolution of queries, keys and values; published files have parts
+    with the channels of each. The two have other names for a norm of layers that attend."""
     folder, flags = make_model(tmp_path / "model", HYBRIDS["olmo-hybrid"])
     text, found = tokens_of(PROMPT_TOKENS, 2), []
-    keys, values = 2 * 24, 4 * 48
-    for _ in range(2):
+    tensors, keys, values = load_file(folder / "model.safetensors"), 2 * 24, 4 * 48
+    published = dict(tensors)
+    norm = "model.layers.2.{}.weight".format
+    published[norm("post_attention_layernorm")] = published.pop(norm("feedforward_layer_norm"))
+    for layer in range(2):
+        names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split([keys, keys, values])
+        published |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    for each in (tensors, published):
+        save_file(each, folder / "model.safetensors", metadata={"format": "pt"})
         driver = StateDriver(prepare(flags))
         found.append(driver.run_all(driver.sequences.add()[0], text, [7]))
-        tensors = load_file(folder / "model.safetensors")
-        for layer in range(2):
-            start = f"model.layers.{layer}"
-            taps = tensors.pop(f"{start}.linear_attn.conv1d.weight", None)
-            for part, rows in zip("qkv", () if taps is None else taps.split([keys, keys, values]), strict=False):
-                tensors[f"{start}.linear_attn.{part}_conv1d.weight"] = rows.clone()
-            for ours, theirs in (
-                ("input_layernorm", "attention_layer_norm"),
-                ("post_attention_layernorm", "feedforward_layer_norm"),
-            ):
-                tensors[f"{start}.{theirs}.weight"] = tensors.pop(f"{start}.{ours}.weight", torch.ones(64))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(*found)
 
 
