@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pillion.engine.adapters.adapter_files import modules
-from pillion.engine.adapters.adapter_rows import adapter_shapes
+from pillion.engine.adapters.adapter_rows import plain_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.models.model_config import ModelConfig
 
@@ -29,7 +29,8 @@ def random_adapter(
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}
-    for name, (outputs, inputs) in adapter_shapes(config).items():
+    for name, shape in plain_shapes(config).items():
+        outputs, inputs = shape.outputs, shape.inputs
         # The width of heads may differ between layers, and a layer that reads another one's keys has queries alone.
         queries = config.num_heads * config.heads_of(int(name.split(".")[1])).head_dim
         keys = (outputs - queries) // 2
@@ -57,7 +58,7 @@ def random_adapter_folder(config: ModelConfig, into: pathlib.Path, seed: int, ra
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     # Where checkpoints have several names for a projection, an adapter has tensors under one of them.
-    named = {projection: name for name, projection in reversed(modules(config).items())}
+    named = {projection: name for name, projection in reversed(modules(config).items()) if not projection.exact}
     for projection, name in named.items():
         a = torch.randn(rank, projection.inputs, generator=generator) / projection.inputs**0.5
         b = torch.randn(projection.outputs, rank, generator=generator) / (2 * rank**0.5)

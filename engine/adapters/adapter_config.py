@@ -48,8 +48,8 @@ _BOOKKEEPING = _words(
 )
 _READ = _words(
     """
-    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
-    init_lora_weights bias lora_bias use_dora fan_in_fan_out
+    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules target_parameters exclude_modules
+    layers_to_transform layers_pattern init_lora_weights bias lora_bias use_dora fan_in_fan_out
     """
 )
 # Where virtual tokens come from no longer matters when their adapter is saved: PEFT has run their encoder by then.
@@ -71,7 +71,6 @@ _PROMPTS = ("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE", "T
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REASONS = {
     "modules_to_save": f"an adapter with whole layers of its own is not served; {MERGE}",
-    "target_parameters": f"experts and other parameters that are no linear layers have no adapters here; {MERGE}",
     "trainable_token_indices": f"embeddings have no adapters here; {MERGE}",
 }
 
@@ -86,6 +85,8 @@ class AdapterConfig:
         rank_pattern, alpha_pattern: ranks and alphas by expressions that match the end of a module's name.
         targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
             ALL_LINEAR.
+        parameters: the ends of the names of parameters that are changed: the matrices of all experts of a layer in one
+            tensor ("experts.down_proj"), or the matrix of a module ("gate.weight"). No other key excludes some of them.
         excluded: modules that are not changed, said in the same two ways.
         layers: the layers that are changed; None for all.
         layers_pattern: the name before a layer's number; empty for any.
@@ -101,6 +102,7 @@ class AdapterConfig:
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     targets: str | tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     excluded: str | tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
@@ -119,13 +121,17 @@ class AdapterConfig:
             return _named(self.targets, module)
         return _named(self.targets, module) and self._layer_of(module) in self.layers
 
+    def is_parameter(self, name: str) -> bool:
+        """Says whether the adapter changes a parameter that its config names, by the name in transformers' class."""
+        return _named(self.parameters, name)
+
     def _layer_of(self, module: str) -> int:
         patterns = [_LAYER.format(name) for name in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next(filter(None, (_compiled(pattern).match(module) for pattern in patterns)), None)
         return -1 if found is None else int(found[1])
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank of the two low-rank matrices of ``module``."""
+        """Returns the rank of the two low-rank matrices of ``module``; for a parameter, that of each expert."""
         return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
@@ -155,7 +161,7 @@ class VirtualConfig:
         return json.dumps({"virtual": asdict(self)}, sort_keys=True).encode()
 
 
-_LATER = ("lora_bias", "dora", "biases", "turned")
+_LATER = ("lora_bias", "dora", "biases", "turned", "parameters")
 # PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
@@ -204,13 +210,15 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfi
         raise _refused("peft_type", kind, f"only LORA, {', '.join(_TRAINS_KV)} are served{instead}")
     _refuse_others(raw)
     layers = raw.get("layers_to_transform")
+    parameters = tuple(sorted(set(_list_of(str, raw.get("target_parameters"), "target_parameters"))))
     return AdapterConfig(
         rank=size(raw, "r"),
         alpha=_alpha(raw, "lora_alpha", 8),
         rank_stabilized=_flag(raw, "use_rslora"),
         rank_pattern=tuple((key, size(part, key)) for key, part in _patterns(raw, "rank_pattern")),
         alpha_pattern=tuple((key, _alpha(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
-        targets=_targets(raw),
+        targets=_targets(raw, needed=not parameters),
+        parameters=parameters,
         excluded=_modules(raw, "exclude_modules"),
         # PEFT reads an empty list as all layers.
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
@@ -283,9 +291,9 @@ def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any
     return [(name, {name: found[name]}) for name in _expressions(list(found), key, _END)]
 
 
-def _targets(raw: Mapping[str, Any]) -> str | tuple[str, ...]:
+def _targets(raw: Mapping[str, Any], *, needed: bool) -> str | tuple[str, ...]:
     found = _modules(raw, "target_modules")
-    if not found:
+    if not found and needed:
         raise ConfigError(f"{CONFIG_NAME}: target_modules names no module")
     return ALL_LINEAR if isinstance(found, str) and found.lower() == ALL_LINEAR else found
 

@@ -4,6 +4,12 @@
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight    [outputs, rank]
     ... .lora_B.bias (lora_bias), .lora_magnitude_vector (DoRA), .bias or .base_layer.bias (bias)    [outputs]
 
+for the matrices of all experts of a layer, which one parameter of transformers' class holds (``target_parameters``),
+
+    ... .mlp.experts.base_layer.lora_A.weight   [experts * rank, inputs], of gate_up_proj: expert by expert
+    ... .mlp.experts.base_layer.lora_B.weight   [outputs, rank * experts]: rank by rank
+    ... .mlp.experts.lora_A.weight and .lora_B.weight, of down_proj, around which PEFT wraps no other
+
 or, where it has virtual tokens,
 
     prompt_embeddings   [tokens, hidden size], their embeddings; or [tokens, layers * 2 * KV heads * head_dim], their KV
@@ -17,8 +23,8 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -29,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, VirtualConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
-from pillion.engine.models.families import FAMILIES, layers_of
+from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
@@ -60,6 +66,8 @@ _VIRTUAL = "prompt_embeddings"
 # The names of the decoder's tensors begin like this in models of text, and in transformers 5 and 4 in models of text
 # and images.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+_WRAPPED = ".base_layer"
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # PEFT may give these modules adapters, which Pillion does not serve.
 _REFUSED = (
@@ -69,9 +77,6 @@ _REFUSED = (
         (name, "embeddings have no adapters here")
         for name in ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings")
     ),
-    ("experts", "experts have no adapters here"),
-    *((name, "routers of experts have no adapters here") for name in ("gate", "router")),
-    ("shared_expert_gate", "gates of experts have no adapters here"),
     *(
         (name, "convolutions have no adapters here")
         for name in ("conv.conv", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
@@ -96,6 +101,9 @@ class Projection:
         biased: whether the model has a bias there.
         factors: how many outputs follow one another that the model multiplies by one number, and this number; () where
             it multiplies none.
+        exact: whether its inputs and products are float32 in every type of the model: those of routers and gates.
+        experts: how many experts have such a layer each; 0 for a layer that all rows pass.
+        expert: the number of one expert, whose layer alone this is; None elsewhere.
     """
 
     layer: str
@@ -104,12 +112,22 @@ class Projection:
     inputs: int
     biased: bool = False
     factors: tuple[tuple[int, float], ...] = ()
+    exact: bool = False
+    experts: int = 0
+    expert: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Says whether this stands for the layers of all experts."""
+        return self.experts > 0 and self.expert is None
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """Names what an adapter changes in one linear layer. ``a``, ``b``, ``pair_bias``, ``norms`` and ``bias`` are the
-    tensors' names in the file, or ""; where there is a bias alone, there is no pair of matrices."""
+    """Names what an adapter changes in one linear layer, or in those of all experts. ``a``, ``b``, ``pair_bias``,
+    ``norms`` and ``bias`` are the tensors' names in the file, or ""; where there is a bias alone, there is no pair of
+    matrices. ``swapped`` says that ``a`` reads the layer's outputs, and that ``b`` has its inputs: PEFT has taken a
+    parameter of another orientation for a matrix [outputs, inputs]."""
 
     module: str
     a: str
@@ -120,6 +138,7 @@ class AdapterPair:
     pair_bias: str = ""
     norms: str = ""
     bias: str = ""
+    swapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +151,22 @@ class _Tensor:
 
 def projections(layer: Layer, index: int) -> dict[str, Projection]:
     """Returns the linear layers of a layer of the decoder that may have adapters, by their names in checkpoints. A
-    family has either a layer such as qkv_proj or its parts. Experts have no adapters."""
+    family has either a layer such as qkv_proj or its parts. In the names of an expert's, {} stands for its number."""
     found = {}
     for tensor in tensors_of(layer):
-        if tensor.role is not Role.MATRIX or tensor.experts:
+        if tensor.role not in (Role.MATRIX, Role.EXACT_MATRIX):
             continue
         name, inputs = f"layers.{index}.{tensor.name}", tensor.shape[1]
+        exact = tensor.role is Role.EXACT_MATRIX
         pieces = [piece.size for piece in tensor.rows]
         factors = tuple(zip(pieces, tensor.scales, strict=True)) if tensor.scales else ()
         for names in tensor.spellings:
             first = 0
             for module, own in zip(names, tensor.pieces_of(names), strict=True):
                 size = sum(pieces[own])
-                found[module] = Projection(name, first, size, inputs, tensor.bias, factors[own])
+                found[module] = Projection(
+                    name, first, size, inputs, tensor.bias, factors[own], exact, tensor.experts
+                )
                 first += size
     return found
 
@@ -165,11 +187,44 @@ def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Project
     hidden = {one for name, parts in _FUSED.items() for one in (parts if name in family.fused else (name,))}
     for index, layer in enumerate(layers_of(model)):
         for name, projection in projections(layer, index).items():
-            in_files = family.in_files(f"{prefix}layers.{index}.{name}.weight")
-            if name not in hidden:
-                both = {in_files: projection, family.in_models(in_files): projection}
-                found |= {tensor.removesuffix(".weight"): projection for tensor in both}
+            if name not in hidden and not projection.experts:
+                for tensor in _names(family, f"{prefix}layers.{index}.{name}.weight"):
+                    found[tensor.removesuffix(".weight")] = projection
     return found
+
+
+def modules_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
+    """Returns the linear layers of single experts, by the names that they have in checkpoints, and in classes which
+    have a module for each; the argument is that of :func:`modules`."""
+    family, found = FAMILIES[model.family], dict[str, Projection]()
+    for index, layer in enumerate(layers_of(model)):
+        for name, projection in projections(layer, index).items():
+            for number in range(projection.experts):
+                own = replace(projection, expert=number)
+                for tensor in _names(family, f"{prefix}layers.{index}.{name}.weight".replace("{}", str(number))):
+                    found[tensor.removesuffix(".weight")] = own
+    return found
+
+
+def parameters_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, dict[str, Projection]]:
+    """Returns the parameters that hold the matrices of all experts of a layer, by the names of the modules that have
+    them, and by their own names there, in the order in which transformers' class declares them; the argument is that of
+    :func:`modules`."""
+    family, found = FAMILIES[model.family], defaultdict[str, dict[str, Projection]](dict)
+    for index, layer in enumerate(layers_of(model)):
+        for tensor in tensors_of(layer):
+            for name in tensor.stacked:
+                for own in _names(family, f"{prefix}layers.{index}.{name}"):
+                    module, _, parameter = own.rpartition(".")
+                    layer_name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
+                    found[module][parameter] = Projection(layer_name, 0, outputs, inputs, experts=tensor.experts)
+    return found
+
+
+def _names(family: ModelFamily, name: str) -> tuple[str, ...]:
+    """Returns the names that a tensor has in a family's checkpoints and in transformers' class, by that of Llama's."""
+    in_files = family.in_files(name)
+    return in_files, family.in_models(in_files)
 
 
 def widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
@@ -202,6 +257,11 @@ def _why_none(tensor: str) -> str:
     reason = next((f"{reason}; {MERGE}" for part, reason in _REFUSED_PARTS if part in tensor), None)
     # With an adapted embedding or head, PEFT also saves the layer itself.
     return reason or _why_refused(tensor) or "no adapter has such a one"
+
+
+def _place(projection: Projection) -> tuple[str, int, int]:
+    """Returns what orders linear layers: fused layers, their outputs, and experts."""
+    return projection.layer, projection.first_output, projection.expert or 0
 
 
 class AdapterFiles:
@@ -251,32 +311,19 @@ class AdapterFiles:
                 f"{CONFIG_NAME}: fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs],"
                 f" as those of a {model.family} model do not; PEFT reads it as false"
             )
+        if config.parameters and FAMILIES[model.family].turned:
+            raise self._error(f"{CONFIG_NAME}: target_parameters is not supported for {model.family}: it has no experts")
         halves = self._halves()
         prefix = self._prefix(halves)
         known = modules(model, prefix)
-        pairs: list[AdapterPair] = []
-        for module, names in halves.items():
-            projection = known.get(module)
-            if projection is None:
-                raise self._error(f"{next(iter(names.values()))} is for {module}, {self._why_unknown(module, model)}")
-            if _A in names and not config.is_target(module):
-                raise self._error(f"it has {names[_A]}, whose module its config does not name as a target")
-            rank = config.rank_of(module)
-            if 0 < max_rank < rank:
-                raise self._error(f"{module} has rank {rank}, and --max-lora-rank is {max_rank}")
-            a, b, *more = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
-            pairs.append(AdapterPair(module, a, b, projection, rank if a else 1, config.scale_of(module), *more))
-            self._check_shapes(pairs[-1])
-        # Checkpoints have several names for some layers, of which a model has one.
-        once = {pair.projection: pair.module for pair in pairs}
-        twice = next((pair.module for pair in pairs if once[pair.projection] != pair.module), None)
-        if twice is not None:
-            raise self._error(f"it has tensors for {twice} under two names")
-        adapted = {pair.projection for pair in pairs if pair.a}
-        missing = [module for module in known if known[module] not in adapted and config.is_target(module)]
-        if missing:
-            raise self._error(f"its config names {missing[0]} as a target, for which {TENSORS_NAME} has no tensors")
-        return tuple(sorted(pairs, key=lambda pair: (pair.projection.layer, pair.projection.first_output)))
+        if any(map(_OF_EXPERT.search, halves)):
+            known |= modules_of_experts(model, prefix)
+        parameters = parameters_of_experts(model, prefix)
+        pairs = [
+            self._pair(config, module, names, known, parameters, model, max_rank) for module, names in halves.items()
+        ]
+        self._check_complete(config, pairs, known, parameters)
+        return tuple(sorted(pairs, key=lambda pair: _place(pair.projection)))
 
     def digest(self, use: Callable[[str, Bytes], None] | None = None) -> str:
         """Returns the SHA-256, in hexadecimal, of what the config means and of all tensors, by name. It reads the whole
@@ -366,6 +413,85 @@ class AdapterFiles:
         values = self.bits(_VIRTUAL, numbers[_VIRTUAL], dtype, scale)
         shape = (model.num_layers, 2, model.num_kv_heads, model.head_dim) if self.config.kv else (model.hidden_size,)
         return VirtualBits(self.config.kv, values.reshape(-1, *shape))
+
+    def _pair(
+        self,
+        config: AdapterConfig,
+        module: str,
+        names: Mapping[str, str],
+        known: Mapping[str, Projection],
+        parameters: Mapping[str, Mapping[str, Projection]],
+        model: ModelConfig,
+        max_rank: int,
+    ) -> AdapterPair:
+        """Returns the pair of a module, which has tensors ``names``. Raises ConfigError where it does not fit config
+        and model."""
+        projection, name = known.get(module), module
+        if projection is None:
+            name, projection = self._of_experts(config, module, parameters)
+        elif _A in names and not config.is_target(module):
+            name = f"{module}.weight"
+            if not config.is_parameter(name):
+                raise self._error(f"it has {names[_A]}, whose module its config does not name as a target")
+        if projection is None:
+            raise self._error(f"{next(iter(names.values()))} is for {module}, {self._why_unknown(module, model)}")
+        if projection.experts and (more := sorted(names.keys() - {_A, _B})):
+            raise self._error(f"it has {names[more[0]]}, and experts have no adapters but pairs of matrices here")
+        rank = config.rank_of(name)
+        if 0 < max_rank < rank:
+            raise self._error(f"{name} has rank {rank}, and --max-lora-rank is {max_rank}")
+        a, b, *vectors = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
+        # PEFT knows from transformers' class whether a parameter's rows are outputs, but not from Llama 4's, and its
+        # releases differ, so that shapes decide where they can.
+        square = projection.outputs == projection.inputs
+        swapped = projection.stacked and (
+            FAMILIES[model.family].scaled_experts if square else self._tensors[a].shape[1:] == (projection.outputs,)
+        )
+        pair = AdapterPair(name, a, b, projection, rank if a else 1, config.scale_of(name), *vectors, swapped)
+        self._check_shapes(pair)
+        return pair
+
+    def _of_experts(
+        self, config: AdapterConfig, module: str, parameters: Mapping[str, Mapping[str, Projection]]
+    ) -> tuple[str, Projection | None]:
+        """Returns the name of the parameter with the matrices of all experts for which PEFT has written a module, and
+        these; None where ``module`` is for no such parameter."""
+        inside = module
+        while inside.endswith(_WRAPPED):
+            inside = inside.removesuffix(_WRAPPED)
+        own = parameters.get(inside, {})
+        # PEFT wraps the module once for each parameter, in the order of their declaration.
+        targets = [name for name in own if config.is_parameter(f"{inside}.{name}")]
+        depth = (len(module) - len(inside)) // len(_WRAPPED)
+        if own and depth >= len(targets):
+            raise self._error(f"it has tensors for {module}, whose parameter its config does not name as a target")
+        return (f"{inside}.{targets[-1 - depth]}", own[targets[-1 - depth]]) if own else (module, None)
+
+    def _check_complete(
+        self,
+        config: AdapterConfig,
+        pairs: Sequence[AdapterPair],
+        known: Mapping[str, Projection],
+        parameters: Mapping[str, Mapping[str, Projection]],
+    ) -> None:
+        """Raises ConfigError for modules and parameters that have tensors under two names, or that the config names and
+        that have none."""
+        # Checkpoints have several names for some layers, of which a model has one.
+        once = {pair.projection: pair.module for pair in pairs}
+        stacked = {pair.projection.layer for pair in pairs if pair.projection.stacked}
+        for pair in pairs:
+            apart = pair.projection.expert is not None and pair.projection.layer in stacked
+            if once[pair.projection] != pair.module or apart:
+                raise self._error(f"it has tensors for {pair.module} under two names")
+        adapted = {pair.projection for pair in pairs if pair.a}
+        # Some of transformers' classes have modules for routers and gates, and PEFT's "all-linear" means these.
+        wanted = {name: found for name, found in known.items() if not found.exact and config.is_target(name)}
+        weights = {f"{name}.weight": found for name, found in known.items()}
+        weights |= {f"{module}.{name}": found for module, own in parameters.items() for name, found in own.items()}
+        wanted |= {name: found for name, found in weights.items() if config.is_parameter(name)}
+        missing = next((name for name, found in wanted.items() if found not in adapted), None)
+        if missing is not None:
+            raise self._error(f"its config names {missing} as a target, for which {TENSORS_NAME} has no tensors")
 
     def _check_virtual(self, config: VirtualConfig, model: ModelConfig) -> None:
         for name in self._tensors:
@@ -475,7 +601,11 @@ class AdapterFiles:
         if pair.pair_bias and projection.factors:
             raise self._error(f"it has {pair.pair_bias}, where the model multiplies inputs by a number of its own")
         vectors = [(name, (projection.outputs,)) for name in (pair.pair_bias, pair.norms, pair.bias)]
-        matrices = [(pair.a, (pair.rank, projection.inputs)), (pair.b, (projection.outputs, pair.rank))]
-        for name, wanted in (*matrices, *vectors):
+        ranks, outputs, inputs = pair.rank, projection.outputs, projection.inputs
+        if projection.stacked:
+            ranks *= projection.experts
+            outputs, inputs = (inputs, outputs) if pair.swapped else (outputs, inputs)
+        for name, wanted in ((pair.a, (ranks, inputs)), (pair.b, (outputs, ranks)), *vectors):
             if name and (found := self._tensors[name].shape) != wanted:
-                raise self._error(f"{name} is {list(found)}; rank and model want {list(wanted)}")
+                why = f" for {projection.experts} experts" if projection.stacked else ""
+                raise self._error(f"{name} is {list(found)}; rank and model want {list(wanted)}{why}")

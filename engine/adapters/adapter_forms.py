@@ -30,8 +30,8 @@ class PairBits:
 
     Attributes:
         first_output: the first output of the fused layer to which the pair adds.
-        a: [rank, inputs].
-        b: [outputs, rank], multiplied by the adapter's scale.
+        a: [rank, inputs], or for the layers of all experts [experts, rank, inputs].
+        b: [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
         affine: float32 [2, outputs], by which the layer's outputs are multiplied, and what is added to them then,
             before the pair's part; None for nothing.
     """
@@ -83,40 +83,44 @@ class PlainForm:
     """Lays all matrices one after the other, for backends that take them as tensors."""
 
     def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
-        """Returns the size of one number in bytes, what the virtual tokens are, with their shape, or null, and the
-        shapes of all pairs; and the matrices' bytes."""
+        """Returns what the virtual tokens are, with their type and shape, or null, and of each pair its layer, first
+        output, type, and the shapes of its matrices and its affine; and the bytes of all of them."""
         virtual, every = bits.virtual, bits.layers
-        about = [
-            [name, pair.first_output, *pair.a.shape, len(pair.b), pair.affine is not None]
-            for name, pairs in every.items()
-            for pair in pairs
-        ]
+        about: list[Any] = [None if virtual is None else [virtual.kv, virtual.values.dtype.str, virtual.values.shape]]
         matrices = [] if virtual is None else [virtual.values]
-        parts = (part for pairs in every.values() for pair in pairs for part in (pair.a, pair.b, pair.affine))
-        matrices += [part for part in parts if part is not None]
-        data = np.concatenate([one.reshape(-1).view(np.uint8) for one in matrices])
-        return [matrices[0].itemsize, None if virtual is None else [virtual.kv, *virtual.values.shape], *about], data
+        for name, pairs in every.items():
+            for pair in pairs:
+                parts = [part for part in (pair.a, pair.b, pair.affine) if part is not None]
+                about.append([name, pair.first_output, pair.a.dtype.str, *(part.shape for part in parts)])
+                matrices += parts
+        return about, np.concatenate([_padded_bytes(one) for one in matrices])
+
+
+def _padded_bytes(numbers: npt.NDArray[Any]) -> Bytes:
+    """Returns the bytes of numbers, in whole words of 4 bytes, so that float32 may follow."""
+    flat = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
+    return np.pad(flat, (0, -len(flat) % 4))
 
 
 def plain_bits(about: list[Any], data: Bytes) -> AdapterBits:
     """Returns the adapter that a :class:`PlainForm` packed, as views of its bytes."""
-    size_bytes, tokens, *pairs = about
+    tokens, *pairs = about
     layers: dict[str, list[PairBits]] = {}
-    values, end, virtual = data.view(f"u{size_bytes}"), 0, None
+    end, virtual = 0, None
+
+    def taken(kind: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+        nonlocal end
+        size_bytes = math.prod(shape) * np.dtype(kind).itemsize
+        begin, end = end, end + size_bytes + -size_bytes % 4
+        return data[begin : begin + size_bytes].view(kind).reshape(shape)
+
     if tokens is not None:
-        kv, *shape = tokens
-        end = math.prod(shape)
-        virtual = VirtualBits(kv, values[:end].reshape(shape))
-    for name, first_output, rank, inputs, outputs, has_affine in pairs:
-        middle = end + rank * inputs
-        a, begin, end = values[end:middle], middle, middle + outputs * rank
-        b, affine = values[begin:end].reshape(outputs, rank), None
-        if has_affine:
-            begin, end = end, end + 2 * outputs * 4 // size_bytes
-            # A copy lies where float32 may lie.
-            affine = np.frombuffer(values[begin:end].tobytes(), np.float32).reshape(2, outputs)
-        pair = PairBits(first_output, a.reshape(rank, inputs), b, affine)
-        layers.setdefault(name, []).append(pair)
+        kv, kind, shape = tokens
+        virtual = VirtualBits(kv, taken(kind, shape))
+    for name, first_output, kind, a, b, *affine in pairs:
+        first, second = taken(kind, a), taken(kind, b)
+        own = taken("<f4", affine[0]) if affine else None
+        layers.setdefault(name, []).append(PairBits(first_output, first, second, own))
     return AdapterBits(layers, virtual)
 
 

@@ -86,26 +86,35 @@ def read_adapter(
     numbers = files.checked_numbers(digest, pairs)
     own_orders = {name: np.array(order) for name, order in orders.items()}
     layers: dict[str, list[PairBits]] = defaultdict(list)
+    of_experts: dict[tuple[str, int], list[PairBits]] = defaultdict(list)
     family = FAMILIES[model.family]
     base = BaseWeights(model_folder, turned=family.turned, in_models=family.in_models)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
+        own_dtype = "float32" if projection.exact else dtype
         affine = _affine(files, base, pair, numbers)
         if affine is not None and affine[0].max() > MAX_CHANGE:
             raise ConfigError(f"{files.folder}: {pair.norms} makes weights more than {MAX_CHANGE:.0f} times as large")
         if not pair.a:
-            kind = np.uint32 if dtype == "float32" else np.uint16
+            kind = np.uint32 if own_dtype == "float32" else np.uint16
             a, b = np.zeros((1, projection.inputs), kind), np.zeros((projection.outputs, 1), kind)
         else:
-            a = files.bits(pair.a, numbers.pop(pair.a), dtype)
-            b = _second(files, pair, numbers.pop(pair.b), affine, dtype)
+            a = files.bits(pair.a, numbers.pop(pair.a), own_dtype)
+            b = _second(files, pair, numbers.pop(pair.b), affine, own_dtype)
+        if projection.stacked:
+            a, b = _by_expert(pair, a, b)
         order = own_orders.get(projection.layer.split(".", 2)[2])
         if order is not None:
             # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
             # reordered within itself.
             own = order[first : first + projection.outputs] - first
-            b, affine = b[own], None if affine is None else affine[:, own]
-        layers[projection.layer].append(PairBits(first, a, b, affine))
+            b, affine = b[..., own, :], None if affine is None else affine[:, own]
+        if projection.expert is None:
+            layers[projection.layer].append(PairBits(first, a, b, affine))
+        else:
+            of_experts[projection.layer, first].append(PairBits(first, a, b))
+    for (name, first), each in of_experts.items():
+        layers[name].append(_together(first, each))
     virtual, order = files.virtual(model, numbers, dtype), own_orders.get("qkv")
     if virtual is not None and virtual.kv and order is not None:
         # Keys have the order of the outputs that give the model's own keys.
@@ -115,6 +124,25 @@ def read_adapter(
         values = np.stack([own.reshape(heads.shape), virtual.values[:, :, 1]], 2)
         virtual = VirtualBits(kv=True, values=values)
     return AdapterBits(layers, virtual)
+
+
+def _by_expert(pair: AdapterPair, a: Bits, b: Bits) -> tuple[Bits, Bits]:
+    """Returns the matrices of a parameter by expert: A [experts, rank, inputs] and B [experts, outputs, rank].
+
+    PEFT has A as [experts * rank, inputs], expert by expert, and B as [outputs, rank * experts], rank by rank.
+    """
+    experts = pair.projection.experts
+    first = a.reshape(experts, pair.rank, -1)
+    second = b.reshape(len(b), pair.rank, experts).transpose(2, 0, 1)
+    return (second.swapaxes(1, 2), first.swapaxes(1, 2)) if pair.swapped else (first, second)
+
+
+def _together(first_output: int, each: Sequence[PairBits]) -> PairBits:
+    """Returns the pairs of all experts, in their order, as one; zeros stand for ranks that another expert has more."""
+    rank = max(len(pair.a) for pair in each)
+    a = [np.pad(pair.a, ((0, rank - len(pair.a)), (0, 0))) for pair in each]
+    b = [np.pad(pair.b, ((0, 0), (0, rank - len(pair.a)))) for pair in each]
+    return PairBits(first_output, np.stack(a), np.stack(b))
 
 
 def _second(

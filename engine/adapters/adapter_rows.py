@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,19 +50,31 @@ def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
     return rows, np.ascontiguousarray(np.stack([ordered[firsts], firsts, counts], 1), np.int32)
 
 
-def check_adapter(weights: AdapterWeights, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
-    """Raises ConfigError where a model whose fused layers have ``shapes``, (outputs, inputs) by name, cannot take an
-    adapter, or the adapter's rank is above ``max_rank``."""
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Describes a fused layer that adapters may change, or those of all ``experts``; 0 for a layer that all rows pass.
+    ``exact`` says that its rows and its matrices are float32 in every type of the model."""
+
+    outputs: int
+    inputs: int
+    experts: int = 0
+    exact: bool = False
+
+
+def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max_rank: int) -> None:
+    """Raises ConfigError where a model whose fused layers have ``shapes``, by name, cannot take an adapter, or the
+    adapter's rank is above ``max_rank``."""
     if not 0 < weights.rank <= max_rank:
         raise ConfigError(f"adapter {weights.digest[:12]} has rank {weights.rank}; --max-lora-rank is {max_rank}")
     for name, pairs in weights.layers.items():
         if name not in shapes:
             raise ConfigError(f"adapter {weights.digest[:12]} changes {name}, which this model does not have")
-        outputs, inputs = shapes[name]
+        outputs, inputs = shapes[name].outputs, shapes[name].inputs
+        experts = (shapes[name].experts,) if shapes[name].experts else ()
         after = 0
         for pair in pairs:
-            (rank, pair_inputs), (pair_outputs, same_rank) = pair.a.shape, pair.b.shape
-            fits = 0 < rank == same_rank <= weights.rank and pair_inputs == inputs
+            (*each, rank, pair_inputs), (*same, pair_outputs, same_rank) = pair.a.shape, pair.b.shape
+            fits = (*each,) == (*same,) == experts and 0 < rank == same_rank <= weights.rank and pair_inputs == inputs
             if not fits or not after <= pair.first_output < pair.first_output + pair_outputs <= outputs:
                 raise ConfigError(
                     f"adapter {weights.digest[:12]} does not fit {name}, which has {outputs} outputs and {inputs}"
@@ -70,11 +83,18 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, tuple[int, int]]
             after = pair.first_output + pair_outputs
 
 
-def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns (outputs, inputs) of each fused layer that adapters may change. Experts have no adapters."""
+def adapter_shapes(config: ModelConfig) -> dict[str, LayerShape]:
+    """Returns the shape of each fused layer that adapters may change, those of experts, their routers and the gates
+    beside them included."""
     return {
-        f"layers.{index}.{tensor.name}": (tensor.shape[0], tensor.shape[1])
+        f"layers.{index}.{tensor.name}": LayerShape(*tensor.shape, tensor.experts, tensor.role is Role.EXACT_MATRIX)
         for index, layer in enumerate(layers_of(config))
         for tensor in tensors_of(layer)
-        if tensor.role is Role.MATRIX and not tensor.experts
+        if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX)
     }
+
+
+def plain_shapes(config: ModelConfig) -> dict[str, LayerShape]:
+    """Returns those of :func:`adapter_shapes` that all rows pass in the model's type."""
+    found = adapter_shapes(config)
+    return {name: shape for name, shape in found.items() if not shape.experts and not shape.exact}

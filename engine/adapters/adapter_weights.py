@@ -9,7 +9,7 @@ with outputs and a rank of its own. Backends whose form is plain multiply by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterBits, Bits, PairBits, VirtualBits
 from pillion.engine.models import families
-from pillion.engine.models.layer_operations import Share, tensors_of
+from pillion.engine.models.layer_operations import LayerTensor, Share, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 
@@ -28,8 +28,8 @@ class LowRank:
 
     Attributes:
         first_output: the first output of the fused layer to which the pair adds.
-        a: float32 or bfloat16 [rank, inputs].
-        b: the same type [outputs, rank], multiplied by the adapter's scale.
+        a: float32 or bfloat16 [rank, inputs], or for the layers of all experts [experts, rank, inputs].
+        b: the same type [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
         affine: float32 [2, outputs]: s and t; None where they are 1 and 0.
     """
 
@@ -60,8 +60,9 @@ class AdapterWeights:
         digest: SHA-256 of the adapter's content in hexadecimal, which is its identity everywhere (I2).
         rank: the greatest rank of a pair; 1 where there is none.
         layers: what is added to each fused layer, by the layer's name: "layers.3.qkv", "layers.3.o",
-            "layers.3.gate_up" (gate before up), "layers.3.down", "layers.3.linear.in" (of a layer with a state). Layers
-            that the adapter does not change are missing. Outputs of the pairs of one layer do not overlap, and rise.
+            "layers.3.gate_up" (gate before up), "layers.3.down", "layers.3.linear.in" (of a layer with a state),
+            "layers.3.experts.gate_up" and "layers.3.experts.down" of all experts, "layers.3.router". Layers that the
+            adapter does not change are missing. Outputs of the pairs of one layer do not overlap, and rise.
         virtual: the virtual tokens that stand before each prompt.
     """
 
@@ -74,7 +75,7 @@ class AdapterWeights:
 def weights_of(digest: str, bits: AdapterBits) -> AdapterWeights:
     """Returns an adapter's bits as tensors; nothing is copied."""
     layers, virtual = bits.layers, bits.virtual
-    rank = max((pair.a.shape[0] for pairs in layers.values() for pair in pairs), default=1)
+    rank = max((pair.a.shape[-2] for pairs in layers.values() for pair in pairs), default=1)
     found = {
         name: tuple(
             LowRank(
@@ -124,17 +125,34 @@ def shard_adapter(
         if int(index) not in own:
             continue
         tensor, values = tensors[int(index)][kind], inner.get(name.rpartition(".")[0])
-        if tensor.inputs[0].share is not Share.WHOLE:
-            inputs = shard.indices(tensor.inputs, values)
-            layers[name] = tuple(_inputs(pair, inputs, leads=shard.leads) for pair in pairs)
+        if values is None or values.ndim == 1:
+            layers[name] = _share_of(pairs, tensor, shard, values)
             continue
-        mine = shard.indices(tensor.rows, values)
-        shares = [_outputs(pair, mine) for pair in pairs]
-        layers[name] = tuple(share for share in shares if share is not None)
+        # The inner values of each expert have an order of its own.
+        each = [
+            _share_of([replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs], tensor, shard, order)
+            for number, order in enumerate(values)
+        ]
+        layers[name] = tuple(
+            replace(same[0], a=torch.stack([one.a for one in same]), b=torch.stack([one.b for one in same]))
+            for same in zip(*each, strict=True)
+        )
     virtual = weights.virtual
     if virtual is not None and virtual.kv:
         virtual = replace(virtual, values=virtual.values[:, :, :, shard.kv_heads.start : shard.kv_heads.stop])
     return replace(weights, layers={name: pairs for name, pairs in layers.items() if pairs}, virtual=virtual)
+
+
+def _share_of(
+    pairs: Iterable[LowRank], tensor: LayerTensor, shard: ModelShard, inner: torch.Tensor | None
+) -> tuple[LowRank, ...]:
+    """Returns a process's share of the pairs of one layer, whose inner values it has in the order ``inner``."""
+    if tensor.inputs[0].share is not Share.WHOLE:
+        inputs = shard.indices(tensor.inputs, inner)
+        return tuple(_inputs(pair, inputs, leads=shard.leads) for pair in pairs)
+    mine = shard.indices(tensor.rows, inner)
+    shares = [_outputs(pair, mine) for pair in pairs]
+    return tuple(share for share in shares if share is not None)
 
 
 def _inputs(pair: LowRank, mine: torch.Tensor, *, leads: bool) -> LowRank:
@@ -143,19 +161,19 @@ def _inputs(pair: LowRank, mine: torch.Tensor, *, leads: bool) -> LowRank:
     affine = pair.affine
     if affine is not None and not leads:
         affine = torch.stack([affine[0], torch.zeros_like(affine[1])])
-    return replace(pair, a=pair.a[:, mine], affine=affine)
+    return replace(pair, a=pair.a[..., mine], affine=affine)
 
 
 def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
     """Returns the part of a pair that adds to the outputs ``mine``; None where it adds nothing. It has zeros for
     outputs between its first and its last one that it does not change."""
     theirs = mine - pair.first_output
-    inside = ((theirs >= 0) & (theirs < len(pair.b))).nonzero().flatten()
+    inside = ((theirs >= 0) & (theirs < pair.b.shape[-2])).nonzero().flatten()
     if not len(inside):
         return None
     first, last = int(inside[0]), int(inside[-1])
-    b = pair.b.new_zeros(last - first + 1, pair.b.shape[1])
-    b[inside - first] = pair.b[theirs[inside]]
+    b = pair.b.new_zeros(*pair.b.shape[:-2], last - first + 1, pair.b.shape[-1])
+    b[..., inside - first, :] = pair.b[..., theirs[inside], :]
     affine = pair.affine
     if affine is not None:
         own = torch.stack([torch.ones(len(b)), torch.zeros(len(b))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,10 +32,11 @@ class CpuAdapterForm:
     """Packs an adapter as records of its layers, its virtual tokens, and the bytes that they point into.
 
     Attributes:
-        shapes: (outputs, inputs) of the layers that adapters may change.
+        shapes: (outputs, inputs, experts) of the layers that adapters may change; no experts where all rows pass a
+            layer.
         gated: the names of those layers that make gate and up, whose outputs take turns in the packed order.
-        inner_orders: the order of the inner values of an MLP where weights in few bits have changed it, by the prefix
-            of the layer's name.
+        inner_orders: the order of the inner values of an MLP, or of each expert, where weights in few bits have changed
+            it, by the prefix of the layer's name.
         max_rank: the highest rank of a pair.
         record: the place of each field's word in a record; a pointer is an offset, and its size is in the next word.
         record_words: number of words of a record.
@@ -43,7 +44,7 @@ class CpuAdapterForm:
 
     shapes: Mapping[str, Sequence[int]]
     gated: Sequence[str]
-    inner_orders: Mapping[str, Sequence[int]]
+    inner_orders: Mapping[str, Sequence[Any]]
     max_rank: int
     record: Mapping[str, int]
     record_words: int
@@ -52,6 +53,11 @@ class CpuAdapterForm:
     def width(self) -> int:
         """Gives the number of values that a row of inputs has after its product with A."""
         return MAX_PAIRS * padded(self.max_rank, RANK_MULTIPLE)
+
+    @property
+    def most_tiles(self) -> int:
+        """Gives the number of tiles of A that the highest rank takes in a layer of experts."""
+        return padded(self.width, TILE_COLUMNS) // TILE_COLUMNS
 
     def depth(self, name: str) -> int:
         """Returns the number of a layer's inputs, with padding."""
@@ -68,7 +74,7 @@ class CpuAdapterForm:
             pairs = bits.layers.get(name)
             if not pairs:
                 continue
-            a, b, first_ranks = self._packed(name, pairs)
+            a, b, first_ranks = self._packed_layer(name, pairs)
             record[self.record["is_affine"]] = affine = any(pair.affine is not None for pair in pairs)
             vectors = self._affine(name, pairs) if affine else a[:0]
             for field, part in (("a", a), ("b", b), ("first_ranks", first_ranks), ("affine", vectors)):
@@ -76,7 +82,7 @@ class CpuAdapterForm:
                 record[at : at + 2] = end, part.nbytes
                 parts.append((end, part))
                 end += padded(part.nbytes, LINE_BYTES)
-            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS)
+            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * (self.shapes[name][2] or 1))
             record[self.record["b_steps"]] = b.nbytes // len(first_ranks) // LINE_BYTES
         virtual = [0, False, 0, 0]
         if bits.virtual is not None:
@@ -101,9 +107,30 @@ class CpuAdapterForm:
             found = _gated(found, None if order is None else np.array(order), 0)
         return np.ascontiguousarray(_filled(found, PANEL_COLUMNS, 0).reshape(-1, TILE_COLUMNS, 2).swapaxes(1, 2))
 
-    def _packed(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Packs a layer's pairs; returns tiles of A and of B, and the first rank of each tile of B in bytes."""
-        outputs, inputs = self.shapes[name]
+    def _packed_layer(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
+        """Packs a layer's pairs, those of each expert after those of the one before; returns what :meth:`_packed`
+        returns."""
+        order = self.inner_orders.get(name.rpartition(".")[0])
+        inner = None if order is None else np.array(order)
+        if not self.shapes[name][2]:
+            return self._packed(name, pairs, inner)
+        each = [
+            self._packed(
+                name,
+                [replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs],
+                None if inner is None else inner[number],
+            )
+            for number in range(self.shapes[name][2])
+        ]
+        a, b, first_ranks = zip(*each, strict=True)
+        return np.concatenate(a), np.concatenate(b), np.concatenate(first_ranks)
+
+    def _packed(
+        self, name: str, pairs: Sequence[PairBits], order: npt.NDArray[np.int64] | None
+    ) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
+        """Packs the pairs of one matrix, whose inner values are in ``order`` if not in the checkpoint's; returns tiles
+        of A and of B, and the first rank of each tile of B in bytes."""
+        outputs, inputs, _ = self.shapes[name]
         if name not in self.gated and any(_meet(*both) for both in pairwise(pairs)):
             # A tile of outputs has the ranks of one pair.
             pairs = (_one_pair(pairs),)
@@ -119,13 +146,13 @@ class CpuAdapterForm:
             rows = slice(pair.first_output, pair.first_output + len(pair.b))
             b[rows, : pair.b.shape[1]] = pair.b
             owners[rows] = number
-        prefix, _, layer = name.rpartition(".")
-        found = self.inner_orders.get(prefix)
-        order = None if found is None else np.array(found)
+        layer = name.rpartition(".")[2]
         if layer == "down" and order is not None:
             a[:, :inputs] = a[:, order]
         if name in self.gated:
             b, owners = _gated(b, order, 0), _gated(owners, order, -1)
+        elif layer == "up" and order is not None:
+            b, owners = b[order], owners[order]
         b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
         first = owners.reshape(-1, TILE_COLUMNS).max(1)
         # A tile of B without a pair has only zeros, so it does not matter which ranks it is multiplied by.

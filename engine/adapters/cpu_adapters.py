@@ -21,18 +21,18 @@ import numpy as np
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm
-from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots, virtual_rows
+from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots, virtual_rows
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
 from pillion.engine.adapters.cpu_adapter_form import CpuAdapterForm, padded
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Bytes, Int32, PackedAdapter, StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compile_operations
 from pillion.engine.backends.cpu.cpu_model import plan_model
-from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.backends.cpu.cpu_operations import ExpertGroups, OperationBuilder
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import Mlp
-from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, Shrink, run_rows
+from pillion.engine.models.layer_operations import Experts, Mlp
+from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, ExpertShrink, Shrink, run_rows
 from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL, VirtualEmbed, VirtualWrite
 from pillion.kernels.cpu.language.records import Words
 from pillion.kernels.cpu.products.gemm import Gemm
@@ -76,14 +76,15 @@ class AdapterTable:
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Mapping[str, LayerShape],
         gated: Sequence[str],
-        inner_orders: Mapping[str, Sequence[int]],
+        inner_orders: Mapping[str, Sequence[Any]],
         max_adapters: int,
         max_rank: int,
     ) -> None:
         """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
-        self.form = CpuAdapterForm(shapes, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
+        sizes = {name: (shape.outputs, shape.inputs, shape.experts) for name, shape in shapes.items()}
+        self.form = CpuAdapterForm(sizes, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
         self.step = CpuStepRecord(ADAPTED)
         self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
         self.slots = dict(zip(shapes, self._words, strict=True))
@@ -91,16 +92,22 @@ class AdapterTable:
         self.tokens = np.zeros((2, max_adapters), np.int32)
 
     def before_product(
-        self, builder: OperationBuilder, name: str, x: Buffer
+        self, builder: OperationBuilder, name: str, x: Buffer, groups: ExpertGroups | None
     ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
         """Computes shrunk = A x for the rows with an adapter."""
         if name not in self.slots:
             return None
-        shrunk = builder.buffer("shrunk", self.form.width, builder.row_dtype)
+        kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
+        shrunk = builder.buffer(f"shrunk_{kind}_{each}", self.form.width, x.dtype, each)
         both = {"slots": self.slots[name], "shrunk": shrunk, "shrunk_stride": shrunk.stride, "adapted": self.step.words}
+        both |= {"place_slots": None}
         values = {**both, "x": x, "x_stride": x.stride, "depth": self.form.depth(name)}
-        spec = Shrink("bf16" if builder.bf16 else "fp32", builder.rows_of)
-        return Operation(spec, values, builder.when), AdapterGemm, both
+        if groups is None:
+            del values["place_slots"]
+            return Operation(Shrink(kind, builder.rows_of), values, builder.when), AdapterGemm, both
+        both["place_slots"] = values["place_slots"] = builder.buffer("place_slots", 1, "int32", each)
+        values |= {"experts": groups.experts, "places": groups.places, "most_tiles": self.form.most_tiles}
+        return Operation(ExpertShrink(kind, builder.rows_of, each), values, builder.when), AdapterGemm, both
 
     def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
         """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
@@ -255,8 +262,8 @@ def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Seque
 
 
 def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
-    """Returns, for each layer, in which order the weights have the inner values of an MLP, if not in the
-    checkpoint's."""
+    """Returns, for each layer, in which order the weights have the inner values of an MLP, [inner], or of each expert,
+    [experts, inner], if not in the checkpoint's."""
     names, tensors = {name.rpartition(".")[0] for name in adapter_shapes(model.config)}, model.weights.tensors
     return {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
 
@@ -270,6 +277,6 @@ def adapter_table(
         f"layers.{index}.{operation.gate_up.name}"
         for index, layer in enumerate(layers_of(model.config))
         for operation in layer
-        if isinstance(operation, Mlp) and operation.gated
+        if isinstance(operation, Mlp | Experts) and operation.gated
     ]
     return AdapterTable(adapter_shapes(model.shard.local(model.config)), gated, local, max_adapters, max_rank)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_bits
-from pillion.engine.adapters.adapter_rows import check_adapter
+from pillion.engine.adapters.adapter_rows import LayerShape, check_adapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
 from pillion.engine.backends.backend import PackedAdapter
 
@@ -28,8 +28,8 @@ class PlainAdapter:
 class PlainAdapters:
     """Implements :class:`pillion.engine.backends.backend.BackendAdapters`; each slot holds what :meth:`_pack` makes."""
 
-    def __init__(self, max_adapters: int, max_rank: int, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Makes the empty slots. ``shapes`` has (outputs, inputs) of each layer that adapters may change."""
+    def __init__(self, max_adapters: int, max_rank: int, shapes: Mapping[str, LayerShape]) -> None:
+        """Makes the empty slots. ``shapes`` are those of the layers that adapters may change."""
         self._max_rank, self._shapes = max_rank, shapes
         # This keeps the adapter in each slot alive.
         self.placed: list[PackedAdapter | None] = [None] * max_adapters

@@ -51,12 +51,15 @@ class StepAdapters:
                 rows = rows[self._positions[rows] < len(virtual.values)]
                 yield rows, virtual.values[self._positions[rows]]
 
-    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds to a fused layer's outputs [T, out] the products of its inputs with the rows' adapters [T, in]."""
+    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor, expert: int | None = None) -> None:
+        """Adds to a fused layer's outputs [T, out], or to those of one ``expert``, the products of its inputs [T, in]
+        with the rows' adapters."""
         for slot, rows in self._rows.items():
             for pair in self._adapters[slot].layers.get(layer, ()):
-                added = inputs[rows] @ pair.a.T @ pair.b.T
-                columns = torch.arange(pair.first_output, pair.first_output + len(pair.b))
+                a, b = (pair.a, pair.b) if expert is None else (pair.a[expert], pair.b[expert])
+                # The matrices of routers and gates are float32 in every type of the model.
+                added = (inputs[rows].to(a.dtype) @ a.T @ b.T).to(outputs.dtype)
+                columns = torch.arange(pair.first_output, pair.first_output + len(b))
                 if pair.affine is not None:
                     found = outputs[rows[:, None], columns].float() * pair.affine[0] + pair.affine[1]
                     outputs[rows[:, None], columns] = found.to(outputs.dtype)

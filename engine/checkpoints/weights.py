@@ -247,7 +247,7 @@ def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
     """Returns the checkpoint's output of each output of fused layers, by the layer's name ("qkv"), where both are not
     in one order; it is the same in all layers of a model that have such a one."""
     tensors = {tensor.name: tensor for layer in layers_of(config) for tensor in tensors_of(layer)}
-    matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX and not tensor.experts]
+    matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX]
     orders = {tensor.name: row_order(tensor) for tensor in matrices}
     return {name: order for name, order in orders.items() if order is not None}
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots
+from pillion.engine.adapters.adapter_config import MERGE
+from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, plain_shapes, row_slots
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, VirtualTokens, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Int32, PackedAdapter, StepBatch
@@ -73,13 +74,14 @@ class GpuAdapters(PlainAdapters):
         projections."""
         config, device = model.config, model.device
         # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
-        super().__init__(max_adapters, max_rank, adapter_shapes(model.weights.config))
+        super().__init__(max_adapters, max_rank, plain_shapes(model.weights.config))
         self._model = model
         self._layers: dict[str, LayerSlot] = {}
         rank, end = padded_rank(max_rank), 0
         own = tuple(f"layers.{index}." for index in model.layers)
-        shapes = {name: shape for name, shape in adapter_shapes(config).items() if name.startswith(own)}
-        for name, (outputs, inputs) in shapes.items():
+        shapes = {name: shape for name, shape in plain_shapes(config).items() if name.startswith(own)}
+        for name, shape in shapes.items():
+            outputs, inputs = shape.outputs, shape.inputs
             ends = _ends(config, name, outputs)
             if any(boundary % RUN_ROWS for boundary in ends[:-1]):
                 raise ConfigError(
@@ -110,6 +112,18 @@ class GpuAdapters(PlainAdapters):
         self._others: torch.Tensor | None = None
         self.clear()
         self._compile()
+
+    def pack(self, weights: AdapterWeights) -> PackedAdapter:
+        """Lays an adapter out as a slot. Raises ConfigError where it does not fit, or is for experts, their routers or
+        gates, which have adapters on CPUs alone."""
+        known = adapter_shapes(self._model.weights.config)
+        beyond = next((name for name in weights.layers if name in known and name not in self._shapes), None)
+        if beyond is not None:
+            raise ConfigError(
+                f"adapter {weights.digest[:12]} changes {beyond}: on GPUs experts, their routers and the gates beside"
+                f" them have no adapters yet; serve it with --device cpu, or {MERGE}"
+            )
+        return super().pack(weights)
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
         """Lays an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing

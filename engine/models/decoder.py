@@ -152,7 +152,7 @@ class RowAdapters(Protocol):
     def embed(self, hidden: torch.Tensor) -> None: ...
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
     def of_rows(self, rows: torch.Tensor) -> RowAdapters: ...
-    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None: ...
+    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor, expert: int | None = None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -214,8 +214,28 @@ class LayerRun:
     def linear(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [T, in] -> [T, out], with the products that their adapters add."""
         outputs = self.weights.linear(tensor)(rows)
+        self._adapt(tensor, rows, outputs)
+        return outputs
+
+    def _adapt(
+        self,
+        tensor: LayerTensor,
+        rows: torch.Tensor,
+        outputs: torch.Tensor,
+        numbers: torch.Tensor | None = None,
+        expert: int | None = None,
+    ) -> None:
+        """Adds to a layer's outputs [n, out], or to those of one expert, what the adapters of its rows [n, in] add.
+        Where these are not all rows in their order, ``numbers`` [n] are those that they have."""
         if self.adapters is not None:
-            self.adapters.add(f"layers.{self.index}.{tensor.name}", rows, outputs)
+            adapters = self.adapters if numbers is None else self.adapters.of_rows(numbers)
+            adapters.add(f"layers.{self.index}.{tensor.name}", rows, outputs, expert)
+
+    def _expert(self, tensor: LayerTensor, number: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [n, in] of one expert times its matrix [n, out], with the products that their adapters
+        add; ``numbers`` [n] are those of the rows."""
+        outputs = self.weights.experts(tensor)[number](rows)
+        self._adapt(tensor, rows, outputs, numbers, number)
         return outputs
 
     def norm(self, operation: Norm) -> None:
@@ -393,7 +413,9 @@ class LayerRun:
             activated = (GATED if operation.gated else ACTIVATIONS)[operation.activation](up)
         found = self.linear(operation.down, activated)
         if operation.row_gate is not None:
-            found = linear(self.rows, self.weights.tensor(operation.row_gate)).sigmoid() * found
+            gates = linear(self.rows, self.weights.tensor(operation.row_gate))
+            self._adapt(operation.row_gate, self.rows, gates)
+            found = gates.sigmoid() * found
         self.rows = found
 
     def keep(self, _: Keep) -> None:
@@ -403,11 +425,14 @@ class LayerRun:
         self.rows = self.kept.pop()
 
     def mix_experts(self, operation: Experts) -> None:
-        ups, downs = self.weights.experts(operation.gate_up), self.weights.experts(operation.down)
         act = expert_activation(operation)
 
-        def run(number: int, rows: torch.Tensor) -> torch.Tensor:
-            return downs[number](act(ups[number](rows)))
+        def run(number: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            activated = act(self._expert(operation.gate_up, number, rows, numbers))
+            return self._expert(operation.down, number, activated, numbers)
+
+        def change(rows: torch.Tensor, products: torch.Tensor, first: int) -> None:
+            self._adapt(operation.router, rows, products, torch.arange(first, first + len(rows)))
 
         router = self.weights.tensor(operation.router)
         added, choice, scales = (
@@ -416,7 +441,7 @@ class LayerRun:
         )
         norm = operation.router_norm
         read = None if norm is None else self.weights.norm(norm)(self.hidden)
-        self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice, scales), read)
+        self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice, scales, change), read)
 
     def add_up(self, operation: AddUp) -> None:
         found = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)

@@ -107,8 +107,12 @@ def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
 # So many rows of a mixture of experts are computed at once.
 MAX_MIXED_ROWS = 8192
 
-# Such a function runs the rows [n, hidden] of one expert, by its number -> [n, hidden].
-RunExpert = Callable[[int, torch.Tensor], torch.Tensor]
+# Such a function runs rows [n, hidden] through one expert -> [n, hidden]. It gets the expert's number, the rows, and the
+# numbers [n] that they have among all rows.
+RunExpert = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+# Such a function changes a router's products [n, experts] of rows [n, hidden], in place. It gets the rows, the products,
+# and the number that the first of the rows has among all rows.
+ChangeProducts = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -122,11 +126,13 @@ def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
 @dataclass(frozen=True, slots=True)
 class RouterBiases:
     """Holds what a mixture's router adds, each [num_experts] float32 or None: ``products`` to its products, ``choice``
-    to the scores where experts are chosen; ``scales`` multiply the scores at last."""
+    to the scores where experts are chosen; ``scales`` multiply the scores at last. ``change`` adds what adapters add to
+    the products."""
 
     products: torch.Tensor | None = None
     choice: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    change: ChangeProducts | None = None
 
 
 def mix_experts(
@@ -144,33 +150,52 @@ def mix_experts(
     result depends on the other tokens of the batch only through the rounding of the products. A token's row is copied
     for each of its experts, so many tokens are computed MAX_MIXED_ROWS at a time, which bounds the memory.
     """
-    if len(rows) > MAX_MIXED_ROWS:
-        out = torch.empty_like(rows)
-        for begin in range(0, len(rows), MAX_MIXED_ROWS):
-            part = slice(begin, begin + MAX_MIXED_ROWS)
-            out[part] = mix_experts(rows[part], router, run, how, biases, None if read is None else read[part])
-        return out
-    scores, chosen = route(rows if read is None else read, router, how, biases)
+    parts = [slice(begin, begin + MAX_MIXED_ROWS) for begin in range(0, len(rows), MAX_MIXED_ROWS)]
+    if len(parts) == 1:
+        return _mix_some(rows, rows if read is None else read, router, run, how, biases, 0)
+    out = torch.empty_like(rows)
+    for part in parts:
+        mine = rows[part]
+        out[part] = _mix_some(mine, mine if read is None else read[part], router, run, how, biases, part.start)
+    return out
+
+
+def _mix_some(
+    rows: torch.Tensor,
+    read: torch.Tensor,
+    router: torch.Tensor,
+    run: RunExpert,
+    how: Experts,
+    biases: RouterBiases | None,
+    first: int,
+) -> torch.Tensor:
+    """Computes a mixture over some rows, of which the first one has the number ``first`` among all."""
+    scores, chosen = route(read, router, how, biases, first)
     # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
     # choice).
     order = chosen.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen.view(-1), minlength=len(router))
-    grouped = rows[order // how.per_token]
+    sources = order // how.per_token
+    grouped = rows[sources]
     if how.scaled_inputs:
         grouped, scores = grouped * scores.view(-1)[order].to(rows.dtype)[:, None], torch.ones_like(scores)
-    grouped = run_grouped(run, grouped, counts)
+    grouped = run_grouped(run, grouped, sources + first, counts)
     return combine(grouped, order, scores)
 
 
 def route(
-    rows: torch.Tensor, router: torch.Tensor, how: Experts, biases: RouterBiases | None = None
+    rows: torch.Tensor, router: torch.Tensor, how: Experts, biases: RouterBiases | None = None, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]."""
-    added, choice_bias = (None, None) if biases is None else (biases.products, biases.choice)
+    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]. The first of the rows
+    has the number ``first`` among all rows."""
+    biases = biases or RouterBiases()
+    added, choice_bias = biases.products, biases.choice
     if how.sigmoid or how.exact or choice_bias is not None:
         logits = linear(rows.float(), router.float(), added)  # Families with these options do not round.
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
+    if biases.change is not None:
+        biases.change(rows, logits, first)
     if how.sparse is not None:
         return _one_by_one(logits, how.per_token, how.sparse)
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
@@ -181,7 +206,7 @@ def route(
     scores = every.gather(-1, chosen)
     if how.normalize:
         scores = scores / scores.sum(-1, keepdim=True)
-    if biases is not None and biases.scales is not None:
+    if biases.scales is not None:
         scores = scores * biases.scales[chosen]
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
 
@@ -206,13 +231,17 @@ def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
     return grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
 
 
-def run_grouped(run: RunExpert, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Runs the first counts[0] rows of [N, hidden] through expert 0, the next through expert 1 ... -> [N, hidden]."""
+def run_grouped(
+    run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Runs the first counts[0] rows of [N, hidden], which have ``numbers`` [N] among all rows, through expert 0, the
+    next through expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)
     begin = 0
     for number, count in enumerate(counts.tolist()):
         if count:
-            out[begin : begin + count] = run(number, rows[begin : begin + count])
+            mine = slice(begin, begin + count)
+            out[mine] = run(number, rows[mine], numbers[mine])
             begin += count
     return out
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
-from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.backends.cpu.cpu_operations import ExpertGroups, OperationBuilder
 from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, channels_of, convolved, gated, inputs_of
 from pillion.engine.models.layer_operations import (
     XIELU_SLOPE,
@@ -396,8 +396,9 @@ class LayerEmitter:
         gate_up, clamped = prefix + operation.gate_up.name, operation.clamped
         epilogues = GATED_EPILOGUE if operation.gated else EPILOGUE
         epilogue = epilogues[operation.activation] if clamped is None else "gated_clamped"
-        yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts, clamped=clamped)
-        yield from builder.gemm(prefix + operation.down.name, activated, found, "store", group_starts=starts)
+        groups = ExpertGroups(starts, experts, places, chosen)
+        yield from builder.gemm(gate_up, grouped, activated, epilogue, groups=groups, clamped=clamped)
+        yield from builder.gemm(prefix + operation.down.name, activated, found, "store", groups=groups)
         assert isinstance(following, AddToResidual | AddUp)
         out, adds, after = self._to_residual(following)
         combine = {

@@ -44,14 +44,24 @@ class CpuMeeting(Protocol):
         """Returns the operation that ends a step, when all parts have written their KV and their logits."""
 
 
+class ExpertGroups(NamedTuple):
+    """Names the buffers that say which rows meet which expert: ``starts`` [experts + 1] of each expert's grouped rows,
+    and for each of the ``chosen`` experts of a row the number in ``experts`` and the grouped row in ``places``."""
+
+    starts: Buffer
+    experts: Buffer
+    places: Buffer
+    chosen: int
+
+
 class AdaptedProducts(Protocol):
     """Describes what a program does for adapters (the room "adapters")."""
 
     def before_product(
-        self, builder: OperationBuilder, name: str, x: Buffer
+        self, builder: OperationBuilder, name: str, x: Buffer, groups: ExpertGroups | None
     ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
-        """Returns the operation before the product of ``x`` with the matrix ``name``, the kernel of that product, and
-        its further arguments; None if no adapter may change it."""
+        """Returns the operation before the product of ``x`` with the matrix ``name``, or with those of experts, the
+        kernel of that product, and its further arguments; None if no adapter may change it."""
 
 
 MEETING = Seam[Callable[[ModelShard], CpuMeeting]]("engine.backends.cpu.meeting")
@@ -187,14 +197,14 @@ class OperationBuilder:
         out: Buffer,
         epilogue: str,
         *,
-        group_starts: Buffer | None = None,
+        groups: ExpertGroups | None = None,
         factor: float = 1.0,
         clamped: ClampedSwiglu | None = None,
         bends: tuple[float, float] = (0.0, 0.0),
         steps: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
-        """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows begin at
-        ``group_starts``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
+        """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in
+        ``groups``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
         epilogue "add" multiplies by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors
         ``bends``. Raises ConfigError where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
@@ -203,7 +213,7 @@ class OperationBuilder:
             raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
         spec_type: type[Gemm] = Gemm
         added: dict[str, Any] = {}
-        if self.adapters is not None and (found := self.adapters.before_product(self, name, x)) is not None:
+        if self.adapters is not None and (found := self.adapters.before_product(self, name, x, groups)) is not None:
             before, spec_type, added = found
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
@@ -218,7 +228,7 @@ class OperationBuilder:
             epilogue,
             f"num_{self.rows_of}",
             bias=linear.bias is not None,
-            grouped=group_starts is not None,
+            grouped=groups is not None,
             offsets=linear.offsets,
             zeros=ready.zeros,
             x_step=steps[0],
@@ -230,7 +240,7 @@ class OperationBuilder:
             "input_sums": sums,
             "bias": linear.bias,
             "out": out,
-            "group_starts": group_starts,
+            "group_starts": None if groups is None else groups.starts,
             "x_stride": x.stride,
             "depth": linear.depth,
             "pairs": linear.pairs,

@@ -243,11 +243,16 @@ class MatrixPacker:
                 self._tensor(prefix, tensor, weights)
         for one in gated:
             self._gated(prefix, one, weights)
-            order = _inner_order(whole.linear(one.down)) if isinstance(one, Mlp) else None
-            if isinstance(order, torch.Tensor):
+            orders = [_inner_order(down) for down in whole.linears(one.down)]
+            found = [order for order in orders if isinstance(order, torch.Tensor)]
+            if found:
                 # Adapters need the order of the inner values, because their matrices are in that of the checkpoint.
-                mine = self.shard.inner(len(order))
-                self.writer.tensor(prefix + "inner_order", order[mine.start : mine.stop].to(torch.int32))
+                # That of an expert in plain numbers is the checkpoint's.
+                every = torch.arange(len(found[0]))
+                mine = self.shard.inner(len(every))
+                own = torch.stack([every[order][mine.start : mine.stop] for order in orders]).to(torch.int32)
+                name = (prefix + one.down.name).rpartition(".")[0]
+                self.writer.tensor(f"{name}.inner_order", own if one.down.experts else own[0])
 
     def _tensor(self, prefix: str, tensor: LayerTensor, weights: LayerWeights) -> None:
         """Packs a tensor of a layer in the way that its role asks for."""

@@ -670,7 +670,7 @@ class GpuDecoder:
         act, (router,) = expert_activation(operation), layer.matrices[operation.router.name]
         assert isinstance(router, torch.Tensor)
 
-        def run(number: int, rows: torch.Tensor) -> torch.Tensor:
+        def run(number: int, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
             inner = act(self._expert_product(rows, ups[number], up_biases, number))
             return self._expert_product(inner, downs[number], down_biases, number)
 

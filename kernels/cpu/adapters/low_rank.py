@@ -2,6 +2,9 @@
 
     Shrink: shrunk = A x for each row that has an adapter     AdapterGemm: out = epilogue(W x + B shrunk)
 
+ExpertShrink does what Shrink does for the rows of experts, each of which has matrices of its own: which rows meet which
+expert is known only within the step, so that it has no runs, and takes a row at a time.
+
 An adapter with biases or trained norms multiplies W x by a number for each output, and adds another one, before that.
 
 Adapters have slots, and a table of records says where the matrices of each slot are, so that an adapter of any rank
@@ -33,6 +36,7 @@ from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 SLOT = RecordLayout(
     "slot",
     pointers=(
+        # Of the layers of experts, each of these has what belongs to the first expert, then that of the next.
         "a",  # a has tiles of A, whose outputs are the ranks of all pairs in turn
         "b",  # b has a tile of B for each 16 packed outputs of the layer
         # This is int32 [tiles of B]: for each tile, the bytes from the beginning of a row of shrunk inputs to the
@@ -42,7 +46,7 @@ SLOT = RecordLayout(
         "affine",
     ),
     numbers=(
-        "a_tiles",
+        "a_tiles",  # those of one expert
         "b_steps",  # a tile of B has this many steps
         "is_affine",  # whether there is an affine
     ),
@@ -143,43 +147,101 @@ class Shrink(KernelSpec):
     def _call(self, k: Kernel, rows: Int, values: tuple[Any, ...]) -> None:
         """Calls the function of a tile for ``rows`` rows."""
         for height in k.cases(rows, run_rows(k.isa)):
+            _multiply_tile(k, self.rows, height, values)
 
-            def body(inner: Kernel, *seen: Any, height: int = height) -> None:
-                self._write_tile(inner, height, *seen)
 
-            k.call_subroutine(f"shrink_tile_{self.rows}_{height}", values, body)
+@dataclass(frozen=True, slots=True)
+class ExpertShrink(KernelSpec):
+    """Computes ``shrunk`` [grouped rows, ranks] = A x for the grouped rows of experts whose row has an adapter, and
+    ``place_slots``, int32 [grouped rows]: the slot of each, or -1.
 
-    def _write_tile(
-        self, k: Kernel, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_stride: Int
-    ) -> None:
-        """Writes the function that multiplies a run of rows by a tile. Even and odd steps have sums of their own where
-        registers allow it, because each sum waits for the last one."""
-        sides = 1 if k.isa.fp32_tiles.narrow else 2
-        row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
-        rows = [x + number * x_stride for number in row_numbers]
-        sums = [[k.variable(k.vector(0.0)) for _ in range(sides)] for _ in range(height)]
-        with k.range(steps, step=_STEPS_PER_ITERATION) as first:
-            for number in range(_STEPS_PER_ITERATION):
-                at = a + (first + number) * VECTOR_BYTES
-                if height <= _FEW_ROWS:
-                    k.prefetch(at + _AHEAD_BYTES, near=False)
-                weights = _weights(k, at, self.rows)
-                for row, totals in zip(rows, sums, strict=True):
-                    total = totals[number % sides]
-                    total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, self.rows)
-        for row_number, totals in zip(row_numbers, sums, strict=True):
-            total = totals[0].value if sides == 1 else totals[0].value + totals[1].value
-            k.store_float(out + row_number * out_stride, total, self.rows == "bf16")
+    Attributes:
+        rows, rows_of: those of :class:`Shrink`.
+        chosen: the number of experts of a row.
+    """
+
+    layout = RecordLayout(
+        "expert_shrink",
+        # experts and places are int32 [rows, chosen]: the number of each of a row's experts, and its grouped row.
+        pointers=("x", "slots", "shrunk", "adapted", "experts", "places", "place_slots"),
+        # most_tiles is the number of tiles of A of the highest rank.
+        numbers=("x_stride", "depth", "shrunk_stride", "most_tiles"),
+    )
+
+    rows: str
+    rows_of: str
+    chosen: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        step = RecordView(ADAPTED, k, args.pointer("adapted"))
+        row_slots, most = step.pointer(f"{self.rows_of}_slots"), args.number("most_tiles")
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.chosen * most) as item:
+            pair = item // most
+            tile, place = item - pair * most, args.pointer("places") + pair * 4
+            number = k.load_int(row_slots + pair // self.chosen * 4, 32)
+            with k.when(tile < 1):
+                k.store_int(args.pointer("place_slots") + k.load_int(place, 32) * 4, number, 32)
+            with k.when(number >= 0):
+                slot = RecordView(SLOT, k, args.pointer("slots") + number * SLOT_BYTES)
+                with k.when(tile < slot.number("a_tiles")):
+                    self._multiply(call, slot, pair, place, tile)
+
+    def _multiply(self, call: KernelCall, slot: RecordView, pair: Int, place: Ptr, tile: Int) -> None:
+        """Multiplies one row, whose grouped number is at ``place``, by one tile of its expert's A."""
+        k, args = call.k, call.args
+        expert = k.load_int(args.pointer("experts") + pair * 4, 32)
+        size = 2 if self.rows == "bf16" else 4
+        row_bytes, out_bytes = args.number("depth") * size, TILE_COLUMNS * size
+        steps = row_bytes // _ROW_STEP_BYTES
+        a = slot.pointer("a") + (expert * slot.number("a_tiles") + tile) * (steps * VECTOR_BYTES)
+        x, x_stride, out_stride = args.pointer("x"), args.number("x_stride"), args.number("shrunk_stride")
+        out, row = args.pointer("shrunk") + tile * out_bytes, k.load_int(place, 32)
+        inside = k.holds(x + row * x_stride, row_bytes) & k.holds(out + row * out_stride, out_bytes)
+        with k.when(inside & k.holds(a, steps * VECTOR_BYTES)):
+            _multiply_tile(k, self.rows, 1, (x, x_stride, place, a, steps, out, out_stride))
+
+
+def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -> None:
+    """Calls the function that multiplies ``height`` rows by a tile of A."""
+
+    def body(inner: Kernel, *seen: Any) -> None:
+        _write_tile(inner, rows, height, *seen)
+
+    k.call_subroutine(f"shrink_tile_{rows}_{height}", values, body)
+
+
+def _write_tile(
+    k: Kernel, kind: str, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_stride: Int
+) -> None:
+    """Writes the function that multiplies some rows by a tile. Even and odd steps have sums of their own where registers
+    allow it, because each sum waits for the last one."""
+    sides = 1 if k.isa.fp32_tiles.narrow else 2
+    row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
+    rows = [x + number * x_stride for number in row_numbers]
+    sums = [[k.variable(k.vector(0.0)) for _ in range(sides)] for _ in range(height)]
+    with k.range(steps, step=_STEPS_PER_ITERATION) as first:
+        for number in range(_STEPS_PER_ITERATION):
+            at = a + (first + number) * VECTOR_BYTES
+            if height <= _FEW_ROWS:
+                k.prefetch(at + _AHEAD_BYTES, near=False)
+            weights = _weights(k, at, kind)
+            for row, totals in zip(rows, sums, strict=True):
+                total = totals[number % sides]
+                total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, kind)
+    for row_number, totals in zip(row_numbers, sums, strict=True):
+        total = totals[0].value if sides == 1 else totals[0].value + totals[1].value
+        k.store_float(out + row_number * out_stride, total, kind == "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterGemm(Gemm):
-    """Multiplies as a :class:`Gemm` that is not grouped, and adds B shrunk to the sums of rows with an adapter before
-    the epilogue."""
+    """Multiplies as a :class:`Gemm`, and adds B shrunk to the sums of rows with an adapter before the epilogue."""
 
     layout = RecordLayout(
         "adapter_gemm",
-        pointers=(*LAYOUT.pointers, "slots", "shrunk", "adapted"),
+        # place_slots has the slots of grouped rows.
+        pointers=(*LAYOUT.pointers, "slots", "shrunk", "adapted", "place_slots"),
         numbers=(*LAYOUT.numbers, "shrunk_stride"),
         reals=LAYOUT.reals,
     )
@@ -196,7 +258,8 @@ class Expand:
         step = RecordView(ADAPTED, call.k, call.args.pointer("adapted"))
         self._slots, self._shrunk = call.args.pointer("slots"), call.args.pointer("shrunk")
         self._shrunk_stride = call.args.number("shrunk_stride")
-        self._row_slots = step.pointer(f"{spec.rows_of.removeprefix('num_')}_slots")
+        rows_of = spec.rows_of.removeprefix("num_")
+        self._row_slots = call.args.pointer("place_slots") if spec.grouped else step.pointer(f"{rows_of}_slots")
         self._used, self._num_used = step.pointer("used_slots"), step.number("num_used_slots")
 
     def _slot(self, number: Int) -> RecordView:

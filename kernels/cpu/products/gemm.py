@@ -126,7 +126,8 @@ class Addition(Protocol):
     """Emits code that adds something to the sums of rows."""
 
     def prefetch(self, panel: Int) -> None:
-        """Emits code that runs before the sums of a panel are computed."""
+        """Emits code that runs before the sums of a panel are computed; those of a group follow those of the group
+        before it."""
 
     def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
         """Returns the sums of both tiles of a row and a panel, after the addition."""
@@ -149,6 +150,7 @@ class GemmBody:
         if spec.epilogue == "act_xielu":
             self.above, self.below = args.real("above"), args.real("below")
         self.addition = spec.expand(call)
+        self.column = call.k.int(0)
 
     def emit_blocks(self) -> None:
         """Emits the plain product. A work item is a panel with a block of the rows: with all rows, where there are
@@ -203,12 +205,13 @@ class GemmBody:
         return (rows + (highest - 1)) // highest
 
     def _panel(self, cut: RowCut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
-        """Multiplies some tiles of rows by one panel. ``panel`` is its number in out, ``column`` its place in the
-        bias."""
+        """Multiplies some tiles of rows by one panel. ``panel`` is its number in out, ``column`` its place among the
+        panels of all groups, which have their biases one after the other."""
+        self.column = column
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
         constants = self._constants(column * TOTALS_BYTES)
         if self.addition is not None:
-            self.addition.prefetch(panel)
+            self.addition.prefetch(column)
         self.panels.multiply(cut, panel, out, weights, ahead, constants)
 
     def _constants(self, offset: Int) -> tuple[Vec, Vec] | None:
@@ -224,7 +227,7 @@ class GemmBody:
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
         if self.addition is not None:
-            totals = self.addition.added(row, panel, totals)
+            totals = self.addition.added(row, self.column, totals)
         if spec.epilogue in GATED:
             k.store_float(out, self._gated(totals[0], totals[1]), spec.rows == "bf16")
             return

@@ -60,7 +60,8 @@ def mixture(hidden: int = 32, inner: int = 48, count: int = 6):
     )
     calls: list[int] = []
 
-    def run(number: int, rows: torch.Tensor) -> torch.Tensor:
+    def run(number: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        assert len(numbers) == len(rows)
         calls.append(len(rows))
         return downs[number](GATED["silu"](ups[number](rows)))
 
