@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pillion.engine.adapters.adapter_files import modules
-from pillion.engine.adapters.adapter_rows import plain_shapes
+from pillion.engine.adapters.adapter_rows import adapter_shapes, plain_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.models.model_config import ModelConfig
 
@@ -22,15 +22,19 @@ def random_adapter(
     *,
     leave: tuple[str, ...] = (),
     affine: bool = False,
+    experts: bool = False,
 ) -> AdapterWeights:
     """Returns an adapter of every projection, but for layers in ``leave``, whose effect is of the order of a half.
 
     The projections of a fused layer have the ``ranks`` in turn. With ``affine`` the first one has biases and scales.
+    With ``experts`` it has pairs for experts, their routers and the gates beside them, too, which GPUs do not take.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}
-    for name, shape in plain_shapes(config).items():
+    for name, shape in (adapter_shapes if experts else plain_shapes)(config).items():
         outputs, inputs = shape.outputs, shape.inputs
+        each = (shape.experts,) if shape.experts else ()
+        own_dtype = torch.float32 if shape.exact else dtype
         # The width of heads may differ between layers, and a layer that reads another one's keys has queries alone.
         queries = config.num_heads * config.heads_of(int(name.split(".")[1])).head_dim
         keys = (outputs - queries) // 2
@@ -41,11 +45,11 @@ def random_adapter(
         pairs, first = [], 0
         for number, size in enumerate(sizes):
             rank = ranks[number % len(ranks)]
-            a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-            b = torch.randn(size, rank, generator=generator) / (2 * rank**0.5)
+            a = torch.randn(*each, rank, inputs, generator=generator) / inputs**0.5
+            b = torch.randn(*each, size, rank, generator=generator) / (2 * rank**0.5)
             vectors = torch.randn(2, size, generator=generator) * 0.3 + torch.tensor([[1.0], [0.0]])
-            own = vectors if affine and not number else None
-            pairs.append(LowRank(first, a.to(dtype), b.to(dtype), own))
+            own = vectors if affine and not number and not each else None
+            pairs.append(LowRank(first, a.to(own_dtype), b.to(own_dtype), own))
             first += size
         if name not in leave:
             layers[name] = tuple(pairs)

@@ -164,9 +164,7 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
             first = 0
             for module, own in zip(names, tensor.pieces_of(names), strict=True):
                 size = sum(pieces[own])
-                found[module] = Projection(
-                    name, first, size, inputs, tensor.bias, factors[own], exact, tensor.experts
-                )
+                found[module] = Projection(name, first, size, inputs, tensor.bias, factors[own], exact, tensor.experts)
                 first += size
     return found
 
@@ -264,6 +262,11 @@ def _place(projection: Projection) -> tuple[str, int, int]:
     return projection.layer, projection.first_output, projection.expert or 0
 
 
+def _kind(projection: Projection) -> str:
+    """Returns what a fused layer is called in each layer of the decoder, such as "router"."""
+    return projection.layer.split(".", 2)[2]
+
+
 class AdapterFiles:
     """Holds an adapter's folder; its config and headers are read when the object is made.
 
@@ -312,7 +315,9 @@ class AdapterFiles:
                 f" as those of a {model.family} model do not; PEFT reads it as false"
             )
         if config.parameters and FAMILIES[model.family].turned:
-            raise self._error(f"{CONFIG_NAME}: target_parameters is not supported for {model.family}: it has no experts")
+            raise self._error(
+                f"{CONFIG_NAME}: target_parameters is not supported for {model.family}: it has no experts"
+            )
         halves = self._halves()
         prefix = self._prefix(halves)
         known = modules(model, prefix)
@@ -484,12 +489,20 @@ class AdapterFiles:
             if once[pair.projection] != pair.module or apart:
                 raise self._error(f"it has tensors for {pair.module} under two names")
         adapted = {pair.projection for pair in pairs if pair.a}
-        # Some of transformers' classes have modules for routers and gates, and PEFT's "all-linear" means these.
-        wanted = {name: found for name, found in known.items() if not found.exact and config.is_target(name)}
+        wanted = {name: found for name, found in known.items() if config.is_target(name)}
         weights = {f"{name}.weight": found for name, found in known.items()}
         weights |= {f"{module}.{name}": found for module, own in parameters.items() for name, found in own.items()}
         wanted |= {name: found for name, found in weights.items() if config.is_parameter(name)}
-        missing = next((name for name, found in wanted.items() if found not in adapted), None)
+        # Of the names that routers and gates have here, a class of transformers has one or none.
+        kinds = {_kind(found) for found in adapted}
+        missing = next(
+            (
+                name
+                for name, found in wanted.items()
+                if found not in adapted and (not found.exact or _kind(found) in kinds)
+            ),
+            None,
+        )
         if missing is not None:
             raise self._error(f"its config names {missing} as a target, for which {TENSORS_NAME} has no tensors")
 

@@ -107,11 +107,11 @@ def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
 # So many rows of a mixture of experts are computed at once.
 MAX_MIXED_ROWS = 8192
 
-# Such a function runs rows [n, hidden] through one expert -> [n, hidden]. It gets the expert's number, the rows, and the
-# numbers [n] that they have among all rows.
+# Such a function runs rows [n, hidden] through one expert -> [n, hidden]. It gets the expert's number, the rows, and
+# the numbers [n] that they have among all rows.
 RunExpert = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-# Such a function changes a router's products [n, experts] of rows [n, hidden], in place. It gets the rows, the products,
-# and the number that the first of the rows has among all rows.
+# Such a function changes a router's products [n, experts] of rows [n, hidden], in place. It gets the rows, the
+# products, and the number that the first of the rows has among all rows.
 ChangeProducts = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
@@ -231,9 +231,7 @@ def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
     return grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
 
 
-def run_grouped(
-    run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+def run_grouped(run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Runs the first counts[0] rows of [N, hidden], which have ``numbers`` [N] among all rows, through expert 0, the
     next through expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)

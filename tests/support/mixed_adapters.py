@@ -13,25 +13,27 @@ from tests.support.torch_model import BackendDriver
 
 # Ranks of queries, keys and values (or of gate and up) of the adapter in each slot; the first one leaves some layers.
 RANKS = ((3,), (16, 8, 5), (9, 16))
-LEFT = ("layers.0.o", "layers.1.gate_up", "layers.1.qkv")
+LEFT = ("layers.0.o", "layers.1.gate_up", "layers.1.qkv", "layers.0.experts.down", "layers.1.router")
 # The slot of each sequence's adapter.
 SLOTS = (2, -1, 0, 1, 0)
 CUTS = ((0, 9), (9, 10), (10, 18))
 
 
-def place_adapters(backend: Any, prepared: PreparedModel, *, affine: bool = False) -> None:
-    """Packs and places the adapters of RANKS; with ``affine`` the second one has biases and scales."""
+def place_adapters(backend: Any, prepared: PreparedModel, *, affine: bool = False, experts: bool = False) -> None:
+    """Packs and places the adapters of RANKS; with ``affine`` the second one has biases and scales. With ``experts``
+    all have pairs for experts and routers."""
     config = load_config(prepared.folder)
     dtype = torch.bfloat16 if prepared.dtype == "bfloat16" else torch.float32
     for slot, ranks in enumerate(RANKS):
-        weights = random_adapter(config, slot, ranks, dtype, leave=() if slot else LEFT, affine=affine and slot == 1)
+        options = {"leave": () if slot else LEFT, "affine": affine and slot == 1, "experts": experts}
+        weights = random_adapter(config, slot, ranks, dtype, **options)
         backend.place_adapter(slot, backend.adapters.pack(weights))
 
 
-def with_adapters(driver: BackendDriver, *, affine: bool = False) -> BackendDriver:
+def with_adapters(driver: BackendDriver, *, affine: bool = False, experts: bool = False) -> BackendDriver:
     """A driver of a backend that has no adapters yet, with those of RANKS, as :func:`place_adapters` places them."""
     driver.backend.bind_adapters(len(RANKS), 16)
-    place_adapters(driver.backend, driver.prepared, affine=affine)
+    place_adapters(driver.backend, driver.prepared, affine=affine, experts=experts)
     return driver
 
 

@@ -212,10 +212,10 @@ def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -
 
 
 def _write_tile(
-    k: Kernel, kind: str, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_stride: Int
+    k: Kernel, kind: str, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_step: Int
 ) -> None:
-    """Writes the function that multiplies some rows by a tile. Even and odd steps have sums of their own where registers
-    allow it, because each sum waits for the last one."""
+    """Writes the function that multiplies some rows by a tile. Even and odd steps have sums of their own where
+    registers allow it, because each sum waits for the last one."""
     sides = 1 if k.isa.fp32_tiles.narrow else 2
     row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
     rows = [x + number * x_stride for number in row_numbers]
@@ -231,7 +231,7 @@ def _write_tile(
                 total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, kind)
     for row_number, totals in zip(row_numbers, sums, strict=True):
         total = totals[0].value if sides == 1 else totals[0].value + totals[1].value
-        k.store_float(out + row_number * out_stride, total, kind == "bf16")
+        k.store_float(out + row_number * out_step, total, kind == "bf16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,18 +33,31 @@ def llama(own_cache, tmp_path_factory):
 
 def model_of(kind: str, folder) -> ModelFlags:
     if kind.startswith("gptq"):
-        plain, _ = make_model(folder / "plain", FAMILIES["llama-gqa-tied"])
-        return ModelFlags(model=str(quantize_folder(plain, folder / "few", PRODUCERS[kind](16))[0]), dtype="float32")
+        plain, _ = make_model(folder / "plain", FAMILIES["qwen2-moe" if "experts" in kind else "llama-gqa-tied"])
+        producer = PRODUCERS[kind.removesuffix("-experts")](16)
+        return ModelFlags(model=str(quantize_folder(plain, folder / "few", producer)[0]), dtype="float32")
     return make_model(folder / "model", FAMILIES[kind])[1]
 
 
-@pytest.mark.parametrize("kind", ["llama-odd-hidden", "gemma2", "qwen3-moe-some-dense", "gptq-act-order"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama-odd-hidden",
+        "gemma2",
+        "qwen3-moe-some-dense",
+        "gpt-oss",
+        "qwen2-moe",
+        "gptq-act-order",
+        "gptq-act-order-experts",
+    ],
+)
 def test_mixed_steps_are_those_of_torch(kind, tmp_path):
-    """Widths that fill no tile, norms after products, experts beside dense layers, inputs in another order."""
+    """Widths that fill no tile, norms after products, experts beside dense layers and beside an MLP with a gate, inputs
+    in another order, also in each expert."""
     prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
     backend = cpu_backend(prepared, threads=2)
-    found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), affine=True), text)
-    wanted = mixed_steps(with_adapters(BackendDriver(prepared), affine=True), text)
+    found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), affine=True, experts=True), text)
+    wanted = mixed_steps(with_adapters(BackendDriver(prepared), affine=True, experts=True), text)
     torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.std()), rtol=2e-4)
     assert (wanted[:, 1] - wanted[:, 0]).abs().mean() > 0.1 * wanted.std()
 

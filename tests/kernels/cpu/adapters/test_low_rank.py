@@ -99,6 +99,7 @@ class LayerCase:
         batch = sequences.step([(number, [0]) for number in numbers])
         adapted = CpuStepRecord(ADAPTED)
         tables = {"slots": self.words, "adapted": adapted.words}
+        product_tables = {**tables, "place_slots": None}
         if batch.adapters is not None:
             AdapterRows(len(self.ranks), run_rows(runner.isa)).fill(adapted, batch, batch.sample_rows)
         else:
@@ -109,7 +110,7 @@ class LayerCase:
         shrink = Shrink(self.rows, self.rows_of)
         runner.run(shrink, {**given, "shrunk_stride": stride(shrunk)}, step, threads)
         assert shrunk[rows].isnan().all()
-        values = self.product_values(source, out) | tables
+        values = self.product_values(source, out) | product_tables
         values |= {"shrunk": shrunk[:rows], "shrunk_stride": stride(shrunk)}
         runner.run(AdapterGemm(*self.case[:3], f"num_{self.rows_of}"), values, step, threads)
         return out
