@@ -353,17 +353,17 @@ def test_quantized_latents(tmp_path):
     group.close()
 
 
-@pytest.mark.parametrize("kind", ["nine-heads", "gptq-act-order"])
+@pytest.mark.parametrize("kind", ["nine-heads", "gptq-act-order", "gpt-oss", "qwen2-moe", "gptq-act-order-experts"])
 def test_adapters(kind, prepared_of, tmp_path):
-    """A or B of each pair is cut as its layer is; each rank packs its own share."""
-    if kind == "gptq-act-order":
-        plain, _ = make_model(tmp_path / "plain", FAMILIES["llama-gqa-tied"])
-        folder, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS[kind](16))
+    """A or B of each pair is cut as its layer is, also of each expert; each rank packs its own share."""
+    if kind.startswith("gptq"):
+        plain, _ = make_model(tmp_path / "plain", FAMILIES["qwen2-moe" if "experts" in kind else "llama-gqa-tied"])
+        folder, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS["gptq-act-order"](16))
         prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
     else:
         prepared = prepared_of(kind)
     text = tokens_of(20, 3)
-    driver = with_adapters(BackendDriver(prepared, backend=RankGroup(prepared, 2)))
-    found, wanted = mixed_steps(driver, text), mixed_steps(with_adapters(BackendDriver(prepared)), text)
+    driver = with_adapters(BackendDriver(prepared, backend=RankGroup(prepared, 2)), experts=True)
+    found, wanted = mixed_steps(driver, text), mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
     torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.std()), rtol=2e-4)
     driver.backend.close()

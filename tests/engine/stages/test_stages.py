@@ -127,14 +127,16 @@ def virtual_tokens(config, kv):
     return AdapterWeights("virtual", 1, {}, virtual=VirtualTokens(kv, values))
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (2, 2)])
-def test_adapters(prepared_of, stages, ranks):
+@pytest.mark.parametrize(
+    ("stages", "ranks", "name"), [(2, 1, "llama-gqa-tied"), (2, 2, "llama-gqa-tied"), (2, 2, "mixtral")]
+)
+def test_adapters(prepared_of, stages, ranks, name):
     """Each stage packs the adapters' pairs of its own layers, and writes virtual tokens into those."""
-    prepared, text = prepared_of("llama-gqa-tied"), tokens_of(20, 3)
+    prepared, text = prepared_of(name), tokens_of(20, 3)
     group = StageGroup(prepared, stages, ranks)
-    driver = with_adapters(BackendDriver(prepared, backend=group))
+    driver = with_adapters(BackendDriver(prepared, backend=group), experts=True)
     own = RankGroup(prepared, ranks) if ranks > 1 else cpu_backend(prepared)
-    beside = with_adapters(BackendDriver(prepared, backend=own))
+    beside = with_adapters(BackendDriver(prepared, backend=own), experts=True)
     plain = BackendDriver(prepared, backend=cpu_backend(prepared))
     for one in (driver, beside, plain):
         if one is not plain:
