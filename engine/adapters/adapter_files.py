@@ -445,14 +445,15 @@ class AdapterFiles:
         rank = config.rank_of(name)
         if 0 < max_rank < rank:
             raise self._error(f"{name} has rank {rank}, and --max-lora-rank is {max_rank}")
-        a, b, *vectors = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
+        a, b, pair_bias, norms, bias = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
         # PEFT knows from transformers' class whether a parameter's rows are outputs, but not from Llama 4's, and its
         # releases differ, so that shapes decide where they can.
         square = projection.outputs == projection.inputs
         swapped = projection.stacked and (
             FAMILIES[model.family].scaled_experts if square else self._tensors[a].shape[1:] == (projection.outputs,)
         )
-        pair = AdapterPair(name, a, b, projection, rank if a else 1, config.scale_of(name), *vectors, swapped)
+        scale = config.scale_of(name)
+        pair = AdapterPair(name, a, b, projection, rank if a else 1, scale, pair_bias, norms, bias, swapped)
         self._check_shapes(pair)
         return pair
 

@@ -86,12 +86,14 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max
 def adapter_shapes(config: ModelConfig) -> dict[str, LayerShape]:
     """Returns the shape of each fused layer that adapters may change, those of experts, their routers and the gates
     beside them included."""
-    return {
-        f"layers.{index}.{tensor.name}": LayerShape(*tensor.shape, tensor.experts, tensor.role is Role.EXACT_MATRIX)
-        for index, layer in enumerate(layers_of(config))
-        for tensor in tensors_of(layer)
-        if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX)
-    }
+    found = {}
+    for index, layer in enumerate(layers_of(config)):
+        for tensor in tensors_of(layer):
+            if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX):
+                outputs, inputs = tensor.shape
+                exact = tensor.role is Role.EXACT_MATRIX
+                found[f"layers.{index}.{tensor.name}"] = LayerShape(outputs, inputs, tensor.experts, exact)
+    return found
 
 
 def plain_shapes(config: ModelConfig) -> dict[str, LayerShape]:

@@ -112,6 +112,14 @@ def test_mixed_steps_are_those_of_torch(family, tmp_path):
         driver.step((driver.sequences.add(adapter=3)[0], text[:13]))
 
 
+def test_adapters_of_experts_are_refused(tmp_path):
+    prepared = prepare(make_model(tmp_path / "model", FAMILIES["mixtral"])[1])
+    backend = gpu_backend(prepared)
+    backend.bind_adapters(len(RANKS), 16)
+    with pytest.raises(ConfigError, match=r"changes layers\.0\.router: on GPUs experts, their routers and the gates"):
+        place_adapters(backend, prepared, experts=True)
+
+
 def test_projections_that_fill_no_tile_are_refused(tmp_path):
     folder = save_model(tmp_path / "model", intermediate_size=100)
     backend = gpu_backend(prepare(ModelFlags(model=str(folder), dtype="float32")))

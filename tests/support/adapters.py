@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +37,8 @@ def make_adapter(
     ``config`` are options of PEFT's LoraConfig. Returns the folder."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": "all-linear"} | config))
+    with _quiet_patterns():
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": "all-linear"} | config))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name and parameter.dim() == 2:
@@ -61,7 +65,17 @@ def make_virtual(
 def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
     """transformers' model with PEFT's adapter, in float32."""
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapter).eval()
+    with _quiet_patterns():
+        return PeftModel.from_pretrained(base, adapter).eval()
+
+
+@contextmanager
+def _quiet_patterns() -> Iterator[None]:
+    """Leaves out a warning of PEFT's, which looks for a pattern's parameters among modules, says that it ignores the
+    pattern, and obeys it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*did not match any targeted module", RuntimeWarning)
+        yield
 
 
 def write_adapter(model: ModelConfig, into: pathlib.Path, *, rank: int = 4, seed: int = 0) -> pathlib.Path:

@@ -73,6 +73,23 @@ def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
             llm.generate("x", greedy, lora="v0", use_tqdm=False)
 
 
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_kernels)])
+def test_adapters_of_experts(kernels, tmp_path):
+    """What PEFT calls "all-linear" of a mixture: attention, experts and routers."""
+    folder = make_model(tmp_path / "model", FAMILIES["mixtral"])[0]
+    adapters = [make_adapter(folder, tmp_path / str(seed), seed=seed, r=4 + seed) for seed in range(2)]
+    prompt, greedy = tokens_of(40, 5), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with offline(folder, enable_lora=True, max_loras=2, cpu_kernels=kernels) as llm:
+        for number, adapter in enumerate(adapters):
+            llm.load_adapter(f"v{number}", adapter)
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 3, greedy, lora=["v0", "", "v1"], use_tqdm=False)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    models = [adapted_model(folder, adapters[0]), plain, adapted_model(folder, adapters[1])]
+    for model, output in zip(models, outputs, strict=True):
+        assert not first_difference(Oracle(model).greedy(prompt, 12), output.outputs[0].token_ids, 1e-3)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
+
+
 def test_what_cannot_work_is_refused(made):
     folder, adapters = made
     with offline(folder, cpu_kernels="torch") as llm, pytest.raises(PermissionDenied, match="enable_lora=True"):
