@@ -138,11 +138,9 @@ FORMATS = Seam[FormatMakers]("gateway.formats")
 def parser_names(template: str, flags: AnswerFlags) -> tuple[str, str]:
     """Returns the names of the formats in which a model with this chat template writes calls and reasoning. Raises
     ConfigError."""
-    makers = entered_one(FORMATS)
-    return (NONE, NONE) if makers is None else makers.names(template, flags)
+    return entered_one(FORMATS).names(template, flags)
 
 
 def formats_of(source: FormatSource, flags: AnswerFlags) -> AnswerFormats:
     """Makes the formats of a model's answers. Raises ConfigError."""
-    makers = entered_one(FORMATS)
-    return NO_FORMATS if makers is None else makers.make(source, flags)
+    return entered_one(FORMATS).make(source, flags)

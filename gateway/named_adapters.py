@@ -123,9 +123,7 @@ ADAPTERS = Seam[AdapterMakers]("gateway.adapters")
 
 def check_adapters(flags: GatewayFlags) -> None:
     """Raises ConfigError for --lora-modules that cannot be read."""
-    makers = entered_one(ADAPTERS)
-    if makers is not None:
-        makers.check(flags.lora_modules)
+    entered_one(ADAPTERS).check(flags.lora_modules)
 
 
 def adapters_of(flags: GatewayFlags, served: ServedFolders) -> Adapters:
@@ -147,5 +145,4 @@ def adapters_of(flags: GatewayFlags, served: ServedFolders) -> Adapters:
 
 def make_adapters(options: AdapterOptions, served: ServedFolders) -> Adapters:
     """Makes the names of adapters of these models. Reads files; raises ConfigError where they cannot be served."""
-    makers = entered_one(ADAPTERS)
-    return Adapters() if makers is None else makers.make(options, served)
+    return entered_one(ADAPTERS).make(options, served)

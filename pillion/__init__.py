@@ -64,33 +64,26 @@ from pillion.types import (
 if TYPE_CHECKING:
     from pillion.client.async_client import AsyncClient
     from pillion.client.client import Client
-    from pillion.offline.llm import LLM  # type: ignore[import-not-found, unused-ignore]
-    from pillion.offline.vllm_options import EngineArgs, LoRARequest  # type: ignore[import-not-found, unused-ignore]
+    from pillion.offline.llm import LLM
+    from pillion.offline.vllm_options import EngineArgs, LoRARequest
 else:
-    _LATE = {"AsyncClient": "pillion.client.async_client", "Client": "pillion.client.client"}
-    _OFFLINE = ("LLM", "EngineArgs", "LoRARequest")
+    _LATE = {
+        "AsyncClient": "pillion.client.async_client",
+        "Client": "pillion.client.client",
+        "EngineArgs": "pillion.offline.vllm_options",
+        "LLM": "pillion.offline.llm",
+        "LoRARequest": "pillion.offline.vllm_options",
+    }
 
     def __getattr__(name: str) -> Any:
-        if name in _LATE:
-            value = getattr(import_module(_LATE[name]), name)
-        elif name in _OFFLINE:
-            value = _offline(name)
-        else:
+        if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_LATE[name]), name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATE, *_OFFLINE})
-
-    def _offline(name: str) -> Any:
-        from pillion.rooms import Seam, entered_one, require_room
-
-        try:
-            require_room("offline", f"pillion.{name}")
-        except ConfigError as error:
-            raise ImportError(error.message) from None
-        return entered_one(Seam(f"pillion.{name}"))
+        return sorted({*globals(), *_LATE})
 
 
 __version__ = VERSION

@@ -29,7 +29,6 @@ from pillion.adapter_folders import STORE_LIMITS, StoreLimits
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
-from pillion.rooms import require_room
 from pillion.sampling_defaults import parse_override
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
@@ -283,14 +282,6 @@ def refuse_strangers(flags: GatewayFlags) -> None:
         raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
 
 
-def refuse_missing_rooms(flags: Any) -> None:
-    """Raises ConfigError for the first flag that asks for a room which is gone."""
-    for one in fields(flags):
-        room = one.metadata.get("room", "")
-        if room and getattr(flags, one.name) != one.default:
-            require_room(room, f"--{one.name.replace('_', '-')}")
-
-
 def refuse_contradictions(flags: Any) -> None:
     """Raises ConfigError for the first pair of flags that contradict each other, or of which one is useless without the
     other. Flags that ``flags`` does not have count as not given."""
@@ -298,7 +289,6 @@ def refuse_contradictions(flags: Any) -> None:
     def given(name: str) -> Any:
         return getattr(flags, name, None)
 
-    refuse_missing_rooms(flags)
     for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
         if given(name) and not flags.enable_lora:
             raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
@@ -355,7 +345,6 @@ def flag(
     least: float | None = None,
     most: float | None = None,
     also: str = "",
-    room: str = "",
     secret: bool = False,
 ) -> Any:
     """Makes the dataclass field of a flag. A flag whose default is a tuple may be repeated.
@@ -368,11 +357,10 @@ def flag(
         placement: the flag names or places one process, so ``pillion serve`` chooses it for each component.
         least, most: the bounds of a number, both allowed; :mod:`pillion.cli.checks` refuses others.
         also: another spelling, on the command line and in the file; it is no variable of the environment.
-        room: the room (:mod:`pillion.rooms`) without which it can only have its default.
         secret: the value is shown nowhere, and child processes get it by their environment.
     """
     about: dict[str, Any] = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    about |= {"least": least, "most": most, "also": also, "room": room, "secret": secret}
+    about |= {"least": least, "most": most, "also": also, "secret": secret}
     return field(default=default, repr=not secret, metadata=about)
 
 
@@ -423,13 +411,11 @@ class ModelFlags:
         "none",
         "Linear layers' weights of a plain checkpoint in 8 or 4 bits; int8-dynamic: their inputs in 8 bits, too (CPU).",
         choices=QUANTIZATION_CHOICES,
-        room="quantized checkpoints",
     )
     quantization_group_size: str = flag(
         "auto",
         "Weights that share a scale; auto: 32 in int4, all of an output in int8.",
         choices=QUANTIZATION_GROUP_CHOICES,
-        room="quantized checkpoints",
     )
     max_model_len: int = size_flag(
         0,
@@ -438,9 +424,7 @@ class ModelFlags:
         least=0,
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
-    load_format: str = flag(
-        "auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"), room="GPU"
-    )
+    load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
 
     def __post_init__(self) -> None:
         given: object = self.served_model_name
@@ -476,17 +460,13 @@ class AnswerFlags:
         "auto",
         "How the model calls tools; auto: as its chat template says, generic where that knows no tools.",
         choices=TOOL_PARSER_CHOICES,
-        room="formats",
     )
     reasoning_parser: str = flag(
         "auto",
         "How the model marks reasoning; auto: as its chat template says.",
         choices=REASONING_PARSER_CHOICES,
-        room="formats",
     )
-    enable_auto_tool_choice: bool = flag(
-        True, "Let models choose to call a tool, as tool_choice auto asks.", room="formats"
-    )
+    enable_auto_tool_choice: bool = flag(True, "Let models choose to call a tool, as tool_choice auto asks.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,7 +482,7 @@ class ComputeFlags(ModelFlags):
     kv_cache_dtype: str = flag(
         "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: that of --dtype.", choices=("auto", "fp8", "int8")
     )
-    enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.", room="GPU")
+    enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
 
 
@@ -516,10 +496,9 @@ class PoolFlags:
         "Share of the GPU's memory for weights, workspaces and KV pool together.",
         least=0,
         most=1,
-        room="GPU",
     )
     host_bytes: int = size_flag(
-        0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0, room="GPU"
+        0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0
     )
     decode_reserve_percent: int = flag(
         10, "Share of the pool that prompts leave to running decodes (I5).", least=0, most=90
@@ -531,7 +510,7 @@ class RankFlags:
     """Says how many processes share a worker's model."""
 
     tensor_parallel_size: int = flag(
-        1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS, room="ranks"
+        1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS
     )
 
 
@@ -539,7 +518,7 @@ class RankFlags:
 class EnableLoraFlags:
     """Says whether requests may name adapters (LoRA)."""
 
-    enable_lora: bool = flag(False, "Serve LoRA adapters.", room="adapters")
+    enable_lora: bool = flag(False, "Serve LoRA adapters.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,7 +549,7 @@ class StepFlags:
     )
     max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
     speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (a field, as all flags are)
-        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config, room="drafts"
+        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config
     )
 
 
@@ -592,17 +571,14 @@ class ChunkedPrefillFlags:
 class LoraStoreFlags:
     """Limits what copies of adapters may take on a machine, whose components all share them."""
 
-    lora_file_bytes: int = size_flag(
-        STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1, room="adapters"
-    )
+    lora_file_bytes: int = size_flag(STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1)
     lora_store_bytes: int = size_flag(
         STORE_LIMITS.store_bytes,
         "Most bytes that the copies of adapters may take on a machine.",
         least=1,
-        room="adapters",
     )
     lora_transfer_timeout_s: float = flag(
-        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1, room="adapters"
+        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1
     )
 
     @property
@@ -619,9 +595,9 @@ class LoraFlags(EnableLoraFlags, LoraStoreFlags):
     """Says for how many adapters (LoRA), and how large ones, workers have room."""
 
     max_loras: int = flag(
-        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS, room="adapters"
+        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
     )
-    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK, room="adapters")
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -654,7 +630,7 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     )
     node_advertise: str = flag("", ADVERTISE, placement=True)
     kv_device: str = flag(
-        "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True, room="GPU"
+        "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
     )
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
@@ -663,27 +639,22 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         "Share of the pool that prefixes may have that users pin (pillion cache pin).",
         least=0,
         most=90,
-        room="prefix pins",
     )
-    max_tenant_pinned_percent: int = flag(
-        25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
-    )
+    max_tenant_pinned_percent: int = flag(25, "Share of the pool that one tenant's pins may have.", least=0, most=90)
     max_retained_percent: int = flag(
         90,
         "Share of the pool that conversations may have whose next turns are expected. 0: none are kept for them.",
         least=0,
         most=90,
-        room="retentions",
     )
     max_tenant_retained_percent: int = flag(
-        50, "Share of the pool that one tenant's such conversations may have.", least=0, most=90, room="retentions"
+        50, "Share of the pool that one tenant's such conversations may have.", least=0, most=90
     )
     state_percent: int = flag(
         100,
         "Most of the pool that states of hybrid models may have, apart from those that running requests hold.",
         least=0,
         most=100,
-        room="states",
     )
     low_watermark_percent: int = flag(
         2,
@@ -697,18 +668,14 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         "Unix socket of the process that keeps this node's pool over its death (pillion keeper). Empty: the pool goes"
         " with the node.",
         placement=True,
-        room="pool survival",
     )
     kv_log_changes: int = flag(
         65_536,
         "Newest changes of the pool's blocks that followers may still ask for (pillion events).",
         least=1,
-        room="events",
     )
-    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0, room="events")
-    kv_transport: str = flag(
-        "auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"), room="transfers"
-    )
+    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0)
+    kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
     )
@@ -720,11 +687,9 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         least=0,
     )
     hand_over_bytes_per_s: int = size_flag(64 * 2**20, "Most bytes a second that it gives them.", least=1)
-    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.", room="disk tier")
-    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0, room="disk tier")
-    object_url: str = flag(
-        "", "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.", room="object tier"
-    )
+    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
+    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
+    object_url: str = flag("", "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -742,7 +707,6 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
         "Stages over which each prefill worker splits the model's layers; a stage is --tensor-parallel-size processes.",
         least=1,
         most=MAX_STAGES,
-        room="stages",
     )
 
     @property
@@ -815,7 +779,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         "Most waiting requests at once whose KV is brought from lower tiers while they wait. 0: none.",
         least=0,
         most=64,
-        room="read-ahead",
     )
     max_running_requests: int = flag(
         0,
@@ -826,17 +789,13 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     slo: str = flag(
         "ttft=2.5+0.002*n,itl_p99=0.1",
         "Objectives in seconds that wanted workers are counted for (n: prompt tokens).",
-        room="forecast",
     )
-    attainment: float = flag(
-        0.95, "Share of the requests that shall meet all objectives.", least=0.5, most=0.999, room="forecast"
-    )
+    attainment: float = flag(0.95, "Share of the requests that shall meet all objectives.", least=0.5, most=0.999)
     worker_start_s: float = flag(
         0.0,
         "Seconds from the wish for a worker until it serves. 0: as long as workers took to load.",
         least=0,
         most=600,
-        room="forecast",
     )
     allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
     allowed_hosts: tuple[str, ...] = flag(
@@ -860,13 +819,11 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     )
     cut_system_lines: tuple[str, ...] = flag((BILLING_HEADER,), CUT_SYSTEM_LINES, kind=str)
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
-    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str, room="adapters")
+    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
     allow_runtime_lora_updating: bool = flag(
-        False, "Let operators load and unload adapters of --lora-path while the gateway runs.", room="adapters"
+        False, "Let operators load and unload adapters of --lora-path while the gateway runs."
     )
-    lora_path: tuple[str, ...] = flag(
-        (), "Folder whose adapters operators may load. Repeat it for more.", kind=str, room="adapters"
-    )
+    lora_path: tuple[str, ...] = flag((), "Folder whose adapters operators may load. Repeat it for more.", kind=str)
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     api_key: tuple[str, ...] = flag((), API_KEY, kind=parse_api_key, secret=True)
     root_path: str = flag(
@@ -881,7 +838,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     max_message_bytes: int = size_flag(
         16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )
-    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.", room="batches")
+    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
     batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
@@ -915,7 +872,6 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.",
         least=0,
         most=MAX_RANKS,
-        room="ranks",
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
     keep_pool: bool = flag(

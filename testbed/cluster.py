@@ -22,7 +22,7 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.child_process import child_environ
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.local_cluster import compute_environ
-from pillion.supervisor.ready_process import STANDBY_VARIABLE, WAITING_NAME, WAITING_TITLE
+from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment

@@ -67,7 +67,6 @@ CLUSTERS = (
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (
-    "tests/test_rooms.py",
     "tests/benchmarks/test_gpu.py",
     "tests/simulator/test_campaign.py",
     "tests/cluster/test_pages.py",

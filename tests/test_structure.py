@@ -166,7 +166,7 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
 
 
 # These pages name functions, classes and tables of the code as ``file.py:name``.
-NAMING_PAGES = ("docs/walkthrough.md", "docs/architecture.md", "docs/tiers.md", "docs/rooms.md")
+NAMING_PAGES = ("docs/walkthrough.md", "docs/architecture.md", "docs/tiers.md")
 
 
 def cited(page: str) -> list[tuple[str, str]]:
@@ -205,9 +205,9 @@ def test_a_name_that_is_not_there_is_found() -> None:
     here = "tests/test_structure.py"
     assert is_defined(here, "PRODUCT")
     assert is_defined(here, "is_defined")
-    assert is_defined("tests/removal.py", "TreeTests")
+    assert is_defined("tests/way.py", "Tracer.begin")
     assert not is_defined(here, "NOWHERE")
-    assert not is_defined("tests/removal.py", "TreeTests.nowhere")
+    assert not is_defined("tests/way.py", "Tracer.nowhere")
     assert not is_defined("tests/nowhere.py", "PRODUCT")
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from pillion.config import ComputeFlags, OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
 from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
-from pillion.rooms import Seam, entered, require
+from pillion.rooms import Seam, entered_one
 
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
@@ -41,17 +41,13 @@ DEVICES = Seam[Devices]("engine.backends.devices")
 
 
 def devices_beside_cpu(device: str) -> Devices:
-    """Returns the devices that ``--device`` names. Raises ConfigError where its room is gone."""
-    return require(DEVICES, "GPU", f"--device {device}")
+    """Returns the devices that ``--device`` names."""
+    return entered_one(DEVICES)
 
 
 def resolve_device(flags: ComputeFlags) -> str:
     """Returns "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
-    for devices in entered(DEVICES):
-        return devices.resolve(flags)
-    if flags.device not in ("auto", CPU):
-        devices_beside_cpu(flags.device)
-    return CPU
+    return entered_one(DEVICES).resolve(flags)
 
 
 def pool_device(device: str, processes: int = 1) -> str:

@@ -30,7 +30,7 @@ from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kvstore.hashing import namespace_base
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.metrics import Reading
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 if TYPE_CHECKING:
     from pillion.engine.backends.cpu.cpu_backend import CpuModel
@@ -106,7 +106,7 @@ class LoadedModel:
     def adapter_reader(self, max_rank: int) -> Any:
         """Returns the object that reads adapters up to ``max_rank`` for the backend; it is sent to the process that
         reads them."""
-        return require(ADAPTER_READER, "adapters", "--enable-lora")(self, max_rank)
+        return entered_one(ADAPTER_READER)(self, max_rank)
 
 
 # The room "adapters" makes an object that reads adapters up to a rank for a model.
@@ -149,14 +149,14 @@ STAGES = Seam[ProcessLoader]("engine.backends.stages")
 
 def rank_loader(size: int) -> RankLoader:
     """Returns the loader of workers of ``size`` processes. Raises ConfigError where there is none."""
-    return require(RANKS, "ranks", f"--tensor-parallel-size {size}")
+    return entered_one(RANKS)
 
 
 def process_loader(flags: WorkerFlags) -> ProcessLoader | None:
     """Returns the loader of a worker of several processes; None for one of a single process. Raises ConfigError where
     there is none."""
     if flags.pipeline_parallel_size > 1:
-        return require(STAGES, "stages", f"--pipeline-parallel-size {flags.pipeline_parallel_size}")
+        return entered_one(STAGES)
     return rank_loader(flags.tensor_parallel_size) if flags.tensor_parallel_size > 1 else None
 
 
@@ -197,7 +197,7 @@ def _load_encoder(
             f"{prepared.name} is an encoder, which runs on the CPU in one process: without --tensor-parallel-size,"
             " --pipeline-parallel-size, --enable-lora and --kv-cache-dtype"
         )
-    return require(ENCODER_LOADER, "encoders", "an encoder")(prepared, flags.block_size, threads)
+    return entered_one(ENCODER_LOADER)(prepared, flags.block_size, threads)
 
 
 def _load(
@@ -209,7 +209,7 @@ def _load(
     loader: ProcessLoader | None,
 ) -> LoadedModel:
     if config.linear is not None:
-        require(STATES, "states", f"{config.family}, a model whose layers have states,")(flags, device, config)
+        entered_one(STATES)(flags, device, config)
     if loader is not None:
         loader.check(flags, device, prepared)
     if flags.enable_lora:
@@ -223,7 +223,7 @@ def _load(
     if loader is not None:
         return loader.load(flags, device, prepared, threads)
     if device != CPU:
-        return require(DEVICE_LOADER, "GPU", f"--device {device}")(flags, prepared)
+        return entered_one(DEVICE_LOADER)(flags, prepared)
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         # That torch runs is worth a warning where nobody asked for it, because the CPU kernels are faster.
@@ -315,7 +315,7 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
         if flags.enable_lora:
             from pillion.engine.backends.cpu.cpu_backend import COMPILE_ADAPTERS
 
-            require(COMPILE_ADAPTERS, "adapters", "--enable-lora")(model, progress)
+            entered_one(COMPILE_ADAPTERS)(model, progress)
     return prepared
 
 

@@ -23,7 +23,7 @@ from pillion.engine.models.rope import make_ropes
 from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 
 class TorchStepAdapters(BackendAdapters, Protocol):
@@ -69,7 +69,7 @@ class TorchBackend(HostBackend):
         return found
 
     def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
-        return require(TORCH_ADAPTERS, "adapters", "--enable-lora")(self, max_adapters, max_rank)
+        return entered_one(TORCH_ADAPTERS)(self, max_adapters, max_rank)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config = self.config

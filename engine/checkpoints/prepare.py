@@ -39,10 +39,10 @@ from pillion.engine.checkpoints.model_files import (
 )
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
 from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config
-from pillion.engine.models.model_config import FEW_BITS_ROOM, ModelConfig
+from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     sources = []
     if source.is_gguf:
         sources = [source.path]
-        converter = require(FILE_CONVERTER, FEW_BITS_ROOM, f"the GGUF file {source.path.name}")
+        converter = entered_one(FILE_CONVERTER)
         if kind.quantization != "none":
             _refuse_twice(source, kind, converter.types(source.path))
         digest = digest_file(source.path)[:32]
@@ -272,7 +272,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}")[:32]
 
     def fill(into: Path) -> None:
-        quantize = require(QUANTIZER, FEW_BITS_ROOM, f"--quantization {kind.quantization}")
+        quantize = entered_one(QUANTIZER)
         quantize(folder, into, kind.quantization, kind.group, progress)
 
     return cache.folder(digest, fill, progress)

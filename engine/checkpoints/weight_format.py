@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from pillion.engine.models.model_config import FEW_BITS_ROOM, ModelConfig
+from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 # Plain tensors of these types can be read.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -57,4 +57,4 @@ def choose_format(config: ModelConfig) -> WeightFormat | None:
     """Returns the weight format of a model's matrices, or None if all of them are plain."""
     if config.quantization is None:
         return None
-    return require(FORMAT, FEW_BITS_ROOM, f"a checkpoint in {config.quantization.words}")(config)
+    return entered_one(FORMAT)(config)

@@ -18,7 +18,6 @@ from pillion.engine.models.families import EITHER_WAY, FAMILIES, SAME_AS, TEXT_A
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
-    FEW_BITS_ROOM,
     FewBitWeights,
     LatentConfig,
     LinearConfig,
@@ -35,7 +34,7 @@ from pillion.engine.models.rope_config import (
     yarn_mscale,
 )
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, entered_one, require
+from pillion.rooms import Seam, entered_one
 
 # Layers with a window, or with attention in chunks, have these types.
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
@@ -86,14 +85,12 @@ MOST_NEAR_NAMES = 3
 
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
-    encoders = entered_one(ENCODERS)
-    return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *(() if encoders is None else encoders.kinds)}))
+    return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *entered_one(ENCODERS).kinds}))
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Returns whether a config is that of an encoder, whose tokens all see each other."""
-    encoders = entered_one(ENCODERS)
-    return encoders is not None and config.get("model_type") in encoders.kinds
+    return config.get("model_type") in entered_one(ENCODERS).kinds
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -131,9 +128,9 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
-    encoders, labels = entered_one(ENCODERS), labels_of(config)
-    if encoders is not None and is_encoder(config):
-        return encoders.parse(config, labels)
+    labels = labels_of(config)
+    if is_encoder(config):
+        return entered_one(ENCODERS).parse(config, labels)
     return replace(_parse_decoder(_text_config(config), labels), headless=_is_headless(config))
 
 
@@ -250,7 +247,7 @@ def _quantization(name: str, raw: Mapping[str, Any]) -> FewBitWeights | None:
     """Returns how the files hold matrices in few bits; None where all of them are plain."""
     if not quantization_method(raw):
         return None
-    return require(QUANTIZATION, FEW_BITS_ROOM, f"{name}: a checkpoint with quantized weights")(name, raw)
+    return entered_one(QUANTIZATION)(name, raw)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,9 +14,6 @@ from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.rope_config import RopeConfig
 
-# Without this room only plain checkpoints can be read.
-FEW_BITS_ROOM = "quantized checkpoints"
-
 
 class FewBitWeights(Protocol):
     """Says how a checkpoint's files hold matrices in few bits: an immutable dataclass, part of a model's

@@ -31,7 +31,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import logs_json
-from pillion.rooms import Seam, require, require_room
+from pillion.rooms import Seam, entered_one
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks for a model's shares does not need.
@@ -56,12 +56,7 @@ class GpuRankLoader(Protocol):
         """Loads the share of a rank above 0. ``meeting`` is the descriptor by which the ranks find each other."""
 
 
-_ON_GPUS = "ranks on GPUs"
 GPU_RANKS = Seam[GpuRankLoader]("engine.ranks.gpu")
-
-
-def _gpu_ranks(flags: PrepareFlags | WorkerFlags) -> GpuRankLoader:
-    return require(GPU_RANKS, _ON_GPUS, f"--tensor-parallel-size {flags.tensor_parallel_size} on a device")
 
 
 class Ranks:
@@ -82,7 +77,6 @@ class Ranks:
         if sys.platform != "linux":
             raise ConfigError(f"{needs} Linux")
         if device != CPU:
-            require_room(_ON_GPUS, f"--tensor-parallel-size {size} with --device {device}")
             devices_beside_cpu(device).check_ranks(size)
         elif reason := choose_kernels(flags, prepared)[1]:
             raise ConfigError(f"{needs} the CPU kernels: {reason}")
@@ -92,7 +86,7 @@ class Ranks:
         """Loads a worker of several processes, of which this one is rank 0. All of them load at the same time."""
         order = loading_order(flags, threads, size=flags.tensor_parallel_size)
         if device != CPU:
-            return _gpu_ranks(flags).load(flags, prepared, order)
+            return entered_one(GPU_RANKS).load(flags, prepared, order)
         from pillion.engine.ranks import rank_processes
         from pillion.engine.ranks.rank_memory import RankMember, RankMemory
         from pillion.engine.ranks.ranked_backend import RankedBackend
@@ -145,7 +139,7 @@ def load_share(order: dict[str, Any], memory_fd: int, meeting: int = -1) -> tupl
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     memory = RankMemory.open(os.dup(memory_fd))
     if device != CPU:
-        return _gpu_ranks(flags).load_share(flags, prepared, order, memory, meeting), memory
+        return entered_one(GPU_RANKS).load_share(flags, prepared, order, memory, meeting), memory
     shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
     return _cpu_share(flags, prepared, order["threads"], RankMember(shard, memory))[0], memory
 

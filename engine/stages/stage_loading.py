@@ -29,7 +29,7 @@ from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.memory.domain import CPU
 from pillion.kvstore.memory.head_shares import shares_of
-from pillion.rooms import Seam, require, require_room
+from pillion.rooms import Seam, entered_one
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks what can be run does not need.
@@ -59,18 +59,12 @@ class GpuStageLoader(Protocol):
         that the first process has sent."""
 
 
-_ON_GPUS = "stages on GPUs"
 GPU_STAGES = Seam[GpuStageLoader]("engine.stages.gpu")
-
-
-def _gpu_stages(flags: WorkerFlags) -> GpuStageLoader:
-    return require(GPU_STAGES, _ON_GPUS, f"--pipeline-parallel-size {flags.pipeline_parallel_size} on a device")
 
 
 def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
     """Raises ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
     stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
-    require_room(_ON_GPUS, f"--pipeline-parallel-size {stages} with --device {device}")
     devices_beside_cpu(device).check_ranks(flags.tensor_parallel_size, stages)
     shards = pool_device(device, flags.processes).count(",") + 1
     try:
@@ -108,7 +102,7 @@ class Stages:
     def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
         """Loads a worker of several stages, of which this process is the first. All of them load at the same time."""
         if device != CPU:
-            return _gpu_stages(flags).load(flags, prepared, loading_order(flags, threads))
+            return entered_one(GPU_STAGES).load(flags, prepared, loading_order(flags, threads))
         from pillion.engine.ranks.rank_memory import RankMemory
         from pillion.engine.stages.stage_rows import StageLink, StageRows
         from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
@@ -174,7 +168,7 @@ def load_stage(order: dict[str, Any], rows_fd: int, *more: int) -> tuple[StageBa
     flags = WorkerFlags(**order["flags"])
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     if device != CPU:
-        return _gpu_stages(flags).load_share(flags, prepared, order, (rows_fd, *more))
+        return entered_one(GPU_STAGES).load_share(flags, prepared, order, (rows_fd, *more))
     stages, ranks = flags.pipeline_parallel_size, flags.tensor_parallel_size
     place, given = StagePlace.of(order["rank"], stages, ranks), iter(more)
     row_bytes = hidden_bytes(load_config(prepared.folder))

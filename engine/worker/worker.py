@@ -30,7 +30,7 @@ from functools import partial
 import msgspec
 
 from pillion._version import VERSION
-from pillion.config import WorkerFlags, refuse_missing_rooms
+from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.scheduling.block_chain import Holding
@@ -140,7 +140,6 @@ class Worker:
         Raises ConfigError for flags that cannot work, Unavailable when no node answers.
         """
         began_s = time.monotonic()
-        refuse_missing_rooms(flags)
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
         if model.whole_texts:

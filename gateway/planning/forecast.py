@@ -57,5 +57,4 @@ FORECASTER = Seam[Callable[[GatewayFlags], Forecaster]]("gateway.planning.foreca
 
 def forecaster_of(flags: GatewayFlags) -> Forecaster:
     """Makes the forecaster that a gateway's flags ask for. Raises ConfigError for objectives that make no sense."""
-    make = entered_one(FORECASTER)
-    return Forecaster() if make is None else make(flags)
+    return entered_one(FORECASTER)(flags)

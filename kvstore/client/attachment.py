@@ -23,7 +23,7 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
 from pillion.net.private_socket import close_all, peer_gone, receive_line
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -366,9 +366,7 @@ def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.m
     """Maps the pool behind the node's descriptors. Raises ConfigError."""
     if reply.memory_kind == HOST:
         return map_shared(fds[0], size_bytes)
-    return require(MAP_POOL, "GPU", f"a KV node with its pool in memory of kind {reply.memory_kind}")(
-        fds, reply, size_bytes
-    )
+    return entered_one(MAP_POOL)(fds, reply, size_bytes)
 
 
 def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:

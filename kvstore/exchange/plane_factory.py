@@ -8,7 +8,7 @@ from typing import Protocol
 from pillion.errors import ConfigError
 from pillion.kvstore.exchange.plane import DataPlane
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.rooms import Seam, entered_one, require_room
+from pillion.rooms import Seam, entered_one
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -35,10 +35,7 @@ def choose_transport(kv_transport: str) -> str:
     if kv_transport == "grpc":
         log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
         return "grpc"
-    if kv_transport == "nixl":
-        require_room("NIXL", "--kv-transport nixl")
-    plane = entered_one(ONE_SIDED)
-    trouble = "it was not installed" if plane is None else plane.trouble()
+    trouble = entered_one(ONE_SIDED).trouble()
     if not trouble:
         log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
         return "nixl"
@@ -51,10 +48,9 @@ def choose_transport(kv_transport: str) -> str:
 def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
     """Makes the data plane of a pool; with NIXL this takes about a second, so it is not for the event loop's thread.
     Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
-    plane = entered_one(ONE_SIDED)
-    if choose_transport(kv_transport) == "nixl" and plane is not None:
+    if choose_transport(kv_transport) == "nixl":
         try:
-            return plane(memory)
+            return entered_one(ONE_SIDED)(memory)
         except ConfigError as error:
             # Even where NIXL works with two pages, a big pool may exceed its limits.
             if kv_transport == "nixl":

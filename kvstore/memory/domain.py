@@ -17,7 +17,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.memory import HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.tiers.tiers import Tier
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 # A pool in host memory has this size without --kv-pool-bytes.
 DEFAULT_HOST_POOL_BYTES = 2**30
@@ -156,7 +156,7 @@ def open_domain(flags: KVNodeFlags) -> Domain:
     """Opens the domain that ``--kv-device`` names. Raises ConfigError if the domain does not exist, or other flags do
     not fit it."""
     if flags.kv_device != CPU:
-        return require(DEVICE_DOMAIN, "GPU", f"--kv-device {flags.kv_device}")(flags)
+        return entered_one(DEVICE_DOMAIN)(flags)
     if flags.host_bytes:
         raise ConfigError(
             "--host-bytes is for a pool on a GPU (--kv-device cuda): here it would copy from host memory to host "

@@ -176,5 +176,4 @@ MEMORY = Seam[Callable[[KVNodeFlags], NodeMemory]]("kvstore.memory.surviving")
 def memory_of(flags: KVNodeFlags) -> NodeMemory:
     """Makes the memory of a node with these flags: memory that outlives the node with ``--keeper-socket``, else plain
     memory."""
-    make = entered_one(MEMORY) if flags.keeper_socket else None
-    return NodeMemory(flags) if make is None else make(flags)
+    return entered_one(MEMORY)(flags) if flags.keeper_socket else NodeMemory(flags)

@@ -33,7 +33,7 @@ from typing import Protocol
 from pillion.errors import Overloaded, PillionError
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.net.private_socket import listen_private
-from pillion.rooms import Seam, entered
+from pillion.rooms import Seam, entered_one
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -88,7 +88,7 @@ REGIONS = Seam[Callable[[str, NodeMemory], RegionService]]("kvstore.node.regions
 
 def regions_of(node_id: str, memory: NodeMemory) -> RegionService:
     """Returns the region service of a node."""
-    return next((make(node_id, memory) for make in entered(REGIONS)), NoRegions())
+    return entered_one(REGIONS)(node_id, memory)
 
 
 class AttachServer:

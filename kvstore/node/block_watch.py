@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound
@@ -43,7 +44,5 @@ WATCH = Seam[Callable[[KVNodeFlags, BlockTree], BlockWatch]]("kvstore.node.watch
 
 
 def watch_of(flags: KVNodeFlags) -> Callable[[BlockTree], BlockWatch]:
-    """Returns the function that makes the watch of a node's blocks, by its flags. Raises ConfigError for flags of a
-    room that is gone."""
-    make = entered_one(WATCH)
-    return (lambda tree: make(flags, tree)) if make is not None else lambda tree: BlockWatch()
+    """Returns the function that makes the watch of a node's blocks, by its flags."""
+    return partial(entered_one(WATCH), flags)

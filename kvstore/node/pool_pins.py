@@ -65,7 +65,5 @@ PINS = Seam[Callable[[KVNodeFlags], PinMakers]]("kvstore.node.pins")
 
 
 def pins_of(flags: KVNodeFlags) -> PinMakers:
-    """Returns the makers of the objects that pin prefixes, by a node's flags. Raises ConfigError for flags that only an
-    absent room understands."""
-    make = entered_one(PINS)
-    return NO_PINS if make is None else make(flags)
+    """Returns the makers of the objects that pin prefixes, by a node's flags."""
+    return entered_one(PINS)(flags)

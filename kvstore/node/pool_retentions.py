@@ -34,5 +34,4 @@ RETENTIONS = Seam[Callable[[KVNodeFlags, EvictionPolicy], PoolRetentions]]("kvst
 
 def retentions_of(flags: KVNodeFlags, policy: EvictionPolicy) -> PoolRetentions:
     """Makes what keeps chains in a pool whose own policy is ``policy``, by the node's flags."""
-    make = entered_one(RETENTIONS)
-    return PoolRetentions(policy) if make is None else make(flags, policy)
+    return entered_one(RETENTIONS)(flags, policy)

@@ -16,5 +16,4 @@ STATES = Seam[Callable[[KVNodeFlags], StatesMaker]]("kvstore.node.states")
 
 def states_of(flags: KVNodeFlags) -> StatesMaker:
     """Returns the maker by a node's flags."""
-    make = entered_one(STATES)
-    return LedgerStates if make is None else make(flags)
+    return entered_one(STATES)(flags)

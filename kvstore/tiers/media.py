@@ -69,11 +69,9 @@ FAR_URL = Seam[Callable[[str], object]]("kvstore.tiers.far_url")
 
 def near_medium(flags: KVNodeFlags) -> NearMedium | None:
     """Returns the medium of this machine that a node's flags name. Raises ConfigError where it cannot be had."""
-    make = entered_one(NEAR)
-    return make(flags) if make is not None and flags.disk_path else None
+    return entered_one(NEAR)(flags) if flags.disk_path else None
 
 
 def far_medium(flags: KVNodeFlags) -> FarMedium | None:
     """Returns the shared medium that a node's flags name. Raises ConfigError where it cannot be had."""
-    make = entered_one(FAR)
-    return make(flags) if make is not None and flags.object_url else None
+    return entered_one(FAR)(flags) if flags.object_url else None

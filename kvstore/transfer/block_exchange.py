@@ -69,5 +69,4 @@ EXCHANGE = Seam[MakeExchange]("kvstore.transfer.exchange")
 
 def exchange_of(flags: KVNodeFlags, addresses: Addresses, boot_epoch: Callable[[], int]) -> BlockExchange:
     """Makes the exchange of a node with other nodes. Raises ConfigError for a transport that the node cannot have."""
-    make = entered_one(EXCHANGE)
-    return BlockExchange() if make is None else make(flags, addresses, boot_epoch)
+    return entered_one(EXCHANGE)(flags, addresses, boot_epoch)

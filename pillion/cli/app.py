@@ -15,13 +15,18 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from pillion._version import PROTOCOL, VERSION
+from pillion.cli.adapters_command import adapters
+from pillion.cli.bench_command import bench
+from pillion.cli.cache_command import cache
 from pillion.cli.console import fail
+from pillion.cli.events_command import events
 from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, option, option_name, options
+from pillion.cli.keeper_command import keeper
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
+from pillion.cli.simulate_command import simulate
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
-from pillion.rooms import Seam, entered
 from pillion.types import SAMPLING_OPTIONS
 
 EXIT_FAILED = 1
@@ -30,10 +35,6 @@ EXIT_INTERRUPTED = 130
 # These errors of a write are the disk's, and no defect of the program.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeat it for more."
-# Rooms add their commands to this seam. Importing a room's commands is as light as importing this module.
-COMMANDS = Seam[click.Command]("cli.commands")
-# The room's function prints what --quantization costs in accuracy.
-ACCURACY = Seam[Callable[[PrepareFlags], None]]("cli.accuracy")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +98,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in entered(COMMANDS):
+for command in (adapters, bench, cache, events, keeper, simulate):
     cli.add_command(command)
 
 
@@ -189,14 +190,14 @@ def prepare(measure: bool | None, **values: Any) -> None:
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
+    from pillion.cli.accuracy_table import show_accuracy
     from pillion.engine.backends.loading import make_ready
 
     flags = with_model(PrepareFlags, values)
     prepared = make_ready(flags, click.echo)
     measure = sys.stdout.isatty() if measure is None else measure
     if measure and flags.quantization != "none":
-        for show in entered(ACCURACY):
-            show(flags)
+        show_accuracy(flags)
     click.echo(f"{prepared.name} {PREPARED} {prepared.folder}")
 
 

@@ -17,7 +17,6 @@ from pillion.config import (
 from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
-from pillion.rooms import entered
 from pillion.served_models import other_models
 
 
@@ -51,10 +50,9 @@ def check_flags(flags: Any) -> None:
         refuse_strangers(flags)
         _check_edge(flags)
     if values.get("object_url"):
-        from pillion.kvstore.tiers.media import FAR_URL
+        from pillion.kvstore.tiers.object_tier.object_store import parse_object_url
 
-        for check in entered(FAR_URL):
-            check(values["object_url"])
+        parse_object_url(values["object_url"])
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:

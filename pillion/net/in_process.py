@@ -330,16 +330,3 @@ def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
     status = to_status(error)
     trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, status.details)
-
-
-class CallsWithin:
-    """Makes the channels and servers of this process."""
-
-    def channel(self, target: str) -> Any:
-        return InProcessChannel(target)
-
-    def server(self, listen: str) -> Any:
-        return InProcessServer(listen)
-
-
-CALLS_WITHIN = CallsWithin()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc
 
 from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.net import tls
 from pillion.net.addresses import IN_PROCESS, OFF_NETWORK
-from pillion.rooms import Seam, entered_one, require_room
+from pillion.net.in_process import InProcessChannel, InProcessServer
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
 from pillion.wire.errors import said_by_server as said_by_server
@@ -41,16 +41,6 @@ STOP_FOLLOWS_S = 30 * 86_400.0
 UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
-
-
-class InProcessCalls(Protocol):
-    """Describes the room that carries calls within one process, for addresses such as ``in-process:NAME``."""
-
-    def channel(self, target: str) -> Any: ...
-    def server(self, listen: str) -> Any: ...
-
-
-CALLS = Seam[InProcessCalls]("net.in_process")
 
 
 def _options(max_message_bytes: int) -> Options:
@@ -117,19 +107,10 @@ def open_channel(target: str) -> grpc.aio.Channel:
     """Opens a channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes
     it."""
     if target.startswith(IN_PROCESS):
-        return cast(grpc.aio.Channel, _in_process(target).channel(target))
+        return cast(grpc.aio.Channel, InProcessChannel(target))
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=component_options())
     return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, component_options()))
-
-
-def _in_process(address: str) -> InProcessCalls:
-    """Returns the room that carries calls within this process. Raises ConfigError if the room of the address is
-    gone."""
-    require_room("offline", f"the address {address}")
-    calls = entered_one(CALLS)
-    assert calls is not None
-    return calls
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
@@ -327,8 +308,9 @@ async def start_server(
 
 
 def _start_in_process(listen: str, services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]) -> RunningServer:
-    server = _in_process(listen).server(listen)
+    within = InProcessServer(listen)
+    server = cast(grpc.aio.Server, within)
     for _, add in services:
         add(server)
-    server.start()
+    within.start()
     return RunningServer(server, listen)

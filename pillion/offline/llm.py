@@ -61,7 +61,7 @@ from pillion.offline.vllm_options import (
     refused_method,
     translated,
 )
-from pillion.rooms import require
+from pillion.rooms import entered_one
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
 
@@ -438,7 +438,7 @@ async def _score_all(
     """Returns the scores of all pairs."""
     from pillion.gateway.text_vectors import VECTORS, TextPair
 
-    vectors = require(VECTORS, "pooling", "LLM.score")(cluster.gateway)
+    vectors = entered_one(VECTORS)(cluster.gateway)
     asked = [TextPair(*pair) for pair in pairs]
     found = await vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
     return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in found.scores]
@@ -450,7 +450,7 @@ async def _classify_all(
     """Returns what a classifier says of all texts."""
     from pillion.gateway.text_vectors import VECTORS
 
-    vectors = require(VECTORS, "pooling", "LLM.classify")(cluster.gateway)
+    vectors = entered_one(VECTORS)(cluster.gateway)
     found = await vectors.classify(requests, activated=activated, cut_tokens=cut_tokens)
     return [
         ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
@@ -468,7 +468,7 @@ async def _embed_all(
     """Returns the vectors of all texts."""
     from pillion.gateway.text_vectors import VECTORS
 
-    vectors = require(VECTORS, "pooling", "LLM.embed")(cluster.gateway)
+    vectors = entered_one(VECTORS)(cluster.gateway)
     found = await vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
     return [
         EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags, refuse_missing_rooms
+from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
 from pillion.types import GenerateRequest
@@ -166,7 +166,6 @@ async def start_cluster(
     from pillion.supervisor.local_cluster import prepare_in_child
     from pillion.supervisor.pool_fit import fit_pool
 
-    refuse_missing_rooms(flags)
     flags = resolved(flags)
     heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")

@@ -4,7 +4,6 @@
     local_cluster.py        which processes `pillion serve` starts, with which flags, in which order
     gateway_processes.py    several gateways behind the same two ports
     supervisor.py           starts processes level by level, restarts dead ones, stops them all
-    ready_process.py        what is asked of processes that are ready ahead of their need; seams
     standbys/               such processes: standbys, and forks of one that has imported everything
     restarts.py             when a dead process is started again
     down_records.py         tells the registry which components are down for a while

@@ -1,6 +1,6 @@
 """Runs one component in this process, until a signal or the component's own end.
 
-waiting, where it was started as a standby (:mod:`pillion.supervisor.ready_process`) ---> starting
+waiting, where it was started as a standby (:mod:`pillion.supervisor.standbys`) ---> starting
 starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
    |             |
    |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
@@ -24,14 +24,12 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
-from pillion.rooms import entered, entry_modules
 from pillion.supervisor import lifeline
-from pillion.supervisor.ready_process import TURN, StandbyTurn
+from pillion.supervisor.standbys.standby import GPU_LOADER, Standby
 from pillion.types import WORKERS
 
 T = TypeVar("T")
@@ -56,6 +54,9 @@ ROLES = {
 # Components import these later than their own modules, some after their first requests.
 LATER_MODULES = (
     *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
+    *("pillion.engine.partial_blocks.partial_blocks", "pillion.engine.states.states"),
+    *("pillion.engine.grammars.grammar_feature", "pillion.engine.drafts.draft_feature"),
+    *("pillion.engine.adapter_slots.adapter_feature", "pillion.kvstore.pool_survival.surviving_memory"),
     "llguidance",
 )
 # When a component without --drain-timeout-s stops, running requests get STOP_GRACE_S to end, and the clean-up after
@@ -81,12 +82,8 @@ def require_server_packages(needs: str = "servers need") -> None:
 def preloaded_modules(device: str) -> tuple[str, ...]:
     """Returns the modules that are imported before a component of any role is forked, for workers that compute on
     ``device``. None of them starts a thread or touches a GPU."""
-    seams = (
-        "engine.worker.features",
-        "kvstore.memory.surviving",
-        *(() if device == "cpu" else ("engine.backends.loader",)),
-    )
-    return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *chain.from_iterable(map(entry_modules, seams)))
+    gpu = () if device == "cpu" else (GPU_LOADER,)
+    return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *gpu)
 
 
 def name_of(role: str, flags: Any) -> str:
@@ -115,7 +112,7 @@ def run_component(role: str, flags: Any) -> int:
     from pillion.observability import telemetry
     from pillion.supervisor.preflight import check_files
 
-    standby = next((turn_of_process() for turn_of_process in entered(TURN)), None)
+    standby = Standby.of_process()
     name = name_of(role, flags)
     raise_open_files()
     set_up_logging(flags.log_level, flags.log_format, name)
@@ -157,7 +154,7 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-async def _run(name: str, role: str, start: Any, flags: Any, standby: StandbyTurn | None = None) -> int:
+async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | None = None) -> int:
     from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
     from pillion.supervisor.preflight import ask_redis

@@ -31,7 +31,6 @@ from pillion.config import (
 from pillion.core_lending_table import CoreLendingTable
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, entered, entered_one
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ
@@ -41,8 +40,8 @@ from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs, probe_address
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.preflight import check_cluster, wait_for_redis
-from pillion.supervisor.ready_process import LAUNCHER, STAND_BY, Launcher
 from pillion.supervisor.runtime_dir import RuntimeDir
+from pillion.supervisor.standbys.fork_server import ForkServer
 from pillion.supervisor.start_lines import tell_model
 from pillion.supervisor.supervisor import FAILED, PROBE_INTERVAL_MS, ProcessSpec, Supervisor
 
@@ -51,8 +50,6 @@ PREPARE_STOP_GRACE_S = 2.0
 PREFILL_KNOWN_S = 30.0
 NODE_SOCKET = "kvnode-0.sock"
 KEEPER_SOCKET = "keeper.sock"
-# The room makes the process that keeps the pool over its node's death, from a socket's path and the environment.
-KEEPER = Seam[Callable[[Path, Mapping[str, str]], ProcessSpec]]("supervisor.keeper")
 # A waiting OpenMP thread polls this often before it sleeps. With two workers of two threads on two cores, the same
 # GEMMs take, in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and
 # 85.
@@ -75,7 +72,7 @@ class LocalCluster:
         self.runtime: RuntimeDir | None = None
         self._redis_binary: Path | None = None
         self._ports = PublicPorts()
-        self._fork_server: Launcher | None = None
+        self._fork_server: ForkServer | None = None
         # This stack holds everything that stop() has to end, the last first.
         self._ending = contextlib.AsyncExitStack()
         self._ending.callback(self._ports.close)
@@ -132,8 +129,7 @@ class LocalCluster:
         specs += self._policy_gateways(self.runtime.path)
         redis_url = redis_url_of(self.flags, self.runtime.path)
         launch = self._fork_server.launch if self._fork_server is not None else None
-        stand_by = next(iter(entered(STAND_BY)), None)
-        self.supervisor = Supervisor(specs, self.notices, launch=launch, stand_by=stand_by)
+        self.supervisor = Supervisor(specs, self.notices, launch=launch)
         self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
         if self.flags.prefill_workers:
@@ -167,11 +163,10 @@ class LocalCluster:
         settings."""
         environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
         show = partial(self.notices.component, "fork-server")
-        modules = (*preloaded_modules(self.flags.device), *lines_to_read_ahead(self.flags))
-        for fork_server in entered(LAUNCHER):
-            self._fork_server = fork_server(modules, environ, show)
-            self._ending.push_async_callback(self._fork_server.stop)
-            self._fork_server.start()
+        modules = (*preloaded_modules(self.flags.device), line_of_tokenizer(self.flags))
+        self._fork_server = ForkServer(modules, environ, show)
+        self._ending.push_async_callback(self._fork_server.stop)
+        self._fork_server.start()
 
     def left_behind(self) -> list[str]:
         """Returns process groups and files that still exist after :meth:`stop`; none unless something is wrong."""
@@ -191,6 +186,13 @@ async def until_prefill_is_known(gateways: Sequence[str]) -> None:
             for address in gateways:
                 while not await probes.is_serving(address, service="prefill"):  # noqa: ASYNC110
                     await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
+
+
+def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
+    """Describes the process that keeps the pools of KV nodes when a node dies."""
+    argv = (sys.executable, "-m", "pillion", "keeper", str(socket))
+    probe = partial(probes.accepts, socket)
+    return ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe, spare=True)
 
 
 def process_specs(
@@ -226,9 +228,8 @@ def process_specs(
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(processes_of(flags).values()))
     kept = flags.keep_pool and pool == "cpu" and sys.platform == "linux"
-    keeper_spec = entered_one(KEEPER) if kept else None
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
-    if keeper_spec is not None:
+    if kept:
         place["keeper_socket"] = str(folder / KEEPER_SOCKET)
         specs.append(keeper_spec(folder / KEEPER_SOCKET, environ))
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
@@ -251,7 +252,7 @@ def process_specs(
             # back.
             needs = (node.node_id,)
             # Workers of several processes end with their node in any case.
-            survives = keeper_spec is not None and processes_of(flags)[role] == 1
+            survives = kept and processes_of(flags)[role] == 1
             # Decode workers compute prompts where there is no prefill worker, so prefill workers are spare.
             more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
             specs.append(component_spec(role, component_id, worker, listen, level=2, kind=role, **more))
@@ -391,23 +392,18 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
         raise ConfigError(last.removeprefix(FAILED) if last.startswith(FAILED) else message)
 
 
-# For a fork server, each room's function makes a "MODULE:FUNCTION=TEXT" for a prepared model, from its folder, the size
-# of its vocabulary and the ids that end answers.
-MakeLine = Callable[[Path, int, tuple[int, ...]], str]
-READ_AHEAD = Seam[MakeLine]("supervisor.read_ahead")
-
-
-def lines_to_read_ahead(flags: ServeFlags) -> tuple[str, ...]:
-    """Returns each "MODULE:FUNCTION=TEXT" by which a fork server reads files of the prepared model for rooms.
+def line_of_tokenizer(flags: ServeFlags) -> str:
+    """Returns the "MODULE:FUNCTION=TEXT" by which a fork server reads the prepared model's tokenizer for grammars.
 
     Raises ConfigError where the model is not prepared and cannot be.
     """
     from pillion.engine.checkpoints.prepare import prepare
+    from pillion.engine.grammars.compiler import line_to_read_ahead
     from pillion.engine.models.config_parser import load_config
 
     prepared = prepare(subset(ModelFlags, flags))
     vocab_size = load_config(prepared.folder).vocab_size
-    return tuple(line(prepared.folder, vocab_size, prepared.eos_token_ids) for line in entered(READ_AHEAD))
+    return line_to_read_ahead(prepared.folder, vocab_size, prepared.eos_token_ids)
 
 
 def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:

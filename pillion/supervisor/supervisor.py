@@ -8,7 +8,7 @@ Life of a component, tended by a task of its own:
      are not ready       until it is ready    killed when it    '----> the whole cluster stops: it flaps, and so does
                                               does not answer for long   everything that would serve in its place
 
-A component with a standby has its next process ready (:mod:`pillion.supervisor.ready_process`): one at a time they are
+A component with a standby has its next process ready (:mod:`pillion.supervisor.standbys`): one at a time they are
 started when the cluster is ready, so that they take no core from a start that somebody waits for.
 
 A task of the supervisor's own that ends by an exception is a defect: it is said, and the task begins again, so that no
@@ -29,16 +29,19 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
-from pillion.supervisor.ready_process import NextProcess, StandBy
 from pillion.supervisor.restarts import RestartPolicy
+from pillion.supervisor.standbys.standby import Successor
 
 log = logging.getLogger("pillion.supervisor")
+
+# A function of this type starts a process that stands by, from its command line, its environment, and the function that
+# starts processes.
+StandBy = Callable[[Sequence[str], Mapping[str, str], Launch], Awaitable[Successor]]
 
 # Most of this time is for loading a large model.
 START_TIMEOUT_S = 600.0
@@ -122,7 +125,7 @@ class _SupervisedProcess:
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
-    successor: NextProcess | None = None
+    successor: Successor | None = None
     failed: str = ""
     lost: tuple[str, float] = ("", 0.0)
     starting: bool = False
@@ -132,8 +135,8 @@ class _SupervisedProcess:
 
 
 class Supervisor:
-    """Keeps the processes of ``specs`` alive. ``launch`` starts them, by default ChildProcess.start; ``stand_by``
-    starts standbys, and without it there are none.
+    """Keeps the processes of ``specs`` alive. ``launch`` starts them, by default ChildProcess.start, and
+    ``stand_by`` starts standbys of those that have one.
 
     Use: ``await start()``, then ``await failed()`` as long as you like, then ``await stop()``, always.
     """
@@ -145,7 +148,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         *,
         launch: Launch | None = None,
-        stand_by: StandBy | None = None,
+        stand_by: StandBy = Successor.start,
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
@@ -182,15 +185,13 @@ class Supervisor:
         if self._failure.done():
             raise (ConfigError if self._refused else Unavailable)(self._failure.result())
         self._was_ready = True
-        if self._stand_by is not None:
-            self._tasks += [
-                asyncio.create_task(
-                    self._never_ending(component, partial(self._keep_standby, stand_by=self._stand_by)),
-                    name=f"standby of {component.spec.component_id}",
-                )
-                for component in self._components
-                if component.spec.standby
-            ]
+        self._tasks += [
+            asyncio.create_task(
+                self._never_ending(component, self._keep_standby), name=f"standby of {component.spec.component_id}"
+            )
+            for component in self._components
+            if component.spec.standby
+        ]
 
     async def failed(self) -> str:
         """Waits until the cluster cannot be kept alive; returns why."""
@@ -376,7 +377,7 @@ class Supervisor:
         self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
         child.kill()
 
-    async def _keep_standby(self, component: _SupervisedProcess, stand_by: StandBy) -> None:
+    async def _keep_standby(self, component: _SupervisedProcess) -> None:
         """Keeps a standby for the component whenever the component has been ready for a while. The death of a waiting
         standby is noticed when the standby is needed; then it is replaced."""
         while True:
@@ -385,13 +386,13 @@ class Supervisor:
             async with self._one_standby:
                 # The component may have died while it waited for its turn, and then starts without a standby.
                 if component.successor is None and component.ready.is_set():
-                    await self._start_standby(component, stand_by)
+                    await self._start_standby(component)
 
-    async def _start_standby(self, component: _SupervisedProcess, stand_by: StandBy) -> None:
+    async def _start_standby(self, component: _SupervisedProcess) -> None:
         """Returns when the standby waits, cannot be started or has ended, or after the time for a start."""
         spec = component.spec
         try:
-            component.successor = successor = await stand_by(spec.argv, spec.environ, self._launch)
+            component.successor = successor = await self._stand_by(spec.argv, spec.environ, self._launch)
         except OSError as error:
             # The start of the standby is tried again and again, but the same error is printed only once.
             if component.unaided != str(error):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pillion.config import KVNodeFlags
 from pillion.engine.scheduling.step_feature import StepFeature
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 from pillion.simulator.fleet.prefix_store import NodeStore, PrefixIndex
 
 
@@ -34,4 +34,4 @@ STATES = Seam[Callable[[int, KVNodeFlags], ModelStates]]("simulator.fleet.states
 def states_of(pages: int, flags: KVNodeFlags) -> ModelStates | None:
     """Returns what differs in a fleet whose states have so many pages, None for a model without states. Raises
     ConfigError where the room is gone."""
-    return require(STATES, "fleets with states", "--state-bytes")(pages, flags) if pages else None
+    return entered_one(STATES)(pages, flags) if pages else None

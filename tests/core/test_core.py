@@ -1,7 +1,4 @@
-"""What the core does without any room: one Llama-like model on one host, by both doors, and over a kill.
-
-`python -m tests.removal` runs these after it has taken a room away, so nothing here imports or asks for one.
-"""
+"""What the core does: it serves one Llama-like model on one host, at both ports, and over a kill."""
 
 from __future__ import annotations
 

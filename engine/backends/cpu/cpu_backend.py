@@ -60,7 +60,7 @@ from pillion.kernels.cpu.runtime.program import (
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, STATE_LAYOUT_VERSION
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 log = logging.getLogger("pillion.worker")
 
@@ -228,7 +228,7 @@ class CpuBackend(HostBackend):
 
     def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
         """Makes the slots for adapters; compiles their kernels the first time on a machine."""
-        return require(CPU_ADAPTERS, "adapters", "--enable-lora")(self, max_adapters, max_rank)
+        return entered_one(CPU_ADAPTERS)(self, max_adapters, max_rank)
 
     def use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
         """Makes steps without adapters run the model's operations as ``plan`` lists them."""

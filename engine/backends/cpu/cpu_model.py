@@ -39,7 +39,7 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.rows.rows import AddPositions, Embed, GroupMaxima, LargestTokens, SoftCapScale
 from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
-from pillion.rooms import require
+from pillion.rooms import entered_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def plan_model(
 
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     config, weights, shard = builder.config, builder.weights, builder.shard
-    meeting = None if shard.whole else require(MEETING, "ranks", "a part of a model")(shard)
+    meeting = None if shard.whole else entered_one(MEETING)(shard)
     builder = replace(builder, meeting=meeting, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
     mine, layers = shard.own_layers(config), layers_of(config)

@@ -21,7 +21,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 
 
 class CpuMeeting(Protocol):
@@ -219,7 +219,7 @@ class OperationBuilder:
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
         if linear.order is not None or linear.row_codes is not None or linear.offsets:
-            ready = require(FEW_BIT_ROWS, "quantized checkpoints", name)(self, linear, x)
+            ready = entered_one(FEW_BIT_ROWS)(self, linear, x)
             yield from ready.operations
         x, sums = ready.x, ready.sums
         spec = spec_type(

@@ -53,7 +53,7 @@ from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one
 from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")
@@ -202,7 +202,7 @@ class GpuBackend(AdaptedBackend):
         self._limits = limits
         self._eager = enforce_eager
         if layout.state_pages:
-            make = require(GPU_STATES, "states on GPUs", f"{model.config.family} with --device cuda")
+            make = entered_one(GPU_STATES)
             model.states = make(model, layout, limits.max_seqs)
             # That decodes and guesses find their states while steps run ahead is not shown yet (engine/states).
             self.max_steps_under_way = 1
@@ -339,7 +339,7 @@ class GpuBackend(AdaptedBackend):
     def _make_adapters(self, max_adapters: int, max_rank: int) -> GpuStepAdapters:
         """Allocates adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
         cannot run the model."""
-        make = require(GPU_ADAPTERS, "adapters on GPUs", "--enable-lora with --device cuda")
+        make = entered_one(GPU_ADAPTERS)
         self._model.adapters = make(self._model, max_adapters, max_rank, self._limits.max_tokens)
         return self._model.adapters
 

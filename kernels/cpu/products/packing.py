@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 from pillion.kernels.torch.quantized_matrix import Matrix, plain
-from pillion.rooms import Seam, entered, require
+from pillion.rooms import Seam, entered, entered_one
 
 # Weights that are not in few bits are packed in one of these types.
 PLAIN_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -95,7 +95,7 @@ FEW_BITS = Seam[FewBitKinds]("kernels.cpu.few_bits")
 def few_bits(what: str) -> FewBitKinds:
     """Returns the object that packs and multiplies by matrices in few bits. Raises ConfigError where its room is
     gone."""
-    return require(FEW_BITS, "quantized checkpoints", f"weights of the kind {what}")
+    return entered_one(FEW_BITS)
 
 
 def kinds() -> tuple[str, ...]:

@@ -29,8 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pillion.supervisor.lifeline import parent_pid, tie_to_parent
-from pillion.supervisor.ready_process import STANDBY_VARIABLE
-from pillion.supervisor.standbys.process_title import find_title, show_title
+from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, find_title, show_title
 
 READY, FORK = b"r", b"f"
 # A fork gets this many descriptors: the component's end of a connection, its standard input, and its standard output

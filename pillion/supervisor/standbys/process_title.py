@@ -11,7 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pillion.supervisor.ready_process import WAITING_TITLE
+# This variable is set for a process that stands by until its turn comes.
+STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
+# A process that waits for its turn has this name.
+WAITING_NAME = "pillion-standby"
+# These words stand before the command line of a fork that stands by, whether it waits already or not.
+WAITING_TITLE = "standby:"
 
 
 def find_title() -> None:

@@ -23,16 +23,16 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pillion.config import WorkerFlags
-from pillion.rooms import entry_modules
 from pillion.supervisor.child_process import ChildProcess, Launch
-from pillion.supervisor.ready_process import STANDBY_VARIABLE, WAITING_NAME
-from pillion.supervisor.standbys.process_title import show_title
+from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, WAITING_NAME, show_title
 
 READY, BEGIN = b"r", b"b"
+# A worker that computes on a GPU imports this module for its model.
+GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
 # These are the last lines of the standby's output, which are shown when it takes over.
 MAX_KEPT_LINES = 20
 
@@ -97,8 +97,7 @@ class Standby:
                 return load_model(flags, threads)
             if flags.device != "cpu":
                 # Importing these modules does not touch the GPU.
-                for module in entry_modules("engine.backends.loader"):
-                    importlib.import_module(module)
+                importlib.import_module(GPU_LOADER)
             if not shares_weights(flags):
                 self.wait()
             return load_model(flags, threads)
@@ -225,13 +224,3 @@ def _comm(name: str = "") -> str:
     except OSError:
         pass
     return ""
-
-
-def stand_by(argv: Sequence[str], environ: Mapping[str, str], launch: Launch) -> Coroutine[Any, Any, Successor]:
-    """Starts a process that waits for its turn. Raises OSError."""
-    return Successor.start(argv, environ, launch)
-
-
-def turn_of_process() -> Standby | None:
-    """Returns the turn that this process has to wait for; None where it was not started as a standby."""
-    return Standby.of_process()

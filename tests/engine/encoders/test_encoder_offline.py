@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from pillion import LLM, InvalidRequest, SamplingParams
 from pillion.gateway.text_vectors import VECTORS, TextPair
-from pillion.rooms import require
+from pillion.rooms import entered_one
 from pillion.types import GenerateRequest
 from tests.engine.encoders.test_encoder import make_encoder
 
@@ -100,7 +100,7 @@ def test_scores_of_pairs_are_the_oracles(tmp_path: pathlib.Path, name: str) -> N
     pairs = [("the sea", "the sea is blue"), ("the sea", "land lies beside it"), ("sky " * 20, "both")]
     with offline(folder) as llm:
         cluster = llm._thread.cluster
-        vectors = require(VECTORS, "pooling", "a test")(cluster.gateway)
+        vectors = entered_one(VECTORS)(cluster.gateway)
         shared = GenerateRequest()
         asked = [TextPair(query, document) for query, document in pairs]
         found = llm._thread.submit(vectors.score(asked, shared)).result()

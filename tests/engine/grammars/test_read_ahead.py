@@ -23,7 +23,7 @@ def test_the_fork_server_reads_the_tokenizer_that_workers_ask_for(
     model = str(save_model(tmp_path / "tiny"))
     prepared = prepare(PrepareFlags(model=model, device="cpu", dtype="float32"))
     flags = ServeFlags(model=model, device="cpu", dtype="float32")
-    (line,) = cluster.lines_to_read_ahead(flags)
+    line = cluster.line_of_tokenizer(flags)
     name, _, call = line.partition(":")
     function, _, text = call.partition("=")
     module: Any = importlib.import_module(name)

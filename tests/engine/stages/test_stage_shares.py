@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion import rooms
 from pillion.config import DecodeFlags, PrefillFlags
 from pillion.engine.backends.loading import load_model
 from pillion.engine.checkpoints.prepare import prepare
@@ -52,15 +51,6 @@ def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, words)
         Stages.check(named, "cpu", prepare(named))
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
         load_model(named, 1)
-
-
-def test_stages_on_gpus_without_their_room_are_refused_by_name(tmp_path, monkeypatch):
-    flags = PrefillFlags(model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2)
-    monkeypatch.setattr(rooms, "ROOMS", ())
-    with pytest.raises(
-        ConfigError, match="--pipeline-parallel-size 2 with --device cuda needs the room 'stages on GPUs'"
-    ):
-        Stages.check(flags, "cuda", prepare(flags))
 
 
 def test_the_ranks_of_a_stage_are_refused_as_ranks_are(tmp_path):

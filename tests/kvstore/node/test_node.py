@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-from pillion import rooms
 from pillion.config import KVNodeFlags
 from pillion.errors import (
     Cancelled,
@@ -489,12 +488,3 @@ async def test_a_task_that_dies_is_reported(cluster: NodeHarness, monkeypatch: p
     monkeypatch.setattr(cluster.node.pool, "judge_silence", broken)
     async with asyncio.timeout(WITHIN_S):
         assert "a defect" in await failed
-
-
-async def test_calls_of_a_room_that_is_gone_are_refused(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "ROOMS", tuple(room for room in rooms.ROOMS if room.name != "adapters"))
-    async with running(short_folder) as here:
-        with pytest.raises(NotFound, match="without the room"):
-            await here.client.missing_adapters(["ab" * 32])
-        with pytest.raises(NotFound, match="without the room"):
-            await anext(here.client.read_adapter("ab" * 32, WITHIN_S))

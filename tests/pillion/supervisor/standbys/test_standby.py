@@ -9,8 +9,8 @@ import pathlib
 import psutil
 import pytest
 
-from pillion.supervisor.ready_process import WAITING_NAME
-from pillion.supervisor.standbys.standby import Successor, stand_by
+from pillion.supervisor.standbys.process_title import WAITING_NAME
+from pillion.supervisor.standbys.standby import Successor
 from pillion.supervisor.supervisor import Supervisor
 from testbed.cluster import alive
 from testbed.conditions import WITHIN_S, until, within
@@ -32,7 +32,7 @@ def waiting(children: NewChildren) -> list[psutil.Process]:
 async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path) -> None:
     notices, children = RecordedNotices(), NewChildren()
     kept = dataclasses.replace(spec(folder, "a", program=STANDING_BY), standby=True)
-    supervisor = Supervisor([kept], notices, stand_by=stand_by, standby_delay_s=0.01)
+    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
     await supervisor.start()
     try:
         for starts in (2, 3):
@@ -73,7 +73,7 @@ async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
     program = "import os\nif 'PILLION_AWAITS_TURN' in os.environ: raise SystemExit('the reason')\n" + COMPONENT
     notices = RecordedNotices()
     kept = dataclasses.replace(spec(folder, "a", program=program), standby=True)
-    supervisor = Supervisor([kept], notices, stand_by=stand_by, standby_delay_s=0.01)
+    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
     await supervisor.start()
     try:
         await until("the notice", lambda: "a: the reason" in notices.lines)
