@@ -6,33 +6,49 @@
 
 Preempted and waiting sequences that a feature keeps waiting are passed over.
 
-Decodes come first, always. Prompt tails are served by their place in line, whether they have begun or not: by arrival,
-later for each level of less urgency and for each second of their own work (:func:`pillion.priority.prompt_order`). So a
-short prompt overtakes a long one between two steps, and nobody is overtaken for ever. Only streams that were preempted,
-whose readers wait in the middle of an answer, go before others that came within PRIORITY_AGING_S of them.
+Decodes come first, always. Prompt tails of one tenant are served by their place in line, whether they have begun or
+not: by arrival, later for each level of less urgency and for each second of their own work
+(:func:`pillion.priority.prompt_order`). So a short prompt overtakes a long one between two steps, and nobody is
+overtaken for ever. Only streams that were preempted, whose readers wait in the middle of an answer, go before others
+that came within PRIORITY_AGING_S of them.
 
-The victim, when memory is out, is the newest of the least urgent sequences, whatever queue it is in. Only the head, the
-first in queue order, is spared while there is another: the order of a request never changes and later requests have
-larger ones, so every request becomes the head at last, and the head gets on (I5). A sequence that is RESUMING holds no
-memory and is in none of these queues, but in the node's.
+Between tenants shares decide (:mod:`pillion.engine.scheduling.flows`). Where a tenant waits that has no place, and none
+is free, the one that had most in proportion to its weight gives up one of its places, as long as it has others: the
+newest of its least urgent decodes is in no further step, and waits among the preempted ones as soon as the launched
+steps have ended. It keeps all that it holds, so nothing is computed again. So nobody waits until another tenant's
+answer ends.
+
+The victim, when memory is out, is of the least urgent sequences, among them of the tenant that had most, and there the
+newest, whatever queue it is in. Only the head, the first in queue order, is spared while there is another: the order of
+a request never changes and later requests have larger ones, so every request becomes the head at last, and the head
+gets on (I5). A sequence that is RESUMING holds no memory and is in none of these queues, but in the node's.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+from pillion.engine.scheduling.flows import Flows, Place
+from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.priority import PRIORITY_AGING_S
+from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S
 
 _QUEUED = (SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.WAITING)
 
 
-def _place(sequence: Sequence) -> tuple[float, int]:
+def _place(sequence: Sequence) -> Place:
     return sequence.prompt_order, sequence.seq_id
+
+
+def _service_order(sequence: Sequence) -> Place:
+    """Returns the place of a prompt tail in a step, where streams that were preempted go before others."""
+    resumes = sequence.state is SequenceState.PREEMPTED
+    return sequence.prompt_order - PRIORITY_AGING_S * resumes, sequence.seq_id
 
 
 def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -41,7 +57,9 @@ def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
 
 class SchedulerQueues:
     """Holds the scheduler's three queues. Each is sorted by prompt order; ``max_num_seqs`` bounds ``running``. A
-    sequence is in one queue or in none."""
+    sequence is in one queue or in none. ``flows`` has the shares of tenants; ``yielding`` has those running sequences
+    that give up their places, and the number of the launched step that each of them waits for: until then both they
+    and those that have their places are in ``running``, but never in one step."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -49,50 +67,109 @@ class SchedulerQueues:
         self.preempted: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._queues = dict(zip(_QUEUED, (self.running, self.preempted, self.waiting), strict=True))
+        self.flows = Flows()
+        self.yielding: dict[Sequence, int] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self.running, self.preempted, self.waiting)
 
     @property
     def free_seqs(self) -> int:
-        return self.max_num_seqs - len(self.running)
+        return self.max_num_seqs - len(self.running) + len(self.yielding)
 
     def join(self, sequence: Sequence) -> None:
         insort(self._queues[sequence.state], sequence, key=_place)
+        self.flows.joined(sequence, chain(self.running, self.preempted))
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of its queue, if it is in one; it is called before the sequence's state changes."""
-        queue = self._queues.get(sequence.state)
-        if queue is not None:
-            at = bisect_left(queue, _place(sequence), key=_place)
-            if at < len(queue) and queue[at] is sequence:
-                del queue[at]
+        if self._take_out(sequence):
+            self.flows.left(sequence)
 
     def start_running(self, sequence: Sequence) -> None:
-        self.leave(sequence)
+        self._take_out(sequence)
         sequence.start_running()
-        self.join(sequence)
+        insort(self.running, sequence, key=_place)
+        self.flows.moved(sequence)
+
+    def _take_out(self, sequence: Sequence) -> bool:
+        queue = self._queues.get(sequence.state)
+        if queue is None:
+            return False
+        at = bisect_left(queue, _place(sequence), key=_place)
+        if at == len(queue) or queue[at] is not sequence:
+            return False
+        del queue[at]
+        self.yielding.pop(sequence, None)
+        return True
+
+    def to_decode(self) -> tuple[Sequence, ...]:
+        """Returns the running sequences without those that give up their places."""
+        if not self.yielding:
+            return tuple(self.running)
+        return tuple(sequence for sequence in self.running if sequence not in self.yielding)
+
+    def make_way(self, in_flight: InFlightSteps) -> None:
+        """Has tenants that have more than one place give one up for each tenant that waits without any."""
+        while self.yielding and len(self.running) < self.max_num_seqs + len(self.yielding):
+            # A place has come free meanwhile.
+            self.yielding.popitem()
+        if self.flows.several and (self.waiting or self.preempted):
+            self._claim_places(in_flight.last_launched)
+        for sequence, last_step in tuple(self.yielding.items()):
+            if in_flight.has_landed(last_step):
+                self._take_out(sequence)
+                sequence.give_way()
+                insort(self.preempted, sequence, key=_place)
+                self.flows.moved(sequence)
+
+    def _claim_places(self, last_step: int) -> None:
+        """Chooses the sequences that give up their places."""
+        flows, placeless = self.flows, self.flows.placeless
+        if not placeless or self.free_seqs >= len(placeless):
+            return
+        # What is in the background takes no place from anybody.
+        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if s.spec.priority < MAX_PRIORITY}
+        counters = flows.counters(chain(self.running, self.preempted))
+        claims = sorted((key for key in placeless if key in able), key=counters.__getitem__)
+        places = Counter(sequence.spec.flow.key for sequence in self.to_decode())
+        for key in claims[self.free_seqs :]:
+            givers = [
+                sequence
+                for sequence in self.to_decode()
+                if sequence.decoding and places[sequence.spec.flow.key] > 1 and sequence.may_give_way
+            ]
+            giver = max(givers, key=lambda s: (counters[s.spec.flow.key], s.spec.priority, s.seq_id), default=None)
+            if giver is None or counters[giver.spec.flow.key] < counters[key]:
+                return
+            self.yielding[giver] = last_step
+            places[giver.spec.flow.key] -= 1
 
     def prompt_tails(self) -> list[Sequence]:
         """Returns sequences with prompt left to launch, in the order of service; of those that are queued and not kept
         waiting, as many as may start."""
-        begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
+        begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens and s not in self.yielding]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
             return []
+        if self.flows.several:
+            able = _able(chain(self.preempted, self.waiting)) if free else ()
+            tails = sorted([*begun, *able], key=_service_order)
+            counters = self.flows.counters(chain(self.running, self.preempted))
+            return self.flows.in_turn(tails, counters, _service_order, 2 * free)
         tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
-
-        def order(sequence: Sequence) -> tuple[float, int]:
-            resumes = sequence.state is SequenceState.PREEMPTED
-            return sequence.prompt_order - PRIORITY_AGING_S * resumes, sequence.seq_id
-
-        tails.sort(key=order)
+        tails.sort(key=_service_order)
         return tails
 
     def positions(self) -> dict[int, int]:
         """Returns the place in line of each sequence that waits to run, from 1, by seq_id; 0 where its prompt is being
         computed."""
-        line = {sequence.seq_id: place for place, sequence in enumerate(chain(self.preempted, self.waiting), 1)}
+        queued = [*self.preempted, *self.waiting]
+        if self.flows.several:
+            queued.sort(key=_service_order)
+            counters = self.flows.counters(chain(self.running, self.preempted))
+            queued = self.flows.in_turn(queued, counters, _service_order, len(queued))
+        line = {sequence.seq_id: place for place, sequence in enumerate(queued, 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 
     def load(self, budget: TokenBudget) -> dict[str, Any]:
@@ -117,7 +194,10 @@ class SchedulerQueues:
         candidates = list(self)
         if len(candidates) > 1:
             candidates.remove(min(candidates, key=lambda s: (s.queue_order, s.seq_id)))
-        return max(candidates, key=lambda s: (s.spec.priority, s.seq_id))
+        had: dict[bytes, float] = {}
+        if self.flows.several:
+            had = self.flows.counters(chain(self.running, self.preempted))
+        return max(candidates, key=lambda s: (s.spec.priority, had.get(s.spec.flow.key, 0.0), s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
         """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""
@@ -125,4 +205,7 @@ class SchedulerQueues:
         for state, queue in self._queues.items():
             assert queue == sorted(queue, key=_place), f"the {state.value} queue is out of order"
             assert all(s.state is state and id(s) in known for s in queue), f"a stranger in the {state.value} queue"
-        assert len(self.running) <= self.max_num_seqs, "more sequences run than max_num_seqs"
+        assert self.free_seqs >= 0, "more sequences run than max_num_seqs"
+        running = {id(sequence) for sequence in self.running}
+        assert all(id(sequence) in running for sequence in self.yielding), "a place is given up that nobody has"
+        self.flows.check_integrity(tuple(self))

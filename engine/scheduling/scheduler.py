@@ -279,17 +279,20 @@ class Scheduler:
         """Returns the next step's work; it is empty when nothing can run, or nothing more until a step has landed."""
         for begin in self._on_begin:
             begin(now)
+        queues = self.queues
+        if queues.yielding or queues.flows.several:
+            queues.make_way(self.in_flight)
         pieces = self._decodes(now)
         sibling_pieces, copies = self._siblings.start_running(self.sequences)
         pieces += [piece for piece in sibling_pieces if not self._keeps_back(piece.sequence, now)]
         most = self.budget.max_tokens
-        prompt_tails = self.queues.prompt_tails()
+        prompt_tails = queues.prompt_tails()
         took_s = 0.0
         if self._proposers and any(piece.sequence.kept for piece in pieces):
             proposing = [one for one in self._proposers if one.proposes(pieces)]
             pieces, took_s = self._with_proposals(proposing, pieces, prompt_tails, now)
         if prompt_tails:
-            streams = sum(sequence.decoding for sequence in self.queues.running)
+            streams = sum(sequence.decoding for sequence in queues.running)
             first = prompt_tails[0].next_start
             room = self.budget.room(pieces, first, len(prompt_tails), streams=streams)
             most = sum(piece.count for piece in pieces) + room.at(first)
@@ -388,7 +391,7 @@ class Scheduler:
         """Returns a piece of one token for each running decode that has a slot for it."""
         pieces = []
         self._starved = False
-        for sequence in tuple(self.queues.running):
+        for sequence in self.queues.to_decode():
             if sequence.state is not SequenceState.RUNNING:
                 continue
             start = sequence.num_computed

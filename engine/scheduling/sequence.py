@@ -3,7 +3,7 @@ has come.
 
     WAITING --first piece--> RUNNING --stop id, length, prefill range computed, cancel, failure--> CLOSING --settled-->
     (gone)
-                             ^     |                                                         |
+                             ^     |  '--gave way to another tenant--> PREEMPTED              |
                              |     +--preempted (also from WAITING, PREEMPTED)-----------> CLOSING
                  first piece |                                                               | settled
                         PREEMPTED <-- a new ticket was opened and adopted --------------- RESUMING
@@ -33,7 +33,7 @@ from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampling_rows import Float32, UInt32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
-from pillion.priority import prompt_order, queue_order
+from pillion.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
 from pillion.types import FinishReason, SamplingParams
 
 
@@ -96,6 +96,7 @@ class SequenceSpec:
         keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
         allowed: uint32 [ceil(vocabulary / 32)], the mask of the tokens that alone are chosen; None allows all.
         bad_words: sequences of tokens that the answer never has; None where there are none.
+        flow: the tenant's share of the worker.
         kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
             carry states keeps one before each of these places.
     """
@@ -122,6 +123,7 @@ class SequenceSpec:
     kept_tokens: tuple[int, ...] = ()
     allowed: UInt32 | None = None
     bad_words: BadWords | None = None
+    flow: Flow = NO_FLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,8 @@ class Sequence(BlockChain):
         # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
         self.num_proposed = 0
         self.proposer: Proposer | None = None
+        # These say whether the sequence has begun to run, and how many of its tokens its flow was charged.
+        self._started, self._charged = False, 0
         # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
@@ -263,6 +267,8 @@ class Sequence(BlockChain):
         child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
         child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
+        # Their prompt is charged once.
+        child._started, child._charged = True, len(spec.token_ids)
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now
         child.progress.tokens_came(now)
@@ -288,7 +294,12 @@ class Sequence(BlockChain):
 
     def start_running(self) -> None:
         """Moves the sequence from WAITING or PREEMPTED to RUNNING."""
-        self.state = SequenceState.RUNNING
+        self.state, self._started = SequenceState.RUNNING, True
+
+    def give_way(self) -> None:
+        """Moves the sequence, none of whose tokens is in a launched step, from RUNNING to PREEMPTED with all that it
+        holds: what it lacks is computed when it runs again."""
+        self.state, self.decoding = SequenceState.PREEMPTED, False
 
     def close(self, now: float, *, commit_rest: bool, resume: bool) -> tuple[int, ...]:
         """Moves the sequence from any state to CLOSING. Returns the owned slots that will not be committed; they leave
@@ -487,6 +498,27 @@ class Sequence(BlockChain):
     def left_to_compute(self) -> int:
         """Gives the number of the sequence's tokens whose KV is missing."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def may_give_way(self) -> bool:
+        """Says whether the slot for the token after those in launched steps is there, so that the sequence can go on at
+        any time."""
+        return self.next_start < self.num_blocks * self.block_size
+
+    @property
+    def uncharged_tokens(self) -> int:
+        """Gives what the sequence's flow owes for it beyond what it was charged: the tokens of the prompt, once that
+        has begun, and OUTPUT_COST for each generated one."""
+        if not self._started:
+            return 0
+        given = len(self.spec.token_ids)
+        return given - self.spec.start_tokens + OUTPUT_COST * (self.num_tokens - given) - self._charged
+
+    def take_charge(self) -> int:
+        """Returns the uncharged tokens, which then count as charged."""
+        tokens = self.uncharged_tokens
+        self._charged += tokens
+        return tokens
 
     @property
     def next_start(self) -> int:

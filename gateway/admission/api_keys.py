@@ -36,7 +36,7 @@ from pillion.config import MAX_API_KEY_CHARS
 from pillion.errors import ConfigError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.net.watched import Watched
-from pillion.priority import MAX_PRIORITY
+from pillion.priority import MAX_PRIORITY, MAX_WEIGHT
 
 log = logging.getLogger("pillion.gateway")
 
@@ -51,7 +51,6 @@ MAX_KEYS = 1024
 MAX_TENANTS = 1024
 # One tenant of the keys file may be limited to at most this many models and adapters.
 MAX_MODELS = 1024
-MAX_WEIGHT = 1000.0
 MAX_BOUND = 10**12
 
 _HASH = "sha256:"

@@ -37,11 +37,9 @@ from typing import Protocol
 
 from pillion.errors import Overloaded, QuotaViolation
 from pillion.gateway.admission.tenants import Tenant, share_of
+from pillion.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
 
-# In the counter of a tenant, a generated token counts for this many prompt tokens, as in the evaluation of the Virtual
-# Token Counter's paper.
-OUTPUT_COST = 2
 # The rate at which answers end is a decaying mean: half of its weight is younger than this.
 RATE_HALF_LIFE_S = 10.0
 # No waiting time is predicted before this many answers have ended.

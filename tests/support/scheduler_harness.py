@@ -39,6 +39,7 @@ from pillion.errors import NotFound, PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
+from pillion.priority import NO_FLOW, Flow
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
@@ -50,6 +51,8 @@ ROOT = b"\7" * 32
 # Each number of an adapter shifts every token by so much.
 ADAPTER_SHIFT = 11
 BAD_ADAPTER = "no such adapter"
+# The flows of tenants, by the numbers that tests give them; 0 is where tenants are not told apart.
+FLOWS = (NO_FLOW, Flow(b"one"), Flow(b"three", 3.0), Flow(b"half", 0.5))
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
@@ -174,6 +177,7 @@ class SchedulerHarness:
         grammar: int | None = None,
         scored: bool = False,
         adapter: int = 0,
+        flow: int = 0,
     ) -> int | None:
         """A stream, or a prefill range when it has chunk ends. None when the node has no room for its prompt now.
         Siblings have the ids after the stream's. With a penalty each choice depends on the whole answer so far. The
@@ -206,6 +210,7 @@ class SchedulerHarness:
             chunk_ends=chunks,
             priority=priority,
             siblings=siblings,
+            flow=FLOWS[flow],
         )
         chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
         holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
@@ -227,6 +232,12 @@ class SchedulerHarness:
             follow(sequence, self.grammars.start(grammar))
         self.scheduler.add(sequence, self.now)
         return seq_id
+
+    def flood(self, flow: int, count: int, tokens: int = 60, priority: int = 0) -> list[int]:
+        """Submits streams of one tenant; returns the ids of those that the node has room for."""
+        texts = [prompt(flow, 5 + number % 3) for number in range(count)]
+        found = [self.submit(text, tokens, flow=flow, seed=n, priority=priority) for n, text in enumerate(texts)]
+        return [seq_id for seq_id in found if seq_id is not None]
 
     def cancel(self, seq_id: int) -> None:
         """The client went away. Answers that have not begun go with the first one."""
@@ -316,7 +327,7 @@ class SchedulerHarness:
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
             judged = bool(sequence.num_in_flight and (sequence.next_is_last or sequence.num_proposed))
-            waits = judged or self._held_up(sequence)
+            waits = judged or self._held_up(sequence) or sequence in queues.yielding
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"

@@ -24,7 +24,7 @@ from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.engine.drafts.test_drafts import OracleDrafter
-from tests.engine.scheduling.test_properties import ANSWER, CANCEL, LOAD, PUNCTUAL, STEP
+from tests.engine.scheduling.test_properties import ANSWER, CANCEL, CROWD, FLOW, LOAD, PUNCTUAL, STEP, begin_with
 from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.examples import examples
@@ -342,8 +342,11 @@ ARRIVE = st.tuples(
     st.sampled_from([0, 0, 1]),
     # The number of its adapter; 3 cannot be loaded.
     st.sampled_from([0, 0, 0, 1, 2, 3]),
+    FLOW,
 )
-SPAN = st.tuples(st.just("prefill range"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
+SPAN = st.tuples(
+    st.just("prefill range"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2), FLOW
+)
 TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
 SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
 EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, LOAD, CANCEL, TROUBLE), max_size=60)
@@ -351,7 +354,7 @@ EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSW
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, siblings, stops, penalized, grammar, scored, adapter = numbers
+        text, length, most, priority, seed, siblings, stops, penalized, grammar, scored, adapter, flow = numbers
         harness.submit(
             prompt(text, length),
             most,
@@ -363,11 +366,13 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
             grammar=None if grammar < 0 else grammar,
             scored=bool(scored),
             adapter=adapter if harness.max_loras else 0,
+            flow=flow,
         )
     elif kind == "prefill range":
-        text, first, second, adapter = numbers
+        text, first, second, adapter, flow = numbers
         ends = BLOCK * first, BLOCK * (first + second)
-        harness.submit(prompt(text, ends[1]), 0, chunks=ends, adapter=adapter if harness.max_loras else 0)
+        adapter = adapter if harness.max_loras else 0
+        harness.submit(prompt(text, ends[1]), 0, chunks=ends, adapter=adapter, flow=flow)
     elif kind == "cancel":
         # An end that was decided is told first: its owner hears it before it could cancel.
         harness.receive_flush()
@@ -397,7 +402,13 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
 
 @settings(max_examples=examples(300))
 @given(
-    SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2), st.none() | st.integers(0, 3).map(OracleDrafter)
+    SHAPES,
+    EVENTS,
+    st.integers(0, 99),
+    PUNCTUAL,
+    st.integers(0, 2),
+    st.none() | st.integers(0, 3).map(OracleDrafter),
+    CROWD,
 )
 def test_any_history_with_a_step_under_way(
     shape: tuple[int, int, int],
@@ -406,6 +417,7 @@ def test_any_history_with_a_step_under_way(
     punctual: float,
     max_loras: int,
     drafter: OracleDrafter | None,
+    crowd: int,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -419,6 +431,7 @@ def test_any_history_with_a_step_under_way(
         drafter=drafter,
     )
     harness.broken_adapters = {3}
+    begin_with(harness, crowd)
     for kind, *arguments in events:
         play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
     harness.breaks, harness.refuse_commits = "", 0

@@ -16,6 +16,8 @@ from tests.support.drafts import guessing
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
+# The number of its tenant's flow.
+FLOW = st.sampled_from([0, 0, 1, 2, 3])
 ARRIVE = st.tuples(
     st.just("arrive"),
     st.integers(0, 3),
@@ -29,20 +31,30 @@ ARRIVE = st.tuples(
     st.sampled_from([0, 0, 1]),
     # The number of its adapter; 3 cannot be loaded.
     st.sampled_from([0, 0, 0, 1, 2, 3]),
+    FLOW,
 )
 PUNCTUAL = st.sampled_from([1.0, 0.7])
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
 LOAD = st.tuples(st.sampled_from(["load", "load", "preload"]), st.integers(1, 3))
+# So many streams of one tenant run or wait before anything else happens.
+CROWD = st.integers(0, 5)
 SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
+
+
+def begin_with(harness: SchedulerHarness, crowd: int) -> None:
+    """Has one tenant's streams take the places."""
+    harness.flood(1, crowd, tokens=30)
+    for _ in range(crowd + 1 if crowd else 0):
+        harness.answered_step()
 
 
 def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, siblings, grammar, scored, adapter = numbers
+            kind_of_text, length, most, priority, seed, siblings, grammar, scored, adapter, flow = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
@@ -52,6 +64,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 sibling_seeds=tuple(seed + 1 + number for number in range(siblings if most else 0)),
                 scored=bool(scored),
                 adapter=adapter if harness.max_loras else 0,
+                flow=flow,
             )
         elif kind == "cancel" and harness.records:
             # An end that was decided is told first: its owner hears it before it could cancel.
@@ -80,6 +93,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     PUNCTUAL,
     st.integers(0, 2),
     st.sampled_from([0.0, 0.005, 0.5]),
+    CROWD,
 )
 def test_any_history(
     shape: tuple[int, int, int],
@@ -89,6 +103,7 @@ def test_any_history(
     punctual: float,
     max_loras: int,
     token_s: float,
+    crowd: int,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -103,6 +118,7 @@ def test_any_history(
         token_s=token_s,
     )
     harness.broken_adapters = {3}
+    begin_with(harness, crowd)
     play(harness, events)
     harness.finish()
     harness.check_answers()

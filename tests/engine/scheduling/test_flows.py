@@ -1,0 +1,294 @@
+"""Tenants' shares of a worker: who is next, who gives up a place, and that nobody saves up or waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.scheduling import flows as flows_module
+from pillion.engine.scheduling.sequence import SequenceState
+from pillion.priority import MAX_PRIORITY, MAX_WEIGHT, MIN_FLOW_WEIGHT, OUTPUT_COST, PRIORITY_AGING_S, bounded_flow
+from tests.support.ahead_harness import AheadHarness
+from tests.support.examples import examples
+from tests.support.scheduler_harness import FLOWS, SchedulerHarness, prompt
+
+NOBODY, ONE, THREE, HALF = range(4)
+MakeHarness = Callable[..., SchedulerHarness]
+EITHER_WAY = pytest.mark.parametrize("make", [SchedulerHarness, AheadHarness])
+
+
+def steps(harness: SchedulerHarness, count: int) -> None:
+    for _ in range(count):
+        harness.answered_step()
+
+
+def started(harness: SchedulerHarness, ids: Iterable[int | None]) -> int:
+    return sum(bool(harness.records[seq_id].token_ids) for seq_id in ids if seq_id is not None)
+
+
+def ended(harness: SchedulerHarness, ids: Iterable[int | None]) -> int:
+    return sum(harness.records[seq_id].end is not None for seq_id in ids if seq_id is not None)
+
+
+@EITHER_WAY
+def test_a_lone_request_beside_a_flood_waits_for_no_answer(make: MakeHarness) -> None:
+    harness = make(slots=400, budget=32, max_num_seqs=4)
+    crowd = harness.flood(ONE, 12)
+    steps(harness, 10)
+    for number in range(3):
+        lone = harness.submit(prompt(9, 6), 5, flow=THREE)
+        assert lone is not None
+        # The next step has its prompt; where steps run ahead, it lands with the one after it.
+        steps(harness, 2)
+        assert harness.records[lone].token_ids, f"request {number} had no token"
+        while not ended(harness, [lone]):
+            steps(harness, 1)
+    assert (started(harness, crowd), ended(harness, crowd)) == (4, 0)
+    harness.finish()
+    harness.check_answers()
+    assert harness.preemptions == 0, "a place was taken with its memory"
+
+
+def test_who_gives_up_its_place_computes_nothing_again() -> None:
+    harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=4)
+    crowd = harness.flood(ONE, 4, tokens=20)
+    steps(harness, 5)
+    computed = sum(harness.scheduler.sequences[seq_id].num_computed for seq_id in crowd)
+    harness.submit(prompt(9, 6), 5, flow=THREE)
+    waited: Counter[int] = Counter()
+    while harness.scheduler.sequences:
+        computed += harness.answered_step().num_tokens
+        waited.update(s.seq_id for s in harness.scheduler.queues.preempted)
+    assert waited == {crowd[-1]: 5}, "the newest one, as long as the other has its place"
+    # Each token but the last one of an answer is computed.
+    assert computed == sum(len(one.prompt) + len(one.token_ids) - 1 for one in harness.records.values())
+    harness.check_answers()
+
+
+def test_the_least_urgent_gives_up_its_place() -> None:
+    harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=3)
+    patient, *_ = harness.flood(ONE, 1, priority=2), harness.flood(ONE, 2)
+    steps(harness, 5)
+    harness.submit(prompt(9, 6), 5, flow=THREE)
+    steps(harness, 1)
+    assert [s.seq_id for s in harness.scheduler.queues.preempted] == patient
+    harness.finish()
+    harness.check_answers()
+
+
+@EITHER_WAY
+def test_nobody_gives_up_its_only_place(make: MakeHarness) -> None:
+    harness = make(slots=400, budget=64, max_num_seqs=2)
+    one, half = harness.flood(ONE, 5, tokens=45), harness.flood(HALF, 1, tokens=30)
+    steps(harness, 4)
+    assert (started(harness, one), started(harness, half)) == (1, 1)
+    late = harness.flood(THREE, 1)
+    while not started(harness, late):
+        steps(harness, 1)
+    assert ended(harness, [*one, *half]) == 1, "it waits for one answer, and for no second one"
+    harness.finish()
+    harness.check_answers()
+
+
+def test_what_runs_in_the_background_takes_no_place() -> None:
+    harness = SchedulerHarness(slots=400, budget=64, max_num_seqs=3)
+    crowd = harness.flood(ONE, 6, tokens=20)
+    steps(harness, 3)
+    hidden = harness.flood(THREE, 1, priority=MAX_PRIORITY)
+    while not started(harness, hidden):
+        steps(harness, 1)
+    assert started(harness, crowd) == 6, "it has its turn after all that is usual"
+    harness.finish()
+
+
+def served(harness: SchedulerHarness, owners: dict[int, int]) -> Counter[int]:
+    """Tokens of each flow as its tenant is charged for them."""
+    found: Counter[int] = Counter()
+    for seq_id, flow in owners.items():
+        sequence, record = harness.scheduler.sequences.get(seq_id), harness.records[seq_id]
+        if record.token_ids or (sequence is not None and sequence.state is SequenceState.RUNNING):
+            found[flow] += len(record.prompt) + OUTPUT_COST * len(record.token_ids)
+    return found
+
+
+@EITHER_WAY
+def test_weights_are_shares_within_five_percent(make: MakeHarness) -> None:
+    """Each tenant asks again as soon as an answer has ended, and the heavy one's answers are longer."""
+    harness = make(slots=300, budget=64, max_num_seqs=6)
+    owners: dict[int, int] = {}
+    for number in range(600):
+        for flow, tokens in ((ONE, 12), (THREE, 18)):
+            alive = sum(harness.records[i].end is None for i, owner in owners.items() if owner == flow)
+            for _ in range(9 - alive):
+                seq_id = harness.submit(prompt(flow, 6 + number % 5), tokens, flow=flow, seed=number)
+                assert seq_id is not None
+                owners[seq_id] = flow
+        harness.answered_step()
+        if number == 100:
+            before = served(harness, owners)
+    found = served(harness, owners)
+    found.subtract(before)
+    assert found[THREE] / found[ONE] == pytest.approx(3, rel=0.05)
+    harness.finish()
+
+
+def test_nobody_saves_up_by_being_away_or_by_asking_little() -> None:
+    harness = SchedulerHarness(slots=800, budget=64, max_num_seqs=4)
+    crowd = harness.flood(ONE, 40, tokens=16)
+    half = []
+    for _ in range(60):
+        if not half or ended(harness, half[-1:]):
+            half.append(harness.submit(prompt(7, 6), 10, flow=HALF))
+        steps(harness, 1)
+    # The one that asked one by one now floods too, and gets no more than its share of what comes.
+    before = started(harness, crowd)
+    owners = dict.fromkeys(harness.flood(HALF, 40, tokens=16), HALF) | dict.fromkeys(crowd, ONE)
+    start = served(harness, owners)
+    while started(harness, crowd) < before + 20:
+        steps(harness, 1)
+    found = served(harness, owners)
+    found.subtract(start)
+    assert found[ONE] / found[HALF] == pytest.approx(2, rel=0.25)
+    harness.finish()
+
+
+def test_a_step_has_the_other_tenants_prompt_before_the_rest_of_a_begun_one() -> None:
+    harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=4)
+    long = harness.submit(prompt(1, 100), 2, flow=ONE)
+    steps(harness, 1)
+    short = harness.submit(prompt(2, 5), 2, flow=THREE)
+    assert [piece.sequence.seq_id for piece in harness.answered_step().pieces] == [short, long]
+    harness.finish()
+
+
+def test_urgent_goes_before_less_urgent_of_the_same_tenant_and_shares_before_that() -> None:
+    harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
+    patient = harness.submit(prompt(1, 20), 2, flow=ONE, priority=5)
+    usual = harness.submit(prompt(2, 20), 2, flow=ONE)
+    other = harness.submit(prompt(3, 20), 2, flow=THREE, priority=9)
+    order: list[int] = []
+    while harness.scheduler.sequences:
+        order += [piece.sequence.seq_id for piece in harness.answered_step().pieces]
+    assert list(dict.fromkeys(order)) == [usual, other, patient]
+
+
+def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
+    """A tenant needs a permission for that. It is aged as everywhere: who came early enough goes first."""
+    for early_s, first in ((0.0, "urgent"), (PRIORITY_AGING_S + 1, "usual")):
+        harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
+        # The urgent one's tenant has had more.
+        harness.submit(prompt(9, 30), 40, flow=ONE)
+        steps(harness, 5)
+        usual = harness.submit(prompt(2, 20), 2, flow=THREE)
+        harness.now += early_s
+        urgent = harness.submit(prompt(1, 20), 2, flow=ONE, priority=-1)
+        tails = [piece.sequence.seq_id for piece in harness.answered_step().pieces if not piece.sequence.decoding]
+        assert tails == [urgent if first == "urgent" else usual]
+        harness.finish()
+
+
+def test_the_victim_is_of_the_tenant_that_had_most() -> None:
+    harness = SchedulerHarness(slots=24, budget=32, max_num_seqs=4)
+    harness.flood(ONE, 3, tokens=40)
+    steps(harness, 12)
+    lone = harness.submit(prompt(9, 5), 40, flow=THREE)
+    assert lone is not None, "there is no room: the scene shows nothing"
+    harness.finish()
+    assert harness.preemptions
+    end = harness.records[lone].end
+    assert end is not None
+    assert end.progress is not None
+    assert end.progress.preemptions == 0
+    harness.check_answers()
+
+
+def test_answers_to_one_prompt_are_charged_for_it_once() -> None:
+    harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
+    harness.submit(prompt(1, 10), 6, flow=ONE, sibling_seeds=(1, 2))
+    # Another one stays, so that the account of the first stays too.
+    harness.submit(prompt(2, 5), 60, flow=THREE)
+    flows = harness.scheduler.queues.flows
+    while FLOWS[ONE].key in flows.accounts:
+        steps(harness, 1)
+    assert flows.absent[FLOWS[ONE].key] == 10 + OUTPUT_COST * 3 * 6
+    harness.finish()
+    assert not flows.absent, "an idle worker remembers nobody"
+
+
+def test_flows_that_are_away_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows_module, "MAX_ABSENT_FLOWS", 1)
+    harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
+    harness.submit(prompt(2, 5), 60, flow=THREE)
+    harness.submit(prompt(1, 6), 8, flow=ONE)
+    harness.submit(prompt(1, 6), 4, flow=HALF)
+    flows = harness.scheduler.queues.flows
+    while flows.several:
+        steps(harness, 1)
+    assert flows.absent.keys() == {FLOWS[HALF].key}, "the one that is furthest ahead is remembered"
+    harness.finish()
+
+
+@pytest.mark.parametrize(
+    ("weight", "counted"),
+    [(2.0, 2.0), (0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (float("inf"), MAX_WEIGHT), (1e-300, MIN_FLOW_WEIGHT)],
+)
+def test_a_weight_is_bounded(weight: float, counted: float) -> None:
+    assert bounded_flow(b"k", weight) == (b"k", counted)
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3)), min_size=4, max_size=24),
+    st.integers(1, 4),
+    st.integers(4, 24),
+)
+def test_with_one_tenant_nothing_is_different(
+    asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int
+) -> None:
+    """Every step has the same pieces, whether the tenant is named or not."""
+    plans = []
+    for flow in (NOBODY, THREE):
+        harness = SchedulerHarness(slots=60, budget=budget, max_num_seqs=max_num_seqs, token_s=0.005)
+        found = []
+        for length, tokens, count in asked:
+            harness.submit(prompt(length, length), tokens, flow=flow, priority=length % 3 - 1)
+            for _ in range(count):
+                plan = harness.answered_step()
+                found.append([(piece.sequence.seq_id, piece.start, piece.count) for piece in plan.pieces])
+        plans.append(found)
+        harness.finish()
+    assert plans[0] == plans[1]
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3)), min_size=8, max_size=40),
+    st.integers(1, 4),
+    st.integers(4, 24),
+    st.booleans(),
+)
+def test_whoever_is_next_had_least(
+    asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int, ahead: bool
+) -> None:
+    """A sequence that begins is of a flow that no other waiting flow is behind by more than what began in its step."""
+    make = AheadHarness if ahead else SchedulerHarness
+    harness = make(slots=600, budget=budget, max_num_seqs=max_num_seqs)
+    for length, tokens, flow in asked:
+        harness.submit(prompt(length, length), tokens, flow=flow)
+    queues = harness.scheduler.queues
+    while harness.scheduler.sequences:
+        counters = queues.flows.counters([*queues.running, *queues.preempted])
+        waiting = {s.spec.flow.key for s in queues.waiting}
+        was_waiting = {s.seq_id for s in queues.waiting}
+        plan = harness.answered_step()
+        begun = [piece.sequence for piece in plan.pieces if piece.sequence.seq_id in was_waiting]
+        largest = sum(len(s.spec.token_ids) / s.spec.flow.weight for s in begun)
+        for sequence in begun:
+            left = waiting & {s.spec.flow.key for s in queues.waiting}
+            assert all(counters[sequence.spec.flow.key] <= counters[key] + largest for key in left)
+    harness.finish()
+    harness.check_answers()
