@@ -33,7 +33,7 @@ from pillion.errors import (
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
-from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, share_of
+from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of, share_of
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.answer_formats import (
     NO_FORMATS,
@@ -727,6 +727,7 @@ class Gateway:
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
             virtual_tokens=0 if model.adapter is None else model.adapter.virtual_tokens,
             pooled=pooled,
+            flow=flow_of(tenant, model.fingerprint),
         )
 
     async def _answers(

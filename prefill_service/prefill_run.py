@@ -23,7 +23,7 @@ from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_feature import NO_NEEDS, RequestNeeds
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
-from pillion.priority import bounded
+from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 
@@ -110,6 +110,7 @@ class PrefillRun:
             rope_shift=self._worker.model.prepared.rope_shift(prefill_range.text_tokens),
             adapter=prefill_range.adapter,
             kept_tokens=tuple(prefill_range.kept_tokens),
+            flow=bounded_flow(prefill_range.flow.key, prefill_range.flow.weight),
         )
 
     def on_begun(self) -> None:
@@ -166,5 +167,7 @@ def _violations(
         )
     if len(prefill_range.kept_tokens) > MAX_KEPT_PLACES:
         yield FieldViolation("kept_tokens", f"{len(prefill_range.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
+    if len(prefill_range.flow.key) > MAX_FLOW_KEY_BYTES:
+        yield FieldViolation("flow.key", f"{len(prefill_range.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
     if len(prefill_range.parent_hash) != PARENT_HASH_BYTES:
         yield FieldViolation("parent_hash", f"{len(prefill_range.parent_hash)} bytes; {PARENT_HASH_BYTES} are needed")

@@ -133,6 +133,7 @@ BARE = {
     "presence_penalty",
     "frequency_penalty",
     "logprob",
+    "weight",
 }
 
 

@@ -1,12 +1,11 @@
 """Decides whose sequence a worker serves next, where it has sequences of several tenants; sans-IO (I9).
 
 A flow is what the worker has of one tenant, whom it knows by an opaque key and a weight
-(:class:`pillion.priority.Flow`).
-Each flow has a counter: tokens that it was served, over its weight. The next sequence is of the flow with the smallest
-counter, and within a flow the first in place. A generated token counts OUTPUT_COST times one of a prompt, and a prompt
-counts whole once it has begun. A flow that had nothing waiting begins at the counter of those that wait, so nobody
-saves up. This is the Virtual Token Counter, by which gateways order what waits there
-(:mod:`pillion.gateway.admission.turns`), too.
+(:class:`pillion.priority.Flow`). Each flow has a counter: tokens that it was served, over its weight. The next sequence
+is of the flow with the smallest counter, and within a flow the first in place. A generated token counts OUTPUT_COST
+times one of a prompt, and of a prompt what was computed here, so a long one is no debt before it has had its steps. A
+flow that had nothing waiting begins at the counter of those that wait, so nobody saves up. This is the Virtual Token
+Counter, by which gateways order what waits there (:mod:`pillion.gateway.admission.turns`), too.
 
 Between flows, priority decides only at its ends: what is more urgent than usual, for which a tenant needs a permission,
 goes before what came within PRIORITY_AGING_S of it for each level, and what is in the background goes after what does.
@@ -107,8 +106,13 @@ class Flows:
             found[key] += sequence.uncharged_tokens / self.accounts[key].weight
         return found
 
-    def in_turn(self, tails: Iterable[Sequence], counters: Mapping[bytes, float], order: Callable[[Sequence], Place],
-                most: int) -> list[Sequence]:  # fmt: skip
+    def in_turn(
+        self,
+        tails: Iterable[Sequence],
+        counters: Mapping[bytes, float],
+        order: Callable[[Sequence], Place],
+        most: int,
+    ) -> list[Sequence]:
         """Returns the prompt tails in the order of service: all that have begun, and the first ``most`` of the others.
         Within each flow they keep their order, in which they come."""
         lines: dict[bytes, deque[Sequence]] = {}

@@ -237,8 +237,8 @@ class Sequence(BlockChain):
         # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
         self.num_proposed = 0
         self.proposer: Proposer | None = None
-        # These say whether the sequence has begun to run, and how many of its tokens its flow was charged.
-        self._started, self._charged = False, 0
+        # This counts what its flow was charged for it.
+        self._charged = 0
         # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
@@ -246,6 +246,8 @@ class Sequence(BlockChain):
         if not spec.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
+        # This counts the tokens that need not be computed here.
+        self._found_tokens = self.num_computed
         self.extend_hashes(self.num_tokens)
 
     def wait_for(self, work_s: float) -> None:
@@ -267,8 +269,8 @@ class Sequence(BlockChain):
         child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
         child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
-        # Their prompt is charged once.
-        child._started, child._charged = True, len(spec.token_ids)
+        # Its prompt is charged to its parent.
+        child._found_tokens = len(spec.token_ids)
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now
         child.progress.tokens_came(now)
@@ -294,7 +296,7 @@ class Sequence(BlockChain):
 
     def start_running(self) -> None:
         """Moves the sequence from WAITING or PREEMPTED to RUNNING."""
-        self.state, self._started = SequenceState.RUNNING, True
+        self.state = SequenceState.RUNNING
 
     def give_way(self) -> None:
         """Moves the sequence, none of whose tokens is in a launched step, from RUNNING to PREEMPTED with all that it
@@ -507,12 +509,12 @@ class Sequence(BlockChain):
 
     @property
     def uncharged_tokens(self) -> int:
-        """Gives what the sequence's flow owes for it beyond what it was charged: the tokens of the prompt, once that
-        has begun, and OUTPUT_COST for each generated one."""
-        if not self._started:
-            return 0
+        """Gives what the sequence's flow owes for it beyond what it was charged: one for each token of the prompt that
+        was computed here or is in a launched step, and OUTPUT_COST for each generated one."""
         given = len(self.spec.token_ids)
-        return given - self.spec.start_tokens + OUTPUT_COST * (self.num_tokens - given) - self._charged
+        computed = min(self.next_start, given) - self._found_tokens
+        # What is computed again, after the sequence was preempted, costs nothing.
+        return max(0, computed + OUTPUT_COST * (self.num_tokens - given) - self._charged)
 
     def take_charge(self) -> int:
         """Returns the uncharged tokens, which then count as charged."""

@@ -55,7 +55,7 @@ from pillion.errors import (
 from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
-from pillion.priority import bounded
+from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.sampling_ranges import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
@@ -384,6 +384,7 @@ class DecodeSession:
             kept_tokens=tuple(submit.kept_tokens),
             allowed=mask_of(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None,
             bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
+            flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -533,6 +534,8 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("bad_words", f"an id is outside the vocabulary of {vocab_size}")
     if len(submit.kept_tokens) > MAX_KEPT_PLACES:
         yield FieldViolation("kept_tokens", f"{len(submit.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
+    if len(submit.flow.key) > MAX_FLOW_KEY_BYTES:
+        yield FieldViolation("flow.key", f"{len(submit.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
 
 
 def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:

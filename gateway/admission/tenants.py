@@ -1,19 +1,22 @@
 """Says what each tenant may use, and how its cache is kept apart. Sans-IO (I9).
 
-API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the queue
+API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in all queues
 no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
-from pillion.priority import MAX_PRIORITY
+from pillion.priority import MAX_PRIORITY, NO_FLOW, Flow
 
 # A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Where
 # n tenants flood the gateway, each gets 1/(n+1) of it, and as much stays free for the next one: this is the dynamic
 # threshold of Choudhury and Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
+# Workers know a tenant by so many bytes.
+FLOW_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,15 @@ def share_of(tenant: Tenant, whole: int, others: int) -> int:
     """Returns how much of a bound ``whole`` a tenant may use, while other tenants use ``others``. The only tenant of a
     gateway without keys may use it all."""
     return max(1, int((whole - others) * TENANT_SHARE)) if tenant.name else whole
+
+
+def flow_of(tenant: Tenant, model: str) -> Flow:
+    """Returns what the workers of a model, given by its fingerprint, are told of a tenant: a key that says nothing of
+    its name, and is the same at all gateways, and its weight."""
+    if not tenant.name:
+        return NO_FLOW
+    digest = hashlib.sha256(f"flow:{len(tenant.name)}:{tenant.name}:{model}".encode()).digest()
+    return Flow(digest[:FLOW_KEY_BYTES], tenant.weight)
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
+from pillion.priority import NO_FLOW, Flow
 from pillion.types import Resume
 
 
@@ -89,7 +90,7 @@ class AdmittedRequest:
     ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
     a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
     of its text. Ids of calls are made of ``answer_id``. No answer has the tokens of one of its ``bad_words`` in their
-    order.
+    order. Workers know its tenant by its ``flow``.
     """
 
     request_id: str
@@ -117,6 +118,7 @@ class AdmittedRequest:
     pooled: PooledRows | None = None
     kept_tokens: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    flow: Flow = NO_FLOW
 
     @property
     def own_prompt(self) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
+from pillion.v1.common_pb2 import Flow
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
@@ -78,7 +79,12 @@ def make_range(
         text_tokens=admitted.text_tokens,
         adapter=admitted.adapter,
         kept_tokens=admitted.kept_tokens,
+        flow=_flow_to_pb(admitted),
     )
+
+
+def _flow_to_pb(admitted: AdmittedRequest) -> Flow | None:
+    return Flow(key=admitted.flow.key, weight=admitted.flow.weight) if admitted.flow.key else None
 
 
 async def open_ticket(
@@ -366,6 +372,7 @@ class ComponentCalls:
             adapter=admitted.adapter,
             kept_tokens=admitted.kept_tokens,
             bad_words=[TokenSequence(token_ids=one) for one in admitted.bad_words],
+            flow=_flow_to_pb(admitted),
         )
         if admitted.pooled is not None:
             rows = admitted.pooled_rows

@@ -453,6 +453,34 @@ class Queued(_message.Message):
 Global___Queued: _TypeAlias = Queued  # noqa: Y015
 
 @_typing.final
+class Flow(_message.Message):
+    """Whose a request is among all that a worker has, without saying who that is: requests of one flow share its part of the
+    worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """The same for all requests of a tenant. Empty: tenants are not told apart. At most 32 bytes."""
+    weight: _builtins.float
+    """Where several flows wait, one of weight 2 gets twice what one of 1 gets. 0: 1."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Flow: _TypeAlias = Flow  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
     """What a request used. Arrives with the last message of a stream."""
 

@@ -85,6 +85,7 @@ class Submit(_message.Message):
     KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    FLOW_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -169,6 +170,10 @@ class Submit(_message.Message):
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
         """Tokens of the answer that never stand in this order, as sampling.bad_words asks for it. At most 512."""
 
+    @_builtins.property
+    def flow(self) -> _common_pb2.Flow:
+        """The tenant's share of the worker."""
+
     def __init__(
         self,
         *,
@@ -200,10 +205,11 @@ class Submit(_message.Message):
         known_blocks: _builtins.int = ...,
         kept_tokens: _abc.Iterable[_builtins.int] | None = ...,
         bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        flow: _common_pb2.Flow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "known_blocks", b"known_blocks", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "flow", b"flow", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "known_blocks", b"known_blocks", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

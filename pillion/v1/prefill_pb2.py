@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/prefill.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"\x8e\x02\n\x11RunPrefillRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\tticket_id\x18\x04 \x01(\x06\x12\x13\n\x0bparent_hash\x18\x05 \x01(\x0c\x12\x14\n\x0cstart_tokens\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x03(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btext_tokens\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x13\n\x0bkept_tokens\x18\x0c \x03(\r\"}\n\x08\x43hunkAck\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x12\n\nend_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\"\n\x06queued\x18\x05 \x01(\x0b\x32\x12.pillion.v1.Queued2N\n\x07Prefill\x12\x43\n\nRunPrefill\x12\x1d.pillion.v1.RunPrefillRequest\x1a\x14.pillion.v1.ChunkAck0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/prefill.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"\xae\x02\n\x11RunPrefillRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\tticket_id\x18\x04 \x01(\x06\x12\x13\n\x0bparent_hash\x18\x05 \x01(\x0c\x12\x14\n\x0cstart_tokens\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x03(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x13\n\x0btext_tokens\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x13\n\x0bkept_tokens\x18\x0c \x03(\r\x12\x1e\n\x04\x66low\x18\r \x01(\x0b\x32\x10.pillion.v1.Flow\"}\n\x08\x43hunkAck\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x12\n\nend_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\ncompute_ms\x18\x04 \x01(\x01\x12\"\n\x06queued\x18\x05 \x01(\x0b\x32\x12.pillion.v1.Queued2N\n\x07Prefill\x12\x43\n\nRunPrefill\x12\x1d.pillion.v1.RunPrefillRequest\x1a\x14.pillion.v1.ChunkAck0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pillion.v1.prefill_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNPREFILLREQUEST']._serialized_start=66
-  _globals['_RUNPREFILLREQUEST']._serialized_end=336
-  _globals['_CHUNKACK']._serialized_start=338
-  _globals['_CHUNKACK']._serialized_end=463
-  _globals['_PREFILL']._serialized_start=465
-  _globals['_PREFILL']._serialized_end=543
+  _globals['_RUNPREFILLREQUEST']._serialized_end=368
+  _globals['_CHUNKACK']._serialized_start=370
+  _globals['_CHUNKACK']._serialized_end=495
+  _globals['_PREFILL']._serialized_start=497
+  _globals['_PREFILL']._serialized_end=575
 # @@protoc_insertion_point(module_scope)

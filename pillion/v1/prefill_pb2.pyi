@@ -35,6 +35,7 @@ class RunPrefillRequest(_message.Message):
     TEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FLOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Attempt of the request, from 1; for logs and traces."""
@@ -66,6 +67,10 @@ class RunPrefillRequest(_message.Message):
     def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See Submit.kept_tokens; those beyond the prefill range are ignored."""
 
+    @_builtins.property
+    def flow(self) -> _common_pb2.Flow:
+        """See Submit.flow."""
+
     def __init__(
         self,
         *,
@@ -81,10 +86,11 @@ class RunPrefillRequest(_message.Message):
         text_tokens: _builtins.int = ...,
         adapter: _builtins.str = ...,
         kept_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        flow: _common_pb2.Flow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "hello", b"hello", "kept_tokens", b"kept_tokens", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "flow", b"flow", "hello", b"hello", "kept_tokens", b"kept_tokens", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -216,6 +216,35 @@ async def test_guessed_tokens_change_no_answer() -> None:
         await workers.quiet()
 
 
+@pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
+async def test_another_tenants_stream_waits_for_no_answer_of_a_flood(backend: type[FakeBackend]) -> None:
+    """The flood has all places and a line. The other one comes last and ends first; all answers are whole."""
+    flags, texts = {"max_num_seqs": 2}, [prompt(seed, 9) for seed in range(6)]
+    async with running_workers(slots=1024, backend=backend, decode=flags) as workers, connected(workers) as connection:
+        gate = workers.decode_backend.gate
+        tickets = [await workers.ticket(text) for text in texts]
+        answers: list[Answer] = []
+        for key, text in enumerate(texts):
+            lone = key == len(texts) - 1
+            if lone:
+                await until("two to have tokens", lambda: sum(bool(one.token_ids) for one in answers) == 2)
+                gate.clear()
+            flow = common_pb2.Flow(key=b"lone" if lone else b"flood")
+            submit = submit_of(key + 1, tickets[key], text, 5 if lone else 200, flow=flow)
+            answers.append(await connection.submit(submit))
+            await until("the worker to have it", lambda: len(workers.decode.worker.epoch.listeners) == len(answers))
+        gate.set()
+        await answers[-1].ended()
+        assert not any(one.last for one in answers[:-1])
+        await asyncio.gather(*map(over, answers))
+        assert [one.token_ids for one in answers] == [
+            *(greedy(text, 200) for text in texts[:-1]),
+            greedy(texts[-1], 5),
+        ]
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
 async def test_cancel_and_a_lost_connection_free_everything() -> None:
     async with running_workers() as workers:
         async with connected(workers) as connection:

@@ -11,6 +11,7 @@ import pytest
 from pillion.engine.streams.stream_session import check_submit
 from pillion.errors import InvalidRequest
 from pillion.types import SamplingParams
+from pillion.v1.common_pb2 import Flow
 from pillion.v1.decode_pb2 import Submit
 from pillion.wire.public import sampling_to_pb
 
@@ -28,9 +29,9 @@ GOOD: dict[str, Any] = {
 }
 
 
-def fields_of(**options: Any) -> list[str]:
+def fields_of(flow: bytes = b"", **options: Any) -> list[str]:
     try:
-        submit = Submit(**GOOD, sampling=sampling_to_pb(replace(RESOLVED, **options)))
+        submit = Submit(**GOOD, sampling=sampling_to_pb(replace(RESOLVED, **options)), flow=Flow(key=flow))
         check_submit(submit, 4, 97, 64)
     except InvalidRequest as error:
         return [violation.field for violation in error.violations]
@@ -81,6 +82,11 @@ def test_bias_of_what_is_no_token() -> None:
         "sampling.logit_bias[3]",
         "sampling.logit_bias[97]",
     ]
+
+
+def test_the_key_of_a_flow_is_bounded() -> None:
+    assert fields_of(flow=b"x" * 32) == []
+    assert fields_of(flow=b"x" * 33) == ["flow.key"]
 
 
 def test_what_must_be_resolved() -> None:

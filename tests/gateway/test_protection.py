@@ -36,6 +36,7 @@ cache_group = "g"
 operator = true
 [tenant.other]
 most_urgent_priority = -1
+weight = 2.5
 [tenant.small]
 requests_per_minute = 3
 tokens_per_minute = 40
@@ -338,6 +339,39 @@ async def test_a_tenants_priority_is_capped(file: str) -> None:
         body = {"prompt": "x", "priority": -50}
         assert (await call(fakes.gateway.http_address, "/v1/completions", body, header("acme"))).status == 200
         assert [submit.priority for submit in fakes.decode.submits] == [-1, 7, 0, 7, 0]
+
+
+async def test_workers_know_each_tenant_by_a_key_and_its_weight(file: str) -> None:
+    """Over either port, and without its name. Where there are no tenants, a worker is told nothing."""
+    async with running_with(file) as fakes:
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "x" * 40},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 40}]},
+            "/v1/responses": {"input": "x" * 40},
+            "/v1/messages": {"messages": [{"role": "user", "content": "x" * 40}], "max_tokens": 3},
+            "/v1/embeddings": {"input": "x" * 40},
+        }
+        seen = {}
+        for name in ("other", "acme", "friend"):
+            done, prefilled = len(fakes.decode.submits), len(fakes.prefill.prefill_ranges)
+            async with client_of(fakes, name) as client:
+                await ask(client)
+            for path, body in bodies.items():
+                assert (
+                    await call(fakes.gateway.http_address, path, {"model": "toy", **body}, header(name))
+                ).status == 200
+            flows = [submit.flow for submit in fakes.decode.submits[done:]]
+            assert len(flows) == 1 + len(bodies)
+            flows += [one.flow for one in fakes.prefill.prefill_ranges[prefilled:]]
+            assert len(flows) > 1 + len(bodies), "no prefill worker was asked"
+            ((seen[name], weight),) = {(flow.key, flow.weight) for flow in flows}
+            assert weight == (2.5 if name == "other" else 1.0)
+            assert name.encode() not in seen[name]
+        # Those of a cache group are still tenants of their own.
+        assert len(set(seen.values())) == 3
+    async with running_fake_cluster() as fakes:
+        await ask(fakes.client)
+        assert not fakes.decode.submits[0].HasField("flow")
 
 
 async def test_keys_change_while_it_runs(

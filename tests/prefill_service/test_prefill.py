@@ -15,7 +15,7 @@ from pillion.config import MAX_STEP_TOKENS
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker import worker_epoch
 from pillion.types import FinishReason
-from pillion.v1 import prefill_pb2
+from pillion.v1 import common_pb2, prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
@@ -195,6 +195,7 @@ BAD: dict[str, dict[str, Any]] = {
     "vocabulary": {"token_ids": (97,) * 16},
     "too long": {"start_tokens": 1020},
     "parent": {"parent_hash": b""},
+    "flow": {"flow": common_pb2.Flow(key=b"x" * 33)},
 }
 
 
@@ -211,6 +212,33 @@ async def test_bad_prefill_ranges_are_refused() -> None:
                 pass
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_another_tenants_range_goes_before_those_of_a_flood() -> None:
+    """By the order of acknowledgements: it comes last, and is done before any of the flood's that had not begun."""
+    done: list[int] = []
+    async with running_workers(slots=1024, prefill={"max_num_batched_prefill_tokens": 16}) as workers:
+        backend = workers.prefill_backend
+        backend.gate.clear()
+        texts = [prompt(seed, 41) for seed in range(8)]
+        tickets = [await workers.ticket(tokens) for tokens in texts]
+
+        async def run(number: int) -> None:
+            flow = common_pb2.Flow(key=b"lone" if number == len(texts) - 1 else b"flood")
+            prefill_range = workers.prefill_range(tickets[number], texts[number], (16, 24), flow=flow)
+            assert len(await acks_of(workers, prefill_range)) == 2
+            done.append(number)
+
+        runs = [asyncio.create_task(run(0))]
+        await until("a step at the gate", backend.waiting.is_set)
+        for number in range(1, len(texts)):
+            runs.append(asyncio.create_task(run(number)))
+            await until("it to wait", lambda count=number: len(workers.prefill.worker.epoch.listeners) > count)  # type: ignore[misc]
+        backend.gate.set()
+        await asyncio.gather(*runs)
+        assert done.index(len(texts) - 1) <= 1
+        await workers.release(*tickets)
         await workers.quiet()
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.scheduling import flows as flows_module
-from pillion.engine.scheduling.sequence import SequenceState
 from pillion.priority import MAX_PRIORITY, MAX_WEIGHT, MIN_FLOW_WEIGHT, OUTPUT_COST, PRIORITY_AGING_S, bounded_flow
 from tests.support.ahead_harness import AheadHarness
 from tests.support.examples import examples
@@ -106,12 +105,12 @@ def test_what_runs_in_the_background_takes_no_place() -> None:
 
 
 def served(harness: SchedulerHarness, owners: dict[int, int]) -> Counter[int]:
-    """Tokens of each flow as its tenant is charged for them."""
+    """Tokens of each flow as its tenant is charged for them; of prompts nothing is found."""
     found: Counter[int] = Counter()
     for seq_id, flow in owners.items():
         sequence, record = harness.scheduler.sequences.get(seq_id), harness.records[seq_id]
-        if record.token_ids or (sequence is not None and sequence.state is SequenceState.RUNNING):
-            found[flow] += len(record.prompt) + OUTPUT_COST * len(record.token_ids)
+        computed = len(record.prompt) if sequence is None else min(sequence.next_start, len(record.prompt))
+        found[flow] += computed + OUTPUT_COST * len(record.token_ids)
     return found
 
 
@@ -124,7 +123,8 @@ def test_weights_are_shares_within_five_percent(make: MakeHarness) -> None:
         for flow, tokens in ((ONE, 12), (THREE, 18)):
             alive = sum(harness.records[i].end is None for i, owner in owners.items() if owner == flow)
             for _ in range(9 - alive):
-                seq_id = harness.submit(prompt(flow, 6 + number % 5), tokens, flow=flow, seed=number)
+                text = [len(owners) % 97, len(owners) // 97, *prompt(flow, 4 + number % 5)]
+                seq_id = harness.submit(text, tokens, flow=flow)
                 assert seq_id is not None
                 owners[seq_id] = flow
         harness.answered_step()
@@ -142,7 +142,7 @@ def test_nobody_saves_up_by_being_away_or_by_asking_little() -> None:
     half = []
     for _ in range(60):
         if not half or ended(harness, half[-1:]):
-            half.append(harness.submit(prompt(7, 6), 10, flow=HALF))
+            half.append(harness.submit([len(half), *prompt(7, 5)], 10, flow=HALF))
         steps(harness, 1)
     # The one that asked one by one now floods too, and gets no more than its share of what comes.
     before = started(harness, crowd)
@@ -274,7 +274,7 @@ def test_with_one_tenant_nothing_is_different(
 def test_whoever_is_next_had_least(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int, ahead: bool
 ) -> None:
-    """A sequence that begins is of a flow that no other waiting flow is behind by more than what began in its step."""
+    """A sequence that begins is of a flow that no other waiting flow is behind by more than its step had of prompts."""
     make = AheadHarness if ahead else SchedulerHarness
     harness = make(slots=600, budget=budget, max_num_seqs=max_num_seqs)
     for length, tokens, flow in asked:
@@ -284,10 +284,10 @@ def test_whoever_is_next_had_least(
         counters = queues.flows.counters([*queues.running, *queues.preempted])
         waiting = {s.spec.flow.key for s in queues.waiting}
         was_waiting = {s.seq_id for s in queues.waiting}
-        plan = harness.answered_step()
-        begun = [piece.sequence for piece in plan.pieces if piece.sequence.seq_id in was_waiting]
-        largest = sum(len(s.spec.token_ids) / s.spec.flow.weight for s in begun)
-        for sequence in begun:
+        lacked = {s.seq_id: s.left_to_compute for s in queues if not s.decoding}
+        pieces = harness.answered_step().pieces
+        largest = sum(lacked.get(p.sequence.seq_id, 0) / p.sequence.spec.flow.weight for p in pieces)
+        for sequence in (piece.sequence for piece in pieces if piece.sequence.seq_id in was_waiting):
             left = waiting & {s.spec.flow.key for s in queues.waiting}
             assert all(counters[sequence.spec.flow.key] <= counters[key] + largest for key in left)
     harness.finish()
