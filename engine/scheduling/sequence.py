@@ -237,8 +237,6 @@ class Sequence(BlockChain):
         # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
         self.num_proposed = 0
         self.proposer: Proposer | None = None
-        # This counts what its flow was charged for it.
-        self._charged = 0
         # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
@@ -246,8 +244,8 @@ class Sequence(BlockChain):
         if not spec.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
-        # This counts the tokens that need not be computed here.
-        self._found_tokens = self.num_computed
+        # These count what the sequence's flow was charged for it, and its tokens that need not be computed here.
+        self._charged, self._found_tokens = 0, self.num_computed
         self.extend_hashes(self.num_tokens)
 
     def wait_for(self, work_s: float) -> None:
