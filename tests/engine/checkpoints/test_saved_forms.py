@@ -14,13 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
 
 from pillion.engine.checkpoints.checkpoint import chooses_tokens, decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.weights import load_layer
+from pillion.engine.encoders.encoder_weights import read_tensors
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import FAMILIES as ROWS
 from pillion.engine.models.families import layers_of
@@ -30,6 +33,7 @@ from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import plain
 from pillion.kernels.torch.torch_linear import Linear
+from tests.engine.encoders.test_encoder import KINDS, make_encoder
 from tests.support.families import FAMILIES, make_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.text_parts import WHOLE, as_published, whole_model
@@ -137,6 +141,17 @@ def test_a_text_model_within_another(name: str, tmp_path: pathlib.Path) -> None:
         alone = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
         for form in saved(alone, tmp_path / "alone"):
             check(form, wanted)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_encoder(name: str, tmp_path: pathlib.Path) -> None:
+    first = make_encoder(tmp_path / "first", name)
+    wanted = read_tensors(first, load_config(first), torch.float32)
+    for kind in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
+        model = kind.from_pretrained(first, dtype=torch.float32)
+        for form in saved(model, tmp_path / kind.__name__):
+            found = read_tensors(form, load_config(form), torch.float32)
+            assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
 def both_ways(model: Any, root: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path, pathlib.Path]:
