@@ -10,7 +10,7 @@ is used. Neither pickles nor code are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,11 +114,17 @@ def _in_files(spellings: tuple[Spelling, ...], config: ModelConfig) -> tuple[Spe
     """Gives the tensors the names that the family's checkpoints have for them, and as further spellings those that
     transformers' class has, where these are others."""
     family = FAMILIES[config.family]
-    named = [tuple(replace(tensor, name=family.in_files(tensor.name)) for tensor in spelling) for spelling in spellings]
-    if not family.model_names:
-        return tuple(named)
-    own = [tuple(replace(tensor, name=family.in_models(tensor.name)) for tensor in spelling) for spelling in named]
-    return (*named, *(spelling for spelling in own if spelling not in named))
+    named = [_renamed(spelling, family.in_files) for spelling in spellings]
+    own = [_renamed(spelling, family.in_models) for spelling in named] if family.model_names else []
+    return (*named, *(spelling for spelling, known in zip(own, named, strict=False) if spelling is not known))
+
+
+def _renamed(spelling: Spelling, rename: Callable[[str], str]) -> Spelling:
+    """Returns a spelling with other names; the same object where all of them stay."""
+    names = [rename(tensor.name) for tensor in spelling]
+    if all(name == tensor.name for name, tensor in zip(names, spelling, strict=True)):
+        return spelling
+    return tuple(replace(tensor, name=name) for name, tensor in zip(names, spelling, strict=True))
 
 
 def _of_model(spelling: Spelling, prefix: str) -> Spelling:
