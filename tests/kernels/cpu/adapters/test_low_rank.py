@@ -10,7 +10,7 @@ import torch
 
 from pillion.engine.adapters.cpu_adapters import AdapterRows
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
-from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, Shrink, run_rows
+from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, ExpertShrink, Shrink, run_rows
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
@@ -33,7 +33,11 @@ SHRINKS = [Shrink("bf16"), Shrink("bf16", "samples"), Shrink("fp32")]
 PRODUCTS = [AdapterGemm(*case[:3], f"num_{case[3]}") for case in CASES]
 PLAIN = [Gemm(*case[:3], f"num_{case[3]}") for case in CASES]
 
-runner = runner_of([*SHRINKS, *PRODUCTS, *PLAIN])
+EXPERTS, CHOSEN = 3, 2
+EXPERT_SHRINKS = [ExpertShrink(rows, "tokens", CHOSEN) for rows in ("bf16", "fp32")]
+EXPERT_PRODUCTS = [AdapterGemm(rows, rows, "store", grouped=True) for rows in ("bf16", "fp32")]
+
+runner = runner_of([*SHRINKS, *PRODUCTS, *PLAIN, *EXPERT_SHRINKS, *EXPERT_PRODUCTS])
 
 
 class LayerCase:
@@ -190,6 +194,93 @@ def test_a_row_without_an_adapter_has_the_bits_of_the_plain_product(runner, laye
     for row in (1, 3, 4):
         assert torch.equal(mixed[row], plain[row])
     assert not torch.equal(mixed[0], plain[0])
+
+
+class ExpertCase:
+    """Experts with adapters of the ranks RANKS by slot; 0 is a slot without an adapter."""
+
+    RANKS = (24, 0, 5)
+
+    def __init__(self, rows: str) -> None:
+        self.rows, self.dtype = rows, torch.bfloat16 if rows == "bf16" else torch.float32
+        self.packed = [pack_linear(normal(COLUMNS, DEPTH, seed=n) / DEPTH**0.5, rows) for n in range(EXPERTS)]
+        self.words = np.zeros((len(self.RANKS), SLOT.num_words), np.int64)
+        self.a = [normal(EXPERTS, rank, DEPTH, seed=slot).to(self.dtype) / 8 for slot, rank in enumerate(self.RANKS)]
+        self.b = [normal(EXPERTS, COLUMNS, rank, seed=9 + slot).to(self.dtype) for slot, rank in enumerate(self.RANKS)]
+        self.kept: list[Any] = []
+        for words, rank, a, b in zip(self.words, self.RANKS, self.a, self.b, strict=True):
+            if not rank:
+                continue
+            wide = rank + -rank % RANK_MULTIPLE
+            tall = wide + -wide % TILE_COLUMNS
+            parts = (
+                self._tiles(torch.nn.functional.pad(a, (0, 0, 0, tall - rank))),
+                self._tiles(torch.nn.functional.pad(b, (0, wide - rank))),
+                torch.zeros(EXPERTS * COLUMNS // TILE_COLUMNS, dtype=torch.int32),
+            )
+            values = {**dict(zip(("a", "b", "first_ranks"), parts, strict=True)), "affine": None, "is_affine": 0}
+            steps = wide // (2 if rows == "bf16" else 1)
+            SLOT.fill(words, {**values, "a_tiles": tall // TILE_COLUMNS, "b_steps": steps})
+            self.kept.append(parts)
+
+    def _tiles(self, matrices: torch.Tensor) -> Any:
+        bits = matrices.flatten(0, 1).view(torch.int16 if self.rows == "bf16" else torch.int32)
+        return pack_tiles(bits.numpy())
+
+    def run(self, runner: Any, x: torch.Tensor, chosen: torch.Tensor, slots: list[int], threads: int) -> torch.Tensor:
+        """The products [rows, CHOSEN, COLUMNS] of rows [rows, DEPTH] with their ``chosen`` experts [rows, CHOSEN]."""
+        order = chosen.view(-1).argsort(stable=True)
+        places = torch.empty_like(order, dtype=torch.int32)
+        places[order] = torch.arange(len(order), dtype=torch.int32)
+        starts = torch.tensor([0, *chosen.view(-1).bincount(minlength=EXPERTS).cumsum(0)], dtype=torch.int32)
+        grouped = padded(x[order // CHOSEN], extra=1, filler=torch.nan)
+        adapted = CpuStepRecord(ADAPTED)
+        adapted.point("tokens_slots", np.array(slots, np.int32))
+        shrunk = torch.full((len(order) + 1, 32), torch.nan, dtype=self.dtype)
+        own = torch.full((len(order),), 77, dtype=torch.int32)
+        both = {"slots": self.words, "adapted": adapted.words, "place_slots": own, "shrunk": shrunk[: len(order)]}
+        both |= {"x": grouped, "x_stride": stride(grouped), "shrunk_stride": stride(shrunk)}
+        experts = {"experts": chosen.to(torch.int32), "places": places, "most_tiles": 3, "depth": DEPTH}
+        runner.run(ExpertShrink(self.rows, "tokens", CHOSEN), both | experts, rows_step(len(x)), threads)
+        assert own[places.long()].tolist() == [slot for slot in slots for _ in range(CHOSEN)]
+        assert shrunk[-1].isnan().all()
+        out, one = torch.zeros(len(order), COLUMNS), self.packed[0]
+        plain = dict.fromkeys(("input_sums", "bias"), None) | dict.fromkeys(("inputs", "input_sums_stride"), 0)
+        plain |= dict.fromkeys(("factor", "alpha", "limit", "above", "below"), 0.0)
+        weights = torch.stack([each.data for each in self.packed])
+        sizes = {"depth": one.depth, "pairs": one.pairs, "out_stride": stride(out), "group_bytes": one.nbytes}
+        values = {**both, **plain, **sizes, "weights": weights, "out": out, "group_starts": starts}
+        spec = AdapterGemm(self.rows, self.rows, "store", grouped=True)
+        runner.run(spec, {**values, "num_groups": EXPERTS}, rows_step(len(x)), threads)
+        return out[places.long()].view(len(x), CHOSEN, COLUMNS)
+
+    def expected(self, x: torch.Tensor, chosen: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        found = []
+        for row, experts, slot in zip(x, chosen.tolist(), slots, strict=True):
+            for expert in experts:
+                added = None
+                if slot >= 0 and self.RANKS[slot]:
+                    shrunk = (self.a[slot][expert].float() @ row.float()).to(self.dtype).float()
+                    added = (self.b[slot][expert].float() @ shrunk)[None]
+                out = torch.zeros(1, COLUMNS)
+                found.append(reference_gemm(row[None], self.packed[expert], "store", added, out, 1.0))
+        return torch.cat(found).view(len(x), CHOSEN, -1)
+
+
+@pytest.mark.parametrize("rows", ["bf16", "fp32"])
+@pytest.mark.parametrize("slots", [[0, 1, 2, -1, 2, 0], [-1, -1], [2], [0, -1, 2] * 9], ids=len)
+def test_rows_of_experts(runner, rows, slots):
+    """Each expert has matrices of its own, and a row has the same bits whatever the other rows and experts are."""
+    case, count = ExpertCase(rows), len(slots)
+    x = normal(count, DEPTH, seed=4).to(case.dtype)
+    # An expert may have all rows, and another one none.
+    for chosen in (torch.tensor([[2, 0]] * count), torch.tensor([[n % 3, (n // 3 + n + 1) % 3] for n in range(count)])):
+        found = case.run(runner, x, chosen, slots, 3)
+        tolerance = 2e-2 if rows == "bf16" else 2e-5
+        wanted = case.expected(x, chosen, slots)
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+        alone = [case.run(runner, x[n : n + 1], chosen[n : n + 1], slots[n : n + 1], 1) for n in range(min(count, 4))]
+        assert torch.equal(torch.cat(alone), found[: len(alone)])
 
 
 @pytest.mark.parametrize("isa", [registers_of(isa.name) for isa in TABLE])
