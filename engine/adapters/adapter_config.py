@@ -87,6 +87,8 @@ class AdapterConfig:
             ALL_LINEAR.
         parameters: the ends of the names of parameters that are changed: the matrices of all experts of a layer in one
             tensor ("experts.down_proj"), or the matrix of a module ("gate.weight"). No other key excludes some of them.
+        as_they_lie: whether PEFT has taken a parameter of three dimensions for [experts, inputs, outputs] in every
+            model, as its releases before 0.19.1 do.
         excluded: modules that are not changed, said in the same two ways.
         layers: the layers that are changed; None for all.
         layers_pattern: the name before a layer's number; empty for any.
@@ -103,6 +105,7 @@ class AdapterConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     targets: str | tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    as_they_lie: bool = False
     excluded: str | tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
@@ -161,7 +164,9 @@ class VirtualConfig:
         return json.dumps({"virtual": asdict(self)}, sort_keys=True).encode()
 
 
-_LATER = ("lora_bias", "dora", "biases", "turned", "parameters")
+_LATER = ("lora_bias", "dora", "biases", "turned", "parameters", "as_they_lie")
+# From this release on PEFT asks transformers' class whether the rows of experts' matrices are their outputs.
+_TURNS_PARAMETERS = (0, 19, 1)
 # PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
@@ -219,6 +224,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfi
         alpha_pattern=tuple((key, _alpha(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
         targets=_targets(raw, needed=not parameters),
         parameters=parameters,
+        as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _TURNS_PARAMETERS),
         excluded=_modules(raw, "exclude_modules"),
         # PEFT reads an empty list as all layers.
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
@@ -281,6 +287,12 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{CONFIG_NAME}: {key} must be true or false, not {value!r}")
     return value
+
+
+def _is_before(version: Any, other: tuple[int, ...]) -> bool:
+    """Says whether a release such as "0.18.1" comes before another one; one that the config does not name does not."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    return found is not None and tuple(map(int, found.groups())) < other
 
 
 def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:

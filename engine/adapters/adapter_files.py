@@ -104,6 +104,7 @@ class Projection:
         exact: whether its inputs and products are float32 in every type of the model: those of routers and gates.
         experts: how many experts have such a layer each; 0 for a layer that all rows pass.
         expert: the number of one expert, whose layer alone this is; None elsewhere.
+        lies_turned: whether the matrices of all experts lie as [experts, inputs, outputs].
     """
 
     layer: str
@@ -115,6 +116,7 @@ class Projection:
     exact: bool = False
     experts: int = 0
     expert: int | None = None
+    lies_turned: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -214,8 +216,15 @@ def parameters_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dic
             for name in tensor.stacked:
                 for own in _names(family, f"{prefix}layers.{index}.{name}"):
                     module, _, parameter = own.rpartition(".")
-                    layer_name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
-                    found[module][parameter] = Projection(layer_name, 0, outputs, inputs, experts=tensor.experts)
+                    outputs, inputs = tensor.shape
+                    found[module][parameter] = Projection(
+                        f"layers.{index}.{tensor.name}",
+                        0,
+                        outputs,
+                        inputs,
+                        experts=tensor.experts,
+                        lies_turned=tensor.transposed,
+                    )
     return found
 
 
@@ -446,16 +455,20 @@ class AdapterFiles:
         if 0 < max_rank < rank:
             raise self._error(f"{name} has rank {rank}, and --max-lora-rank is {max_rank}")
         a, b, pair_bias, norms, bias = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
-        # PEFT knows from transformers' class whether a parameter's rows are outputs, but not from Llama 4's, and its
-        # releases differ, so that shapes decide where they can.
-        square = projection.outputs == projection.inputs
-        swapped = projection.stacked and (
-            FAMILIES[model.family].scaled_experts if square else self._tensors[a].shape[1:] == (projection.outputs,)
-        )
+        swapped = projection.stacked and self._is_swapped(config, projection, a, FAMILIES[model.family])
         scale = config.scale_of(name)
         pair = AdapterPair(name, a, b, projection, rank if a else 1, scale, pair_bias, norms, bias, swapped)
         self._check_shapes(pair)
         return pair
+
+    def _is_swapped(self, config: AdapterConfig, projection: Projection, a: str, family: ModelFamily) -> bool:
+        """Says whether the matrix ``a`` of a parameter reads outputs. Releases of PEFT differ in that, so that shapes
+        decide where they can."""
+        if projection.outputs != projection.inputs:
+            return self._tensors[a].shape[1:] == (projection.outputs,)
+        # Llama 4's class alone, which scales what experts read, does not say that its parameters lie as [inputs,
+        # outputs].
+        return not projection.lies_turned if config.as_they_lie else family.scaled_experts
 
     def _of_experts(
         self, config: AdapterConfig, module: str, parameters: Mapping[str, Mapping[str, Projection]]

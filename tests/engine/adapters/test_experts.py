@@ -22,7 +22,7 @@ from tests.support.adapters import adapted_model, edit_config, edit_tensors, mak
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver, token_by_token
-from tests.support.mixed_adapters import with_adapters
+from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
@@ -202,9 +202,11 @@ def test_experts_that_were_trained_one_by_one(make, mixtral, tmp_path):
         driver_with(flags, adapter)
 
 
-def test_pairs_of_the_other_orientation(tmp_path, mixtral):
-    """Earlier releases of PEFT take the outputs of a parameter [experts, outputs, inputs] for its inputs."""
-    folder, flags = mixtral
+@pytest.mark.parametrize("inner", [128, 64])
+def test_pairs_of_the_other_orientation(inner, tmp_path):
+    """Releases of PEFT before 0.19.1 take the outputs of a parameter [experts, outputs, inputs] for its inputs, which
+    nothing but the release shows where it has as many of them."""
+    folder, flags = make_model(tmp_path / "model", {**FAMILIES["mixtral"], "intermediate_size": inner})
     config = {"r": 4, "target_modules": [], "target_parameters": ["down_proj"]}
     first, other = (make_adapter(folder, tmp_path / name, **config) for name in ("first", "other"))
     experts = load_config(folder).moe.num_experts
@@ -219,10 +221,18 @@ def test_pairs_of_the_other_orientation(tmp_path, mixtral):
                 found[name.replace("lora_A", "lora_B")] = a.view(experts, -1, a.shape[1]).permute(2, 1, 0).flatten(1)
         return found
 
-    edit_tensors(other, turned)
+    edit_tensors(edit_config(other, peft_version="0.18.1"), turned)
     driver = driver_with(flags, first, other)
     one, two = (driver.run_all(driver.sequences.add(adapter=slot)[0], tokens_of(20, 1), []) for slot in (0, 1))
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+    assert AdapterFiles(other).digest() != AdapterFiles(edit_config(other, peft_version="0.21.2")).digest()
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
+def test_square_matrices(family, tmp_path):
+    """Only what is known of a class tells outputs from inputs: Llama 4's does not say that its matrices are turned."""
+    folder, flags = make_model(tmp_path / "model", {**FAMILIES[family], "intermediate_size": 64})
+    check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **CONFIG))
 
 
 @pytest.mark.parametrize("make", BACKENDS)
@@ -247,6 +257,15 @@ def test_one_step_mixes_adapters_and_the_base(family, make, tmp_path):
     own = [(slot, count) for slot, count in zip(slots, lengths, strict=True) if count < 40]
     for (slot, count), logits in zip(own, found, strict=True):
         torch.testing.assert_close(logits, wanted[slot][count], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_many_rows_are_mixed_in_parts(tmp_path, monkeypatch):
+    """Each part finds the adapters of its own rows."""
+    prepared, text = prepare(make_model(tmp_path / "model", FAMILIES["qwen2-moe"])[1]), tokens_of(20, 3)
+    wanted = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
+    monkeypatch.setattr("pillion.engine.models.layers.MAX_MIXED_ROWS", 4)
+    found = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
+    torch.testing.assert_close(found, wanted, atol=2e-5 * float(wanted.std()), rtol=2e-5)
 
 
 @needs_kernels
