@@ -169,7 +169,9 @@ class Gateway:
         self._options = options
         self._ring = ring
         self.quotas = quotas or SharedQuotas()
-        self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
+        self.admission = Admission(
+            options.max_inflight_requests, options.max_inflight_tokens, self._slots, cluster.decode_fleet
+        )
         self._pool = TokenizerPool()
         self._boxes = TenantSlots(TENANT_BOXED_AT_ONCE)
         # This counts, by tenants, the bytes of requests that threads work on, or that wait for a thread.
@@ -674,7 +676,10 @@ class Gateway:
             stop.callback(self.on_waiting(admitted))
 
         with stop:
-            await self.admission.turn(permit, admitted.model, admitted.deadline, waits)
+            # A stream that goes on here is not refused for what is left of it.
+            new = admitted.pooled is None and admitted.resume is None
+            allowed = admitted.resolved.max_tokens if new else 0
+            await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
         quota.begun_tokens += permit.tokens
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
@@ -777,6 +782,7 @@ class Gateway:
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
         meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers)
+        permit.first_token_s = meter.first_s
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens
@@ -788,6 +794,7 @@ class Gateway:
                 quota.give_back(int(runner.refused), permit.tokens, time.monotonic())
             else:
                 self.quotas.spend(permit.tenant, usage.completion_tokens, time.monotonic())
+            permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
             if not admitted.background:

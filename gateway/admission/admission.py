@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.bounds import BoundMet, HeldBound, YieldingRequests
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns
@@ -41,6 +42,7 @@ class Admission:
     Args:
         max_requests, max_tokens: requests and prompt tokens that may be in the gateway at once.
         slots: returns how many answers a model's workers are given at once; 0 means any number.
+        fleet: describes a model's decode workers.
         clock: returns the monotonic time, in seconds.
     """
 
@@ -49,11 +51,13 @@ class Admission:
         max_requests: int,
         max_tokens: int,
         slots: Callable[[str], int] = lambda model: 0,
+        fleet: Callable[[str], DecodeFleet] = lambda model: DecodeFleet(),
         clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._requests = HeldBound("max_inflight_requests", "requests", max_requests, of_prompts=False)
         self._tokens = HeldBound("max_inflight_tokens", "prompt tokens", max_tokens, of_prompts=True)
         self._slots = slots
+        self._fleet = fleet
         self._clock = clock
         self._numbers = itertools.count()
         self._yielding = YieldingRequests()
@@ -128,20 +132,28 @@ class Admission:
         permit: AdmissionPermit,
         model: str,
         deadline_s: float | None = None,
+        allowed_tokens: int = 0,
         waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the request may go to the model's workers. The deadline is monotonic. ``waits`` is called where
-        that is not at once.
+        """Returns when the request may go to the model's workers.
+
+        Args:
+            permit: the request.
+            model: the model's name.
+            deadline_s: when its answers are to be whole, on the clock; None: at any time.
+            allowed_tokens: the most tokens that each of its answers may have.
+            waits: called where the request has to wait for its turn.
 
         Raises:
-            Overloaded: at once, where the wait would take longer than the deadline leaves; or the request has given
-                way.
+            Overloaded: at once, where the wait and the answer would take longer than the deadline leaves; when its turn
+                comes and the time that is left is too short by then; or the request has given way.
             DeadlineExceeded: the wait was expected to be shorter, and took longer.
         """
         permit.check()
         if model not in self._queues:
-            self._queues[model] = _ModelQueue(partial(self._slots, model), self._clock, self._yielding.remove)
-        permit.deadline_s = deadline_s
+            turns = ModelTurns(partial(self._slots, model), AnswerTimes(partial(self._fleet, model)))
+            self._queues[model] = _ModelQueue(turns, self._clock, self._yielding.remove)
+        permit.deadline_s, permit.allowed_tokens = deadline_s, allowed_tokens
         await self._queues[model].turn(permit, waits)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
@@ -207,12 +219,10 @@ class Admission:
 
 class _ModelQueue:
     """Gives waiting requests of one model their slots at workers; a task awaits each of them. ``began`` is called with
-    each request that gets them."""
+    each request whose wait is over."""
 
-    def __init__(
-        self, slots: Callable[[], int], clock: Callable[[], float], began: Callable[[AdmissionPermit], None]
-    ) -> None:
-        self.turns = ModelTurns(slots)
+    def __init__(self, turns: ModelTurns, clock: Callable[[], float], began: Callable[[AdmissionPermit], None]) -> None:
+        self.turns = turns
         self._clock = clock
         self._began = began
         self._futures: dict[int, asyncio.Future[None]] = {}

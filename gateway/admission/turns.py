@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pillion.errors import Overloaded, QuotaViolation
+from pillion.gateway.admission.answer_times import AnswerTimes
 from pillion.gateway.admission.tenants import Tenant, share_of
 from pillion.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
@@ -44,6 +45,9 @@ from pillion.wire.registry import ComponentRecord
 RATE_HALF_LIFE_S = 10.0
 # No waiting time is predicted before this many answers have ended.
 MIN_DEPARTURES = 3.0
+# A request with a deadline is put in line only if there would be time for an answer that takes so many times as long as
+# is expected: predictions of waits and answers are means, and half of those that just fit would come too late.
+ANSWER_RESERVE = 1.25
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -204,8 +208,14 @@ class AdmissionPermit:
         tokens: number of its prompt's tokens, once it is weighed.
         weight: the prompt's tokens and the log probabilities that it asks of them, which the gateway holds at the most.
         deadline_s: the monotonic time by which its answer is to be whole; None where it may take any time.
+        allowed_tokens: the most tokens that each answer may have; 0 where it generates nothing.
         place: its place in its model's line, while it waits there.
         queue: its model's queue, once it has its turn.
+        begun_s, beside: when it had its turn, and how many answers had slots then, its own included.
+        prompt_s: how long its prompt was to take then, if the workers had computed nothing but prompts.
+        first_token_s: returns when its first token came; 0.0: none did.
+        generated_tokens: those of all of its answers, once it has ended.
+        ended_itself: whether its answers came to their own end, not to that of its tokens or its time.
         inside: whether it counts in the gateway's bounds.
         given_up: why it will not have its turn; None where it will, or has had it.
     """
@@ -217,8 +227,15 @@ class AdmissionPermit:
     tokens: int = 0
     weight: int = 0
     deadline_s: float | None = None
+    allowed_tokens: int = 0
     place: WaitingRequest | None = None
     queue: SlotOwner | None = None
+    begun_s: float = 0.0
+    beside: int = 0
+    prompt_s: float = 0.0
+    first_token_s: Callable[[], float] = lambda: 0.0
+    generated_tokens: int = 0
+    ended_itself: bool = False
     inside: bool = True
     given_up: Overloaded | None = None
 
@@ -230,10 +247,12 @@ class AdmissionPermit:
 
 class ModelTurns:
     """Orders the waiting requests of one model. ``slots`` returns how many answers its workers are given at once; 0
-    means any number. Times are the caller's, monotonic, in seconds."""
+    means any number. ``times`` predicts how long a request takes once it has its turn. Times are the caller's,
+    monotonic, in seconds."""
 
-    def __init__(self, slots: Callable[[], int]) -> None:
+    def __init__(self, slots: Callable[[], int], times: AnswerTimes) -> None:
         self._slots = slots
+        self._times = times
         self._departures = DepartureRate()
         self.waiting = FairQueue()
         self.background = FairQueue()
@@ -242,14 +261,15 @@ class ModelTurns:
         self.running = 0
 
     def wait(self, permit: AdmissionPermit, now_s: float) -> None:
-        """Puts a request in its model's line. Raises Overloaded where the wait would take longer than the deadline
-        leaves."""
+        """Puts a request in its model's line. Raises Overloaded where the wait and the answer would take longer than
+        the deadline leaves."""
         place = WaitingRequest(permit.order, permit.number, permit.tokens, permit.answers)
-        if not permit.tenant.background and (self._crowded or not self._fits(permit.answers)):
-            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place))
-            if permit.deadline_s is not None and now_s + wait_s >= permit.deadline_s:
-                text = f"the wait would take about {wait_s:.1f} s, longer than the request's deadline leaves"
-                raise Overloaded(text, math.ceil(wait_s * 1000), (QuotaViolation("deadline", text),))
+        if permit.deadline_s is not None:
+            waits = self._crowded or not self._fits(permit.answers)
+            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
+            late = self._late(permit, now_s, wait_s, ANSWER_RESERVE)
+            if late is not None:
+                raise late
         permit.place = place
         self._line(permit).push(permit.tenant, place)
         self.permits[permit.number] = permit
@@ -267,7 +287,8 @@ class ModelTurns:
 
     def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[AdmissionPermit]:
         """Takes out the requests whose turn has come, and returns them; ``owner`` has their slots. A request that is
-        ``gone`` gets no slot."""
+        ``gone`` gets no slot, and one that can no longer be served in time is given up, so that it takes no place from
+        one that can."""
         granted = []
         while (found := self._next(now_s)) is not None:
             line, share, place = found
@@ -277,22 +298,28 @@ class ModelTurns:
                 continue
             if not self._fits(permit.answers, share):
                 break
+            granted.append(permit)
+            permit.given_up = self._late(permit, now_s, 0.0, 1.0)
+            if permit.given_up is not None:
+                self.give_up(permit)
+                continue
             line.pop()
             del self.permits[place.number]
-            permit.place, permit.queue = None, owner
             self.running += permit.answers
-            granted.append(permit)
+            permit.place, permit.queue = None, owner
+            self._times.began(permit, self.running, now_s)
         return granted
 
     def free(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn; :meth:`grant`, then :meth:`left` follow."""
-        permit.queue = None
+        permit.queue, permit.generated_tokens = None, generated_tokens
         self.running -= permit.answers
         self._line(permit).charge(permit.tenant, generated_tokens)
 
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
         """Notes that an answer has ended, after others were given its slots."""
         self._departures.left(permit.answers, self._crowded, now_s)
+        self._times.ended(permit, self.running, now_s)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the requests in line are not those of the two queues, each of them once."""
@@ -300,6 +327,22 @@ class ModelTurns:
         assert places == sorted(self.permits), f"{places} are in line, of {sorted(self.permits)}"
         assert all(one.place is not None and one.queue is None for one in self.permits.values())
         assert self.running >= 0, f"{self.running} answers run"
+
+    def _late(self, permit: AdmissionPermit, now_s: float, wait_s: float, reserve: float) -> Overloaded | None:
+        """Returns the error of a request that cannot be served in time after a wait of ``wait_s``, if its answer takes
+        ``reserve`` times as long as is expected; None where it can."""
+        if permit.deadline_s is None or permit.tenant.background:
+            return None
+        left_s, answer_s = permit.deadline_s - now_s, self._times.seconds(permit, self.running, now_s)
+        if wait_s + answer_s * reserve < left_s:
+            return None
+        text = f"the wait would take about {wait_s:.1f} s"
+        if answer_s:
+            text = f"{text} and the answer {answer_s:.1f} s"
+        text = f"{text}, longer than the request's deadline leaves"
+        # What the line loses until then is what this request lacks, or all of the line.
+        retry_s = max(wait_s, wait_s + answer_s * reserve - left_s)
+        return Overloaded(text, max(1, math.ceil(retry_s * 1000)), (QuotaViolation("deadline", text),))
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
+from pillion.gateway.admission.answer_times import DecodeFleet
 from pillion.gateway.admission.turns import shared_slots
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
@@ -21,7 +22,7 @@ from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
 from pillion.gateway.planning.forecast import Forecaster
-from pillion.gateway.planning.plan_cost import FETCH_CALL_S
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, FETCH_CALL_S, middle_model
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
@@ -319,6 +320,15 @@ class Cluster:
     def _request_slots(self, model: str) -> int:
         others = [other.running_requests for other in self.other_gateways()]
         return shared_slots(self._known("decode", model), others)
+
+    def decode_fleet(self, model: str) -> DecodeFleet:
+        """Describes the model's decode workers, for predictions of how long answers take."""
+        return self._per_look(("fleet", model), lambda: self._decode_fleet(model))
+
+    def _decode_fleet(self, model: str) -> DecodeFleet:
+        workers = self._known("decode", model)
+        others = sum(other.running_requests for other in self.other_gateways())
+        return DecodeFleet(middle_model(workers) or DEFAULT_MODEL, max(1, len(workers)), others)
 
     def other_gateways(self) -> list[ComponentRecord]:
         """Returns live gateways besides this one."""

@@ -169,6 +169,11 @@ class RequestRunner:
         """Says whether every answer has come to its end."""
         return all(self._reasons)
 
+    @property
+    def ended_itself(self) -> bool:
+        """Says whether every answer has come to its end without being cut."""
+        return self.completed and FinishReason.LENGTH.value not in self._reasons
+
     def __aiter__(self) -> RequestRunner:
         return self
 

@@ -55,6 +55,10 @@ class RequestMeter:
         self._last_s = [0.0] * answers
         self._counts = [0] * answers
 
+    def first_s(self) -> float:
+        """Returns the time at which the first token of any answer came; 0.0 where none did."""
+        return min(filter(None, self._first_s), default=0.0)
+
     def tokens(self, index: int, count: int, now_s: float) -> None:
         """Notes ``count`` tokens of an answer that came together: each of them counts an equal part of the time since
         the last ones."""

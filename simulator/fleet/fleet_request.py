@@ -90,6 +90,10 @@ class FleetRequest:
         """Starts the request, which the gateway has admitted."""
         self._perform(self.machine.start())
 
+    def pass_deadline(self) -> None:
+        """Ends the request, if it has not ended yet, because its client's time is over."""
+        self._post(ev.DeadlinePassed())
+
     def record(self, patience_s: float) -> ClientRecord:
         """Returns what the client has seen; a client without a first token has waited for ``patience_s``."""
         timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan

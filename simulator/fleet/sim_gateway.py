@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.admission.admission import Admission
+from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, middle_model
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
@@ -72,7 +74,7 @@ class SimGateway:
         self._admission = Admission(
             settings.max_inflight_requests, settings.max_inflight_tokens, clock=lambda: site.clock.now
         )
-        self._turns = ModelTurns(self._slots)
+        self._turns = ModelTurns(self._slots, AnswerTimes(self._fleet))
         self._slots_of: tuple[float, int] = (-1.0, 0)
         self._waiting: dict[int, FleetRequest] = {}
         self._changed: set[str] = set()
@@ -94,13 +96,23 @@ class SimGateway:
             self._admission.leave(permit)
             self._refuse(request, error)
             return
+        permit.deadline_s = now + request.timeout_s if request.timeout_s else None
+        permit.allowed_tokens = request.allowed_tokens or request.answer_tokens
         flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
+        try:
+            self._turns.wait(permit, now)
+        except Overloaded as error:
+            self._admission.leave(permit)
+            self._refuse(request, error)
+            return
+        permit.first_token_s = lambda: flow.first_s
         self.open[flow] = permit
-        self._turns.wait(permit, now)
         self._waiting[permit.number] = flow
         self._grant()
         if permit.number in self._waiting:
             self._turns.began(permit, now)
+        if permit.deadline_s is not None:
+            self.clock.at(permit.deadline_s, lambda: flow.pass_deadline() if flow in self.open else None)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn."""
@@ -110,7 +122,11 @@ class SimGateway:
 
     def ended(self, flow: FleetRequest) -> None:
         """Records a request that is over."""
-        self._admission.leave(self.open.pop(flow), len(flow.machine.emitted))
+        permit = self.open.pop(flow)
+        self._waiting.pop(permit.number, None)
+        self._turns.give_up(permit)
+        permit.ended_itself = flow.error is None and flow.request.allowed_tokens > flow.request.answer_tokens
+        self._admission.leave(permit, len(flow.machine.emitted))
         self.records.append(flow.record(PATIENCE_S))
         self.site.running[self.number] = self._admission.requests
         self.on_end(flow.request)
@@ -118,7 +134,13 @@ class SimGateway:
     def _grant(self) -> None:
         self.site.running[self.number] = self._admission.requests
         for permit in self._turns.grant(self, self.clock.now, lambda number: False):
-            self._waiting.pop(permit.number).start()
+            flow = self._waiting.pop(permit.number)
+            if permit.given_up is None:
+                flow.start()
+            else:
+                del self.open[flow]
+                self._admission.leave(permit)
+                self._refuse(flow.request, permit.given_up)
 
     def _refuse(self, request: Request, error: Overloaded) -> None:
         self.records.append(ClientRecord(request, PATIENCE_S, (), error.message, failed=True))
@@ -134,6 +156,13 @@ class SimGateway:
             others = [count for number, count in self.site.running.items() if number != self.number]
             self._slots_of = seen_s, shared_slots([worker.record for worker in workers], others)
         return self._slots_of[1]
+
+    def _fleet(self) -> DecodeFleet:
+        workers = self.site.roster(self.seen_s).of_role["decode"]
+        lives = [self.site.workers[one.component_id] for one in workers if one.component_id in self.site.workers]
+        records = [worker.seen(self.seen_s) for worker in lives]
+        others = sum(count for number, count in self.site.running.items() if number != self.number)
+        return DecodeFleet(middle_model(records) or DEFAULT_MODEL, max(1, len(records)), others)
 
     @property
     def seen_s(self) -> float:

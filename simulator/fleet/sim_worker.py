@@ -199,6 +199,7 @@ class SimWorker:
         self._ids = itertools.count(1)
         self._jobs: dict[int, WorkerJob] = {}
         self._busy = False
+        self._cancelled: list[int] = []
         self._run: StepRun | None = None
         # This number is raised when the event at a run's expected end is no longer to happen, so that the event then
         # does nothing.
@@ -287,7 +288,7 @@ class SimWorker:
         """Cancels a job that nobody wants any more."""
         if self._jobs.pop(job.seq_id, None) is not None:
             self._catch_up()
-            self._scheduler.cancel(job.seq_id, self._clock.now)
+            self._cancelled.append(job.seq_id)
             self._step()
 
     def drain(self) -> None:
@@ -314,6 +315,10 @@ class SimWorker:
     def _step(self) -> None:
         if self._busy:
             return
+        # A step that is under way computes what it began with.
+        for seq_id in self._cancelled:
+            self._scheduler.cancel(seq_id, self._clock.now)
+        self._cancelled.clear()
         plan = self._scheduler.schedule(self._clock.now)
         self._hear(self._scheduler.flush(self._clock.now))
         if plan.pieces:

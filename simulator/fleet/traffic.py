@@ -15,13 +15,16 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 class Request:
     """Describes one arrival, ``at_s`` seconds after the begin. ``blocks`` are the numbers of its prompt's whole blocks
     of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike. Where ``blocks`` are
-    empty, no prompt begins like another one."""
+    empty, no prompt begins like another one. The client waits for its whole answer for ``timeout_s``, or for ever where
+    that is 0. It allows so many tokens as the answer has, or ``allowed_tokens``, where the answer ends by itself."""
 
     number: int
     at_s: float
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    allowed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
