@@ -71,24 +71,29 @@ class PillionTarget:
 
     Args:
         ignore_eos: whether answers have exactly the requested length.
+        timeout_s: the deadline that the gateway is told of each request, in seconds; None: none.
         reach: the arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
     """
 
-    def __init__(self, model: str, ignore_eos: bool, temperature: float, **reach: Any) -> None:
+    def __init__(
+        self, model: str, ignore_eos: bool, temperature: float, timeout_s: float | None = None, **reach: Any
+    ) -> None:
         self._client = AsyncClient(**reach)
         self._model = model
         self._ignore_eos = ignore_eos
         self._temperature = temperature
+        self._timeout_s = timeout_s
 
     async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         sampling = SamplingParams(
             max_tokens=request.output_tokens, temperature=self._temperature, ignore_eos=self._ignore_eos
         )
         try:
+            common: dict[str, Any] = {"model": self._model, "sampling": sampling, "timeout_s": self._timeout_s}
             if request.messages:
-                stream = self._client.chat(request.messages, model=self._model, sampling=sampling)
+                stream = self._client.chat(request.messages, **common)
             else:
-                stream = self._client.generate(request.ids, model=self._model, sampling=sampling)
+                stream = self._client.generate(request.ids, **common)
             async with contextlib.aclosing(stream):
                 async for delta in stream:
                     usage = delta.usage
