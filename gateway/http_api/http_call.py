@@ -43,6 +43,8 @@ log = logging.getLogger("pillion.gateway")
 
 # All bodies that are being read have at most this many bytes, as thousands of clients may send one at the same time.
 MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
+# A client that says that it waits for longer than this is taken to wait for any time.
+MAX_PATIENCE_S = 7 * 24 * 3600.0
 # Path and headers together have at most this many bytes.
 MAX_HEADER_BYTES = 32 * 2**10
 # A body that takes longer than this to arrive is refused, because it holds a connection for nothing.
@@ -249,6 +251,15 @@ class HttpCall:
         header of its own."""
         key = self.header(b"x-api-key")
         return self.header(b"authorization") or (f"Bearer {key}" if key else "")
+
+    @property
+    def patience_s(self) -> float | None:
+        """Gives the seconds for which the client waits for the next bytes, as OpenAI's SDKs say with each call; None
+        where it does not say."""
+        with contextlib.suppress(ValueError):
+            seconds = float(self.header(b"x-stainless-read-timeout") or self.header(b"x-stainless-timeout"))
+            return seconds if 0 < seconds <= MAX_PATIENCE_S else None
+        return None
 
     def header(self, name: bytes) -> str:
         """Returns a header's value, "" where there is none."""

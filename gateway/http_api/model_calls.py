@@ -276,6 +276,8 @@ class ModelCalls:
         arrived = asyncio.get_running_loop().time()
         asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
         quota: CountedCall | None = None
+        # Whoever waits for a whole answer hears nothing before, so that is the time that the answer has.
+        patience_s = None if asked.stream else call.patience_s
 
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is asked.requests[0]
@@ -288,6 +290,7 @@ class ModelCalls:
                 counted=quota,
                 places=found,
                 streamed=asked.stream,
+                timeout_s=None if patience_s is None else arrived + patience_s - asyncio.get_running_loop().time(),
             )
             if first:
                 begun(call, asked, entry)

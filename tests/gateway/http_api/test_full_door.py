@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pillion import Overloaded
+from pillion.gateway.admission.answer_times import AnswerTimes
 from testbed.conditions import until
-from tests.support.fake_components import running_fake_cluster
+from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import Reply, call
 
 ANSWER = "abc"
@@ -24,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def ask(fakes: Any, api: str, priority: int) -> tuple[int, int]:
+async def ask(fakes: FakeCluster, api: str, priority: int) -> tuple[int, int]:
     """The status, 200 for what gRPC serves, and after how many ms a refused client may come again."""
     if api != "grpc":
         reply: Reply = await call(fakes.gateway.http_address, api, BODIES[api] | {"priority": priority})
@@ -58,3 +59,63 @@ async def test_a_flood_costs_no_urgent_request_its_answer(api: str) -> None:
         assert sorted(outcomes) == [(200, 0)] * SLOTS + [(429, 1000)] * (MOST - SLOTS)
         await fakes.settled()
         admission.check_integrity()
+
+
+async def ask_in_time(fakes: FakeCluster, api: str, timeout_s: float) -> tuple[int, int]:
+    """What :func:`ask` returns, of a client that waits so long."""
+    if api != "grpc":
+        told = {"X-Stainless-Read-Timeout": str(timeout_s)}
+        reply = await call(fakes.gateway.http_address, api, BODIES[api], told)
+        return reply.status, int(reply.headers.get("retry-after-ms", "0"))
+    try:
+        assert [delta async for delta in fakes.client.generate("hello", max_tokens=3, timeout_s=timeout_s)]
+    except Overloaded as error:
+        return 429, error.retry_after_ms
+    return 200, 0
+
+
+@pytest.mark.parametrize("api", BODIES)
+async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer takes ten thousand seconds beside another one, and a client waits for a thousand."""
+    monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 1e4 if running else 0.0)
+    async with running_fake_cluster(ANSWER, max_running_requests=SLOTS) as fakes:
+        admission = fakes.gateway.gateway.admission
+        fakes.decode.gate.clear()
+        running = [asyncio.create_task(ask(fakes, api, 0)) for _ in range(SLOTS - 1)]
+        await until("a request that runs", lambda: admission.running == SLOTS - 1)
+        status, retry_after_ms = await ask_in_time(fakes, api, 1000.0)
+        assert status == 429
+        assert retry_after_ms == pytest.approx(1e4 * 1.25e3 - 1e6, rel=0.1)
+        # What waited until its time was too short is refused when its turn comes.
+        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 0.0)
+        running.append(asyncio.create_task(ask(fakes, api, 0)))
+        await until("no more slots", lambda: admission.running == SLOTS)
+        late = asyncio.create_task(ask_in_time(fakes, api, 1000.0))
+        await until("a request that waits", lambda: admission.waiting == 1)
+        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 1e4)
+        submits = len(fakes.decode.submits)
+        fakes.decode.gate.set()
+        assert (await late)[0] == 429
+        assert await asyncio.gather(*running) == [(200, 0)] * SLOTS
+        assert len(fakes.decode.submits) == submits
+        await fakes.settled()
+        assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
+        admission.check_integrity()
+
+
+@pytest.mark.parametrize("told", ["", "0", "-3", "nan", "inf", "soon", "1e9"])
+async def test_a_patience_that_makes_no_sense_is_no_deadline(told: str) -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        path = "/v1/completions"
+        reply = await call(fakes.gateway.http_address, path, BODIES[path], {"X-Stainless-Read-Timeout": told})
+        assert reply.status == 200
+        await fakes.settled()
+
+
+async def test_a_client_that_waits_for_a_whole_answer_frees_everything_when_its_time_is_over() -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        fakes.decode.gate.clear()
+        path = "/v1/chat/completions"
+        reply = await call(fakes.gateway.http_address, path, BODIES[path], {"X-Stainless-Read-Timeout": "0.2"})
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        await fakes.settled()
