@@ -66,6 +66,7 @@ class ClassifyApi:
                 activated=body.use_activation is not False,
                 cut_tokens=body.truncate_prompt_tokens,
                 tenant=call.tenant,
+                timeout_s=call.patience_s,
                 parent=call.trace_parent(),
                 entry=entry,
             )

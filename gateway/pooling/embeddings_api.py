@@ -89,6 +89,7 @@ class EmbeddingsApi:
                 prompt_name=body.prompt_name,
                 cut_tokens=body.truncate_prompt_tokens,
                 tenant=call.tenant,
+                timeout_s=call.patience_s,
                 parent=call.trace_parent(),
                 entry=entry,
             )

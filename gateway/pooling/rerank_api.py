@@ -175,6 +175,7 @@ class RerankApi:
                 document_tokens=body.max_tokens_per_doc or None,
                 instruction=body.instruction,
                 tenant=call.tenant,
+                timeout_s=call.patience_s,
                 parent=call.trace_parent(),
                 entry=entry,
             )

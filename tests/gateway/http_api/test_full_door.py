@@ -112,10 +112,31 @@ async def test_a_patience_that_makes_no_sense_is_no_deadline(told: str) -> None:
         await fakes.settled()
 
 
-async def test_a_client_that_waits_for_a_whole_answer_frees_everything_when_its_time_is_over() -> None:
+WHOLE = {path: body for path, body in BODIES.items() if path != "grpc"} | {
+    "/v1/embeddings": {"model": "toy", "input": "hello"}
+}
+
+
+@pytest.mark.parametrize("header", ["X-Stainless-Read-Timeout", "X-Stainless-Timeout"])
+@pytest.mark.parametrize("path", WHOLE)
+async def test_a_client_that_waits_for_a_whole_answer_frees_everything_when_its_time_is_over(
+    path: str, header: str
+) -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         fakes.decode.gate.clear()
-        path = "/v1/chat/completions"
-        reply = await call(fakes.gateway.http_address, path, BODIES[path], {"X-Stainless-Read-Timeout": "0.2"})
-        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        reply = await call(fakes.gateway.http_address, path, WHOLE[path], {header: "0.2"})
+        assert reply.status == 504
+        assert b"timeout_error" in reply.body
+        fakes.decode.gate.set()
+        await fakes.settled()
+
+
+async def test_a_streams_client_may_wait_for_each_piece_alone() -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        fakes.decode.pace_s = 0.1
+        path = "/v1/completions"
+        body = BODIES[path] | {"stream": True}
+        reply = await call(fakes.gateway.http_address, path, body, {"X-Stainless-Read-Timeout": "0.15"})
+        assert reply.status == 200
+        assert len(reply.events) >= 3
         await fakes.settled()
