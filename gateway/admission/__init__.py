@@ -2,6 +2,7 @@
 
 admission.py       bounds of the gateway and of tenants, and a queue for each model
 bounds.py          what is held of a bound, and who gives way where it is met (no clock, no I/O)
+permit.py          a request from its admission to its end
 answer_times.py    how long a request takes once it has its turn (no clock, no I/O)
 turns.py           whose turn it is in such a queue, or at the threads: fair between tenants (no clock, no I/O)
 tenants.py         what a tenant may use, and the salt that keeps its cache apart

@@ -27,8 +27,9 @@ from functools import partial
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.bounds import BoundMet, HeldBound, YieldingRequests
+from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns
+from pillion.gateway.admission.turns import DepartureRate, ModelTurns
 
 # A refused client may try again after this time where nothing is known of how fast answers end.
 RETRY_AFTER_MS = 1000

@@ -18,13 +18,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pillion.engine.scheduling.step_model import StepModel
+from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.planning.plan_cost import ASSUMED_POSITION, ASSUMED_STEP_TOKENS, DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from pillion.gateway.admission.turns import AdmissionPermit
 
 # Predictions rest on at most so many answers, none of which ended longer ago than KEPT_S. With fewer than MIN_ANSWERS
 # nothing is predicted.

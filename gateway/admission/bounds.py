@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pillion.errors import Overloaded, QuotaViolation
+from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import Tenant, share_of
-from pillion.gateway.admission.turns import BACKGROUND_SHARE, AdmissionPermit
+from pillion.gateway.admission.turns import BACKGROUND_SHARE
 
 
 @dataclass(frozen=True, slots=True)

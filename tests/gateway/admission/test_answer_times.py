@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import Overloaded
 from pillion.gateway.admission.answer_times import KEPT_S, MIN_ANSWERS, AnswerTimes, DecodeFleet, LatePace, PastAnswer
+from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.admission.turns import ANSWER_RESERVE, AdmissionPermit, ModelTurns
+from pillion.gateway.admission.turns import ANSWER_RESERVE, ModelTurns
 from tests.support.examples import examples
 
 # A step takes 10 ms and 1 ms for each stream; a prompt's token takes 1 ms.
@@ -20,7 +21,7 @@ MODEL = StepModel(0.01, 0.001, 0.0, 0.0, 0.0)
 A, HEAVY = Tenant(name="a"), Tenant(name="heavy", weight=3.0)
 
 
-class Served:
+class ServedLine:
     """One model's line over workers that are exactly as their step model says, and its clock."""
 
     def __init__(self, slots: int = 4, workers: int = 1) -> None:
@@ -65,10 +66,10 @@ class Served:
 
 
 def test_nothing_is_predicted_of_what_nobody_has_seen() -> None:
-    served = Served()
+    served = ServedLine()
     for _ in range(MIN_ANSWERS):
         assert served.times.seconds(served.ask(), 3, served.now_s) == 0.0
-    served = Served()
+    served = ServedLine()
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
     # Alone it takes no place from anybody, and shows how long an answer takes now.
@@ -79,7 +80,7 @@ def test_nothing_is_predicted_of_what_nobody_has_seen() -> None:
 
 
 def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> None:
-    served = Served(slots=100)
+    served = ServedLine(slots=100)
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=101)
     alone_s = 0.11 + 100 * 0.012
@@ -96,7 +97,7 @@ def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> 
 
 
 def test_what_takes_longer_than_the_model_says_is_predicted_so() -> None:
-    served = Served()
+    served = ServedLine()
     served.learn(first_s=0.33, token_s=0.022)
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
     assert served.times.seconds(asked, 1, served.now_s) == pytest.approx(0.33 + 10 * 0.024, rel=0.01)
@@ -124,7 +125,7 @@ def test_how_many_tokens_an_answer_is_expected_to_have(
 
 
 def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
-    served = Served(slots=2)
+    served = ServedLine(slots=2)
     served.learn()
     running = [served.ask() for _ in range(2)]
     for one in running:
@@ -142,7 +143,7 @@ def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
 
 
 def test_what_can_no_longer_be_in_time_when_its_turn_comes_takes_no_place() -> None:
-    served = Served(slots=1)
+    served = ServedLine(slots=1)
     served.learn()
     running = served.ask(allowed=200)
     late, other = served.ask(left_s=2.0, allowed=101), served.ask(left_s=20.0, allowed=101)
@@ -178,7 +179,7 @@ EVENTS = st.lists(
 @settings(max_examples=examples(100))
 @given(EVENTS)
 def test_everybody_in_line_is_served_or_refused_once(events: list[tuple]) -> None:
-    served = Served(slots=3)
+    served = ServedLine(slots=3)
     asked: list[AdmissionPermit] = []
     for kind, *rest in events:
         running = [permit for permit in served.granted if permit.queue is not None]
