@@ -28,7 +28,7 @@ class FullDoor:
 
     def __init__(self, requests: int = 8, tokens: int = 1000, slots: int = 2) -> None:
         self.now_s = 1000.0
-        self.admission = Admission(requests, tokens, lambda model: slots, lambda: self.now_s)
+        self.admission = Admission(requests, tokens, lambda model: slots, clock=lambda: self.now_s)
         self.permits: list[AdmissionPermit] = []
         self.tasks: dict[AdmissionPermit, asyncio.Task[None]] = {}
         self.begun: Counter[AdmissionPermit] = Counter()
