@@ -223,7 +223,7 @@ def parameters_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dic
                         outputs,
                         inputs,
                         experts=tensor.experts,
-                        lies_turned=tensor.transposed,
+                        lies_turned=bool(tensor.transposed),
                     )
     return found
 

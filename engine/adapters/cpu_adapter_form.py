@@ -23,8 +23,10 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 
-# A fused layer has at most this many pairs of matrices: those of queries, keys, values and gates.
+# A fused layer has at most this many pairs of matrices: those of queries, keys, values and gates. An expert's has those
+# of gate and up.
 MAX_PAIRS = 4
+MAX_EXPERT_PAIRS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,9 @@ class CpuAdapterForm:
     record: Mapping[str, int]
     record_words: int
 
-    @property
-    def width(self) -> int:
-        """Gives the number of values that a row of inputs has after its product with A."""
-        return MAX_PAIRS * padded(self.max_rank, RANK_MULTIPLE)
-
-    @property
-    def most_tiles(self) -> int:
-        """Gives the number of tiles of A that the highest rank takes in a layer of experts."""
-        return padded(self.width, TILE_COLUMNS) // TILE_COLUMNS
+    def width(self, *, experts: bool) -> int:
+        """Returns the number of values that a row of inputs has after its product with A, at the highest rank."""
+        return (MAX_EXPERT_PAIRS if experts else MAX_PAIRS) * padded(self.max_rank, RANK_MULTIPLE)
 
     def depth(self, name: str) -> int:
         """Returns the number of a layer's inputs, with padding."""
@@ -130,13 +126,13 @@ class CpuAdapterForm:
     ) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
         """Packs the pairs of one matrix, whose inner values are in ``order`` if not in the checkpoint's; returns tiles
         of A and of B, and the first rank of each tile of B in bytes."""
-        outputs, inputs, _ = self.shapes[name]
+        outputs, inputs, experts = self.shapes[name]
         if name not in self.gated and any(_meet(*both) for both in pairwise(pairs)):
             # A tile of outputs has the ranks of one pair.
             pairs = (_one_pair(pairs),)
         rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
         total = len(pairs) * rank
-        if total > self.width:
+        if total > self.width(experts=experts > 0):
             raise ConfigError(f"{len(pairs)} pairs of matrices in {name} are more than adapters can have there")
         kind = pairs[0].a.dtype
         a = np.zeros((padded(total, TILE_COLUMNS), self.depth(name)), kind)

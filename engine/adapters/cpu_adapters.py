@@ -34,6 +34,7 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Mlp
 from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, ExpertShrink, Shrink, run_rows
 from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL, VirtualEmbed, VirtualWrite
+from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.language.records import Words
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
@@ -98,16 +99,17 @@ class AdapterTable:
         if name not in self.slots:
             return None
         kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
-        shrunk = builder.buffer(f"shrunk_{kind}_{each}", self.form.width, x.dtype, each)
+        width = self.form.width(experts=groups is not None)
+        shrunk = builder.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
+        own = None if groups is None else builder.buffer("place_slots", 1, "int32", each)
         both = {"slots": self.slots[name], "shrunk": shrunk, "shrunk_stride": shrunk.stride, "adapted": self.step.words}
-        both |= {"place_slots": None}
         values = {**both, "x": x, "x_stride": x.stride, "depth": self.form.depth(name)}
-        if groups is None:
-            del values["place_slots"]
-            return Operation(Shrink(kind, builder.rows_of), values, builder.when), AdapterGemm, both
-        both["place_slots"] = values["place_slots"] = builder.buffer("place_slots", 1, "int32", each)
-        values |= {"experts": groups.experts, "places": groups.places, "most_tiles": self.form.most_tiles}
-        return Operation(ExpertShrink(kind, builder.rows_of, each), values, builder.when), AdapterGemm, both
+        spec: KernelSpec = Shrink(kind, builder.rows_of)
+        if groups is not None:
+            values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
+            values |= {"most_tiles": -(-width // TILE_COLUMNS)}
+            spec = ExpertShrink(kind, builder.rows_of, each)
+        return Operation(spec, values, builder.when), AdapterGemm, {**both, "place_slots": own}
 
     def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
         """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
