@@ -162,7 +162,11 @@ class Flows:
         assert self.accounts or not self.absent, "somebody owes something to nobody"
 
 
+def in_background(sequence: Sequence) -> bool:
+    """Returns whether nobody waits for the sequence, which is a batch's."""
+    return sequence.spec.priority >= MAX_PRIORITY
+
+
 def _rank(sequence: Sequence) -> int:
     """Returns 0 for what is more urgent than usual, 1 for what is usual, and 2 for what is in the background."""
-    priority = sequence.spec.priority
-    return 0 if priority < 0 else 2 if priority >= MAX_PRIORITY else 1
+    return 0 if sequence.spec.priority < 0 else 1 + in_background(sequence)

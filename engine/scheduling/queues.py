@@ -16,7 +16,7 @@ Between tenants shares decide (:mod:`pillion.engine.scheduling.flows`). Where a 
 is free, the one that had most in proportion to its weight gives up one of its places, as long as it has others: the
 newest of its least urgent decodes is in no further step, and waits among the preempted ones as soon as the launched
 steps have ended. It keeps all that it holds, so nothing is computed again. So nobody waits until another tenant's
-answer ends.
+answer ends. What is in the background gives up its place first, and takes none.
 
 The victim, when memory is out, is of the least urgent sequences, among them of the tenant that had most, and there the
 newest, whatever queue it is in. Only the head, the first in queue order, is spared while there is another: the order of
@@ -32,11 +32,11 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from pillion.engine.scheduling.flows import Flows, Place
+from pillion.engine.scheduling.flows import Flows, Place, in_background
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S
+from pillion.priority import PRIORITY_AGING_S
 
 _QUEUED = (SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.WAITING)
 
@@ -128,19 +128,19 @@ class SchedulerQueues:
         flows, placeless = self.flows, self.flows.placeless
         if not placeless or self.free_seqs >= len(placeless):
             return
-        # What is in the background takes no place from anybody.
-        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if s.spec.priority < MAX_PRIORITY}
+        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if not in_background(s)}
         counters = flows.counters(chain(self.running, self.preempted))
         claims = sorted((key for key in placeless if key in able), key=counters.__getitem__)
         places = Counter(sequence.spec.flow.key for sequence in self.to_decode())
+
+        def had(sequence: Sequence) -> tuple[bool, float, int, int]:
+            return in_background(sequence), counters[sequence.spec.flow.key], sequence.spec.priority, sequence.seq_id
+
         for key in claims[self.free_seqs :]:
-            givers = [
-                sequence
-                for sequence in self.to_decode()
-                if sequence.decoding and places[sequence.spec.flow.key] > 1 and sequence.may_give_way
-            ]
-            giver = max(givers, key=lambda s: (counters[s.spec.flow.key], s.spec.priority, s.seq_id), default=None)
-            if giver is None or counters[giver.spec.flow.key] < counters[key]:
+            decodes = (sequence for sequence in self.to_decode() if sequence.decoding and sequence.may_give_way)
+            givers = [one for one in decodes if places[one.spec.flow.key] > 1 or in_background(one)]
+            giver = max(givers, key=had, default=None)
+            if giver is None or (counters[giver.spec.flow.key] < counters[key] and not in_background(giver)):
                 return
             self.yielding[giver] = last_step
             places[giver.spec.flow.key] -= 1

@@ -79,10 +79,12 @@ def share_of(tenant: Tenant, whole: int, others: int) -> int:
 
 def flow_of(tenant: Tenant, model: str) -> Flow:
     """Returns what the workers of a model, given by its fingerprint, are told of a tenant: a key that says nothing of
-    its name, and is the same at all gateways, and its weight."""
+    its name, and is the same at all gateways, and its weight. What it has in the background is a flow of its own, as it
+    is in the gateway's lines."""
     if not tenant.name:
         return NO_FLOW
-    digest = hashlib.sha256(f"flow:{len(tenant.name)}:{tenant.name}:{model}".encode()).digest()
+    kind = "background" if tenant.background else "flow"
+    digest = hashlib.sha256(f"{kind}:{len(tenant.name)}:{tenant.name}:{model}".encode()).digest()
     return Flow(digest[:FLOW_KEY_BYTES], tenant.weight)
 
 

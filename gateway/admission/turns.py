@@ -12,6 +12,9 @@ nobody saves up. This is the Virtual Token Counter (Sheng et al., "Fairness in S
 
 Between two tenants that wait all the time, tokens over weight differ by no more than what one of them has under way.
 
+A tenant that has nothing at the workers waits for no slot: its first request goes there beyond the slots that others
+have, and the workers, which keep the same shares (:mod:`pillion.engine.scheduling.flows`), decide whose place it gets.
+
 Nothing here reads a clock or waits (I9): :mod:`pillion.gateway.admission.admission` passes ``now_s`` and does what is
 decided.
 
@@ -31,7 +34,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pillion.errors import Overloaded, QuotaViolation
@@ -72,15 +75,15 @@ class FairQueue:
             account.counter = max(account.counter, self._floor)
         bisect.insort(account.waiting, request)
 
-    def first(self) -> WaitingRequest | None:
-        """Returns the waiting request whose turn it is, or None."""
-        name = self._next()
+    def first(self, but: Container[str] = ()) -> WaitingRequest | None:
+        """Returns the waiting request whose turn it is, without those of the tenants ``but``, or None."""
+        name = self._next(but)
         return None if name is None else self._accounts[name].waiting[0]
 
-    def pop(self) -> WaitingRequest:
+    def pop(self, but: Container[str] = ()) -> WaitingRequest:
         """Takes the first request out and charges its prompt to its tenant. Call it only where :meth:`first` named a
         request."""
-        name = self._next()
+        name = self._next(but)
         assert name is not None
         account = self._accounts[name]
         self._floor = max(self._floor, account.counter)
@@ -122,8 +125,8 @@ class FairQueue:
         """Forgets the counters of tenants that are not among ``names`` and do not wait."""
         self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}
 
-    def _next(self) -> str | None:
-        names = [name for name, account in self._accounts.items() if account.waiting]
+    def _next(self, but: Container[str]) -> str | None:
+        names = [name for name, account in self._accounts.items() if account.waiting and name not in but]
         return min(
             names, key=lambda name: (self._accounts[name].counter, self._accounts[name].waiting[0]), default=None
         )
@@ -193,13 +196,15 @@ class ModelTurns:
         # These are the requests in line, by number.
         self.permits: dict[int, AdmissionPermit] = {}
         self.running = 0
+        # So many of them are of each tenant that has some, without those in the background.
+        self._running_of: Counter[str] = Counter()
 
     def wait(self, permit: AdmissionPermit, now_s: float) -> None:
         """Puts a request in its model's line. Raises Overloaded where the wait and the answer would take longer than
         the deadline leaves."""
         place = WaitingRequest(permit.order, permit.number, permit.tokens, permit.answers)
         if permit.deadline_s is not None:
-            waits = self._crowded or not self._fits(permit.answers)
+            waits = not self._is_newcomer(permit) and (self._crowded or not self._fits(permit))
             wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
             late = self._late(permit, now_s, wait_s, ANSWER_RESERVE)
             if late is not None:
@@ -225,21 +230,21 @@ class ModelTurns:
         one that can."""
         granted = []
         while (found := self._next(now_s)) is not None:
-            line, share, place = found
+            line, share, place, but = found
             permit = self.permits[place.number]
             if gone(place.number):
                 self.give_up(permit)
                 continue
-            if not self._fits(permit.answers, share):
+            if not self._fits(permit, share):
                 break
             granted.append(permit)
             permit.given_up = self._late(permit, now_s, 0.0, 1.0)
             if permit.given_up is not None:
                 self.give_up(permit)
                 continue
-            line.pop()
+            line.pop(but)
             del self.permits[place.number]
-            self.running += permit.answers
+            self._count(permit, permit.answers)
             permit.place, permit.queue = None, owner
             self._times.began(permit, self.running, now_s)
         return granted
@@ -247,7 +252,7 @@ class ModelTurns:
     def free(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn; :meth:`grant`, then :meth:`left` follow."""
         permit.queue, permit.generated_tokens = None, generated_tokens
-        self.running -= permit.answers
+        self._count(permit, -permit.answers)
         self._line(permit).charge(permit.tenant, generated_tokens)
 
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
@@ -260,7 +265,7 @@ class ModelTurns:
         places = sorted(one.number for line in (self.waiting, self.background) for one in line)
         assert places == sorted(self.permits), f"{places} are in line, of {sorted(self.permits)}"
         assert all(one.place is not None and one.queue is None for one in self.permits.values())
-        assert self.running >= 0, f"{self.running} answers run"
+        assert self.running >= self._running_of.total(), f"{self.running} answers run, {self._running_of} of tenants"
 
     def _late(self, permit: AdmissionPermit, now_s: float, wait_s: float, reserve: float) -> Overloaded | None:
         """Returns the error of a request that cannot be served in time after a wait of ``wait_s``, if its answer takes
@@ -278,6 +283,13 @@ class ModelTurns:
         retry_s = max(wait_s, wait_s + answer_s * reserve - left_s)
         return Overloaded(text, max(1, math.ceil(retry_s * 1000)), (QuotaViolation("deadline", text),))
 
+    def _count(self, permit: AdmissionPermit, answers: int) -> None:
+        """Counts answers of a request at the workers."""
+        self.running += answers
+        if not permit.tenant.background:
+            self._running_of[permit.tenant.name] += answers
+            self._running_of = +self._running_of
+
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting
 
@@ -286,20 +298,33 @@ class ModelTurns:
         """Says whether any request waits that is not in the background."""
         return self.waiting.first() is not None
 
-    def _next(self, now_s: float) -> tuple[FairQueue, float, WaitingRequest] | None:
-        """Returns the request whose turn is next, the queue it waits in, and the share of the slots that may be in use
-        once it has its own."""
+    def _next(self, now_s: float) -> tuple[FairQueue, float, WaitingRequest, Container[str]] | None:
+        """Returns the request whose turn is next, the queue it waits in, the share of the slots that may be in use once
+        it has its own, and the tenants whose requests were passed over."""
         hidden, first = self.background.first(), self.waiting.first()
         if hidden is not None and hidden.queue_order <= now_s:
             # This background request has waited as long as its queue order asks, and must not starve.
-            return self.background, 1.0, hidden
-        if first is not None:
-            return self.waiting, 1.0, first
-        return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden)
+            found = self.background, 1.0, hidden
+        elif first is not None:
+            found = self.waiting, 1.0, first
+        else:
+            return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden, ())
+        if not self._fits(self.permits[found[2].number]):
+            newcomer = self.waiting.first(self._running_of)
+            if newcomer is not None:
+                return self.waiting, 1.0, newcomer, self._running_of
+        return *found, ()
 
-    def _fits(self, answers: int, share: float = 1.0) -> bool:
+    def _fits(self, permit: AdmissionPermit, share: float = 1.0) -> bool:
         slots = self._slots()
-        return not slots or not self.running or self.running + answers <= int(slots * share)
+        if not slots or not self.running or self.running + permit.answers <= int(slots * share):
+            return True
+        return self._is_newcomer(permit)
+
+    def _is_newcomer(self, permit: AdmissionPermit) -> bool:
+        """Says whether the request waits for no slot, because its tenant has nothing at the workers."""
+        tenant = permit.tenant
+        return bool(tenant.name) and not tenant.background and tenant.name not in self._running_of
 
 
 # A job of more text than this is large, and may hold its thread for long: so much text takes some 20 ms to tokenize.

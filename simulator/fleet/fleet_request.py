@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending
 from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.gateway.admission.tenants import flow_of
 from pillion.gateway.links.load_exchange import AssignedLoad
 from pillion.gateway.planning.plan_cost import FETCH_CALL_S
 from pillion.gateway.planning.planner import FetchPlan, RequestPlan
@@ -264,6 +265,7 @@ class FleetRequest:
             on_lost=lambda: self._prefill_lost(action.attempt),
             known_blocks=self._known_blocks(ticket),
             on_place=lambda tokens: _keep(store, ticket, tokens, SlotsOfState.RUNNING),
+            flow=flow_of(self.request.tenant, ""),
         )
         if not self._host.takes(self, worker, job):
             self._prefill_lost(action.attempt)
@@ -413,6 +415,7 @@ class FleetRequest:
             on_lost=lambda: self._stream_lost(attempt),
             known_blocks=self._known_blocks(self._ticket),
             on_place=lambda tokens: _keep(self._store, self._ticket, tokens, SlotsOfState.RUNNING),
+            flow=flow_of(self.request.tenant, ""),
         )
         if not self._host.takes(self, worker, job):
             self._stream_lost(attempt)

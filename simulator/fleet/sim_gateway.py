@@ -17,7 +17,6 @@ from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.permit import AdmissionPermit
-from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.admission.turns import ModelTurns, shared_slots
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
@@ -87,7 +86,7 @@ class SimGateway:
         """Takes a request on, or refuses it."""
         now = self.clock.now
         try:
-            permit = self._admission.enter(OPEN, order=queue_order(0, now))
+            permit = self._admission.enter(request.tenant, order=queue_order(0, now))
         except Overloaded as error:
             self._refuse(request, error)
             return

@@ -34,6 +34,7 @@ from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
 from pillion.kvstore.hashing import HASH_BYTES
+from pillion.priority import NO_FLOW, Flow
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
 from pillion.simulator.fleet.model_states import ModelStates
@@ -117,6 +118,7 @@ class WorkerJob:
         on_lost: told that the worker stops before the job's end.
         known_blocks: in a model with states, the blocks after which other texts part from this one.
         on_place: told after how many tokens the text's state is kept.
+        flow: its tenant's share of the worker.
     """
 
     tokens: int
@@ -130,6 +132,7 @@ class WorkerJob:
     on_lost: Callable[[], None] = lambda: None
     known_blocks: int = 0
     on_place: Callable[[int], object] = lambda tokens: None
+    flow: Flow = NO_FLOW
     seq_id: int = 0
 
 
@@ -275,6 +278,7 @@ class SimWorker:
             max_tokens=job.answer_tokens,
             max_model_len=0 if prefill_range else MAX_TOKENS,
             chunk_ends=job.chunk_ends,
+            flow=job.flow,
         )
         chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
         holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
@@ -365,7 +369,8 @@ class SimWorker:
         if not self._settings.macro_steps:
             return 0
         queues = self._scheduler.queues
-        idle = not (queues.waiting or queues.preempted) or not queues.free_seqs
+        # Where tenants share the worker, whoever waits may have its turn after any step.
+        idle = not (queues.waiting or queues.preempted) or not (queues.free_seqs or queues.flows.several)
         if not idle or len(plan.pieces) != len(queues.running):
             return 0
         least = MAX_RUN_STEPS

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import ConfigError
+from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.loadgen.figures import Record
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Describes one arrival, ``at_s`` seconds after the begin. ``blocks`` are the numbers of its prompt's whole blocks
-    of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike. Where ``blocks`` are
-    empty, no prompt begins like another one. The client waits for its whole answer for ``timeout_s``, or for ever where
-    that is 0. It allows so many tokens as the answer has, or ``allowed_tokens``, where the answer ends by itself."""
+    """Describes one arrival, ``at_s`` seconds after the begin, of a client of ``tenant``. ``blocks`` are the numbers of
+    its prompt's whole blocks of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike.
+    Where ``blocks`` are empty, no prompt begins like another one. The client waits for its whole answer for
+    ``timeout_s``, or for ever where that is 0. It allows so many tokens as the answer has, or ``allowed_tokens``, where
+    the answer ends by itself."""
 
     number: int
     at_s: float
@@ -25,6 +27,7 @@ class Request:
     blocks: tuple[int, ...] = ()
     timeout_s: float = 0.0
     allowed_tokens: int = 0
+    tenant: Tenant = OPEN
 
 
 @dataclass(frozen=True, slots=True)

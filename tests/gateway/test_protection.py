@@ -410,17 +410,21 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
         async with client_of(fakes, "acme") as flood, client_of(fakes, "other") as other:
             tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
             await until("five waiting requests", lambda: core.admission.waiting == 5)
-            late = asyncio.create_task(ask(other, request_id="other-0"))
+            # It has nothing at the workers, so it goes there at once, and its next request waits.
+            first = asyncio.create_task(ask(other, request_id="other-0"))
+            await until("two running requests", lambda: len(fakes.decode.submits) == 2)
+            late = asyncio.create_task(ask(other, request_id="other-1"))
             await until("six waiting requests", lambda: core.admission.waiting == 6)
-            gone = asyncio.create_task(ask(other, request_id="other-1"))
+            gone = asyncio.create_task(ask(other, request_id="other-2"))
             await until("seven waiting requests", lambda: core.admission.waiting == 7)
             gone.cancel()
             await until("six waiting requests", lambda: core.admission.waiting == 6)
             fakes.decode.gate.set()
-            assert await asyncio.gather(late, *tasks) == ["abc"] * 7
+            assert await asyncio.gather(first, late, *tasks) == ["abc"] * 8
         order = [submit.request_id for submit in fakes.decode.submits]
-        assert "other-0" in order[1:3]
-        assert len(order) == 7
+        assert order[1] == "other-0"
+        assert "other-1" in order[2:4]
+        assert len(order) == 8
         await fakes.settled()
 
 

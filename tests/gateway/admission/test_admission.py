@@ -116,13 +116,16 @@ async def test_turns_are_by_rank_and_fair() -> None:
         await loop_turns(1)
         admission.leave(permit, 5)
 
-    first = admission.enter(A)
-    await turn(admission, first)
+    # Both tenants have an answer at the workers, so that neither is a newcomer.
+    firsts = [admission.enter(tenant) for tenant in (A, B)]
+    for first in firsts:
+        await turn(admission, first)
     asked = [("a1", A, 0), ("a2", A, 0), ("a3", A, -3), ("b1", B, 0), ("b2", B, 50)]
     tasks = [asyncio.create_task(one(*arguments)) for arguments in asked]
     await settle()
-    assert (admission.waiting, admission.running) == (5, 1)
-    admission.leave(first)
+    assert (admission.waiting, admission.running) == (5, 2)
+    for first in firsts:
+        admission.leave(first)
     await asyncio.gather(*tasks)
     assert [name for name in order if name.startswith("a")] == ["a3", "a1", "a2"]
     assert order[:4] in (["a3", "b1", "a1", "b2"], ["b1", "a3", "b2", "a1"])
@@ -217,16 +220,50 @@ async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monk
         await admission.turn(late, "m", clock[0] + 5.0)
     assert refused(caught) == "deadline"
     assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
-    # Another tenant is the next one.
-    other = admission.enter(B)
+    # Another tenant waits for no slot as long as it has nothing at the workers, and is the next one after that.
+    newcomer, other = admission.enter(B), admission.enter(B)
+    await admission.turn(newcomer, "m", clock[0] + 5.0)
     task = asyncio.create_task(admission.turn(other, "m", clock[0] + 5.0))
     await settle()
     assert not task.done()
-    admission.leave(permits[5])
+    admission.leave(newcomer)
     await task
     for waiting in tasks:
         waiting.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_tenant_with_nothing_at_the_workers_waits_for_no_slot() -> None:
+    """Its next request waits as all do. What is in the background always waits, and is no work of its tenant's here."""
+    admission = Admission(100, 1000, lambda model: 2)
+    tasks = {}
+
+    def ask(name: str, tenant: Tenant) -> AdmissionPermit:
+        permit = admission.enter(tenant, order=queue_order(0, time.monotonic()))
+        tasks[name] = asyncio.create_task(turn(admission, permit))
+        return permit
+
+    async def done() -> set[str]:
+        await settle()
+        return {name for name, task in tasks.items() if task.done()}
+
+    flood = [ask(f"a{number}", A) for number in range(5)]
+    assert await done() == {"a0", "a1"}
+    ask("hidden", B.in_background())
+    first = ask("b0", B)
+    ask("b1", B)
+    assert await done() == {"a0", "a1", "b0"}
+    ask("other", Tenant(name="c"))
+    assert await done() == {"a0", "a1", "b0", "other"}
+    admission.leave(first)
+    assert await done() == {"a0", "a1", "b0", "other", "b1"}
+    # Nobody else got a slot meanwhile: four answers run where two slots are.
+    admission.leave(flood[0])
+    admission.leave(flood[1])
+    assert await done() == {"a0", "a1", "b0", "other", "b1", "a2"}, "A has nothing there now, and so is a newcomer"
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def test_a_deadline_that_passes_in_the_queue() -> None:
