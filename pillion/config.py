@@ -782,8 +782,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     )
     max_running_requests: int = flag(
         0,
-        "Most requests that a model's workers get at once. 0: the --max-num-seqs of all of its decode workers, and a "
-        "quarter more, at least 16 more, so that no place stays empty.",
+        "Most requests that a model's workers get at once; the first one of each tenant goes there beyond it. 0: the "
+        "--max-num-seqs of all of its decode workers, and a quarter more, at least 16 more, so that no place stays "
+        "empty.",
         least=0,
     )
     slo: str = flag(

@@ -204,7 +204,7 @@ class ModelTurns:
         the deadline leaves."""
         place = WaitingRequest(permit.order, permit.number, permit.tokens, permit.answers)
         if permit.deadline_s is not None:
-            waits = not self._is_newcomer(permit) and (self._crowded or not self._fits(permit))
+            waits = not self._is_first_of_tenant(permit) and (self._crowded or not self._fits(permit))
             wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
             late = self._late(permit, now_s, wait_s, ANSWER_RESERVE)
             if late is not None:
@@ -310,18 +310,18 @@ class ModelTurns:
         else:
             return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden, ())
         if not self._fits(self.permits[found[2].number]):
-            newcomer = self.waiting.first(self._running_of)
-            if newcomer is not None:
-                return self.waiting, 1.0, newcomer, self._running_of
+            lone = self.waiting.first(self._running_of)
+            if lone is not None:
+                return self.waiting, 1.0, lone, self._running_of
         return *found, ()
 
     def _fits(self, permit: AdmissionPermit, share: float = 1.0) -> bool:
         slots = self._slots()
         if not slots or not self.running or self.running + permit.answers <= int(slots * share):
             return True
-        return self._is_newcomer(permit)
+        return self._is_first_of_tenant(permit)
 
-    def _is_newcomer(self, permit: AdmissionPermit) -> bool:
+    def _is_first_of_tenant(self, permit: AdmissionPermit) -> bool:
         """Says whether the request waits for no slot, because its tenant has nothing at the workers."""
         tenant = permit.tenant
         return bool(tenant.name) and not tenant.background and tenant.name not in self._running_of

@@ -61,7 +61,8 @@ def run(clients: list[Client], seconds: float, **flags: object) -> list[ClientRe
     for client in clients:
         ask(client)
     world.clock.run(world.clock.now + seconds)
-    world.check_integrity()
+    for worker in world.site.workers.values():
+        worker._scheduler.check_integrity()
     assert not any(one.failed for one in gateway.records)
     return gateway.records
 
