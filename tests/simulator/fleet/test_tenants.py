@@ -22,7 +22,7 @@ FLOOD, HEAVY, LONE = Tenant(name="flood"), Tenant(name="heavy", weight=3.0), Ten
 
 
 @dataclass(frozen=True)
-class Client:
+class AskingClient:
     """Asks again and again, ``pause_s`` after each answer."""
 
     tenant: Tenant
@@ -31,7 +31,7 @@ class Client:
     pause_s: float = 0.0
 
 
-def run(clients: list[Client], seconds: float, **flags: object) -> list[ClientRecord]:
+def run(clients: list[AskingClient], seconds: float, **flags: object) -> list[ClientRecord]:
     """Everything that ended within so many seconds."""
     known = {"prefill_workers": 0, "decode_workers": 1, "gateway_workers": 1, **flags}
     config = FleetConfig(
@@ -44,10 +44,10 @@ def run(clients: list[Client], seconds: float, **flags: object) -> list[ClientRe
     world = FleetWorld(config)
     world.warm_up()
     numbers: Iterator[int] = itertools.count()
-    asked: dict[int, Client] = {}
+    asked: dict[int, AskingClient] = {}
     (gateway,) = world.gateways
 
-    def ask(client: Client) -> None:
+    def ask(client: AskingClient) -> None:
         number = next(numbers)
         asked[number] = client
         request = Request(number, world.clock.now, client.prompt_tokens, client.answer_tokens, tenant=client.tenant)
@@ -72,9 +72,9 @@ def run(clients: list[Client], seconds: float, **flags: object) -> list[ClientRe
 )
 def test_a_lone_request_beside_a_flood(flags: dict[str, Any]) -> None:
     """Its first token comes within twice the time that it takes alone, and a step of each worker that it goes to."""
-    lone = Client(LONE, 300, 12, pause_s=1.7)
+    lone = AskingClient(LONE, 300, 12, pause_s=1.7)
     alone_s = max(one.ttft_s for one in run([lone], 20, **flags))
-    flood = [Client(FLOOD, 200 + n, 150 + n) for n in range(64)]
+    flood = [AskingClient(FLOOD, 200 + n, 150 + n) for n in range(64)]
     before, records = run(flood, 80, **flags), run([*flood, lone], 80, **flags)
     found_s = [one.ttft_s for one in records if one.request.tenant is LONE]
     # The largest step has its budget of tokens, and all sequences.
@@ -93,7 +93,7 @@ def test_a_lone_request_beside_a_flood(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("max_num_seqs", [8, 32])
 def test_weights_are_shares_within_five_percent(max_num_seqs: int) -> None:
     """From when the first answers, which began before all had asked, have ended."""
-    clients = [Client(tenant, 100 + 3 * n, 60 + 5 * n) for tenant in (FLOOD, HEAVY) for n in range(48)]
+    clients = [AskingClient(tenant, 100 + 3 * n, 60 + 5 * n) for tenant in (FLOOD, HEAVY) for n in range(48)]
     records = run(clients, 400, max_num_seqs=max_num_seqs)
     served: Counter[str] = Counter()
     for one in records:
