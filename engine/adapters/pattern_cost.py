@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# This is longer than any name of a linear layer that an expression is matched with.
+# The names of linear layers that an expression is matched with are shorter than this, but for some of single experts,
+# which have a few characters more.
 NAME_CHARS = 64
 # The expressions of one key of a config may have this many ways together, which take some 10 ms for each name.
 MAX_WAYS = 10**6
