@@ -43,6 +43,11 @@ HARMLESS = {
 }
 
 
+def keys_file() -> str:
+    entries = (f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
+    return TENANTS + "".join(entries)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Components]:
     folder = tmp_path_factory.mktemp("tenants")
@@ -56,8 +61,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 async def guarded(components: Components, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """Run a second gateway that knows the tenants; yield its gRPC address."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
-    entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
-    path.write_text(TENANTS + entries)
+    path.write_text(keys_file())
     async with components.another_gateway_address(chunk_size=32, api_keys=str(path)) as address:
         yield address
 
@@ -109,6 +113,41 @@ async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded
         assert await cached(left, cache_salt="mine") == WHOLE
         assert await cached(right) == WHOLE
     await components.proven()
+
+
+async def test_a_lone_request_waits_for_no_answer_of_a_flood(
+    components: Components, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Answers are counted: there are two places, slots for eighteen, and twenty-four answers of the flood before it."""
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(keys_file())
+    folder = tempfile.TemporaryDirectory(prefix="pil-")
+    flags = {"decode": {"max_num_seqs": 2}, "gateway": {"chunk_size": 32, "api_keys": str(path)}}
+    with folder as name:
+        async with running_components(pathlib.Path(name), model=components.model, **flags) as running:
+            target = running.gateway.grpc_address
+            async with (
+                AsyncClient(target, api_key=KEYS["red"]) as red,
+                AsyncClient(target, api_key=KEYS["blue"]) as blue,
+            ):
+                begun: set[int] = set()
+                ended: set[int] = set()
+
+                async def flood(number: int) -> None:
+                    async for _ in red.generate([number + 2, *PROMPT], max_tokens=100, ignore_eos=True):
+                        begun.add(number)
+                    ended.add(number)
+
+                tasks = [asyncio.create_task(flood(number)) for number in range(24)]
+                await until("two answers to begin", lambda: len(begun) == 2)
+                for number in range(3):
+                    before = len(ended)
+                    stream = blue.generate([*PROMPT, number + 2], max_tokens=2, ignore_eos=True)
+                    assert len([delta async for delta in stream if delta.token_ids]) == 2
+                    # Two answers may end at once while the request is on its way.
+                    assert len(ended) - before <= 4, f"request {number} waited for answers of the flood"
+                await asyncio.gather(*tasks)
+            await running.proven()
 
 
 async def test_malformed_requests_leave_everything_whole(components: Components) -> None:
