@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import pathlib
 import random
 import tempfile
@@ -29,8 +30,8 @@ from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
 from testbed.cluster import served
 
-KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("flood", "heavy", "lone")}
-WEIGHTS = {"flood": 1, "heavy": 3, "lone": 1}
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("flood", "heavy", "lone", "operator")}
+TENANTS = "[tenant.flood]\n[tenant.heavy]\nweight = 3\n[tenant.lone]\n[tenant.operator]\noperator = true\n"
 # Tokens count from when a flood's first answers, which came before all had asked, have ended.
 SETTLE_S = 10.0
 PAUSE_S = 0.5
@@ -130,13 +131,14 @@ def main() -> None:
     parser.add_argument("--lone-tokens", type=int, default=16, help="of the lone tenant's answers")
     parser.add_argument("--seconds", type=float, default=40.0, help="length of each load")
     args = parser.parse_args()
+    # Whoever waits for the cluster asks for its status.
+    os.environ["PILLION_API_KEY"] = KEYS["operator"]
     rows = []
     for places in args.max_num_seqs:
         with tempfile.TemporaryDirectory(prefix="pil-") as name:
             folder = pathlib.Path(name)
-            tenants = "".join(f"[tenant.{name}]\nweight = {weight}\n" for name, weight in WEIGHTS.items())
             keys = (f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
-            (folder / "keys.toml").write_text(tenants + "".join(keys))
+            (folder / "keys.toml").write_text(TENANTS + "".join(keys))
             flags = (f"--api-keys={folder / 'keys.toml'}", f"--max-num-seqs={places}", "--max-model-len=1024")
             with served(folder, args.model, *flags, split_policy="") as cluster:
                 rows.append({"max_num_seqs": places, **asyncio.run(measure(cluster.target, args))})
