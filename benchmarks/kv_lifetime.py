@@ -42,7 +42,7 @@ from pillion.config import ServeFlags
 from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.records import Block
-from pillion.kvstore.retentions.retention_eviction import RetentionEviction
+from pillion.kvstore.ledger.retention_eviction import RetentionEviction
 from pillion.loadgen.figures import percentile
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock

@@ -27,8 +27,8 @@ from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StageProcesses
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
-from pillion.kvstore.node.kv_node import start_kvnode
 from testbed.plain_model import plain_folder
 
 STAGES = 2

@@ -7,8 +7,8 @@ Each request of a trace opens a ticket at the ledger of one KV node (:mod:`pilli
 does not find, and lets go of the ticket when its answer would have ended. This is done with blocks alone, in a pool for
 the KV of ``--pool-tokens``, and with states in a pool that is a tenth larger. These are kept as a worker keeps them
 (:mod:`pillion.engine.states.state_places`, and the end of an answer), and evicted as a node evicts them
-(:mod:`pillion.kvstore.states`), whose share of the pool is bounded by ``--state-percent`` or by 10. Working states of
-running sequences are in neither.
+(:mod:`pillion.kvstore.ledger.state_eviction`), whose share of the pool is bounded by ``--state-percent`` or by 10.
+Working states of running sequences are in neither.
 
 A trace knows prompts by blocks of 512 tokens, so states at prompts' ends stand after the last whole one, which is where
 the next turn finds them. Answers are nobody's prefix in a trace: their states take room, and are never found. In a
@@ -32,9 +32,8 @@ from benchmarks.report import save, show_table
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.records import TicketState
-from pillion.kvstore.states.state_eviction import StateEviction
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 from pillion.v1.kvnode_pb2 import CommitRun
 
@@ -67,7 +66,7 @@ class TraceNode:
             itertools.count(1).__next__,
             0,
             LruEviction(),
-            states=lambda plain: StateEviction(plain, state_percent),
+            PoolShares(state_percent=state_percent),
         )
         self.ledger.shape(slots)
         self.pages, self.hits = pages, TraceHits()
@@ -123,7 +122,6 @@ class TraceNode:
         names = b"".join(state_page(after, page) for page in range(self.pages))
         self._send(CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=names, after=after))
         self.hits.kept += 1
-        assert isinstance(self.ledger.states, StateEviction)
         self.hits.evicted = self.ledger.states.evicted_states
 
     def _send(self, run: CommitRun) -> None:

@@ -1,6 +1,7 @@
 """Is the prefix-hashed KV store: a KV node owns one memory domain's block pool; Redis holds an index of hints.
 
-    hashing.py      block hashes: what makes KV content-addressed (I2). Start here, then node/pool.py.
+    assemble.py     what a KV node has, and which flags turn it on. Start here, then node/pool.py.
+    hashing.py      block hashes: what makes KV content-addressed (I2).
     ledger/         who owns which slot; commits, pins, eviction, waiting for memory. Sans-IO.
     node/           the KV node's process: pool, gRPC service, attach socket, storage.
     client/         what workers and gateways use to reach a node: gRPC client, attachment.
@@ -8,7 +9,6 @@
     index/          the index of blocks and the registry of components, in Redis.
     prefix_pins/    chains that tenants want to keep, which are evicted last.
     retentions/     chains that are kept until their next use is expected.
-    states/         which states of hybrid models stay in the pool.
     adapters/       the files of adapters, for workers whose machine lacks them.
     gpu/            the pool's bytes on GPUs, and memory of GPUs that processes share.
     memory/         the pool's bytes on the host.

@@ -21,7 +21,7 @@ from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.answer_text import Spellings
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
-from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.tiers.disk_tier.disk_files import PAGE_BYTES
 from pillion.net import rpc
 from pillion.net.addresses import IN_PROCESS

@@ -152,7 +152,7 @@ class Machine:
         return next(self._numbers)
 
     def open_domain(self, flags: Any) -> SimDomain:
-        """Stands for :func:`pillion.kvstore.memory.domain.open_domain`."""
+        """Stands for :func:`pillion.kvstore.assemble.open_domain`."""
         return SimDomain(flags, self)
 
     def attach(self, socket_path: str, **hello: Any) -> Coroutine[Any, Any, SimAttachment]:

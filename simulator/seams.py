@@ -31,12 +31,12 @@ from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.gateway import gateway
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens import tokenizer
+from pillion.kvstore import assemble
 from pillion.kvstore.index import redis_link
-from pillion.kvstore.memory import node_memory
 from pillion.kvstore.node import kv_node
 from pillion.kvstore.pool_survival import surviving_memory, surviving_pool
 from pillion.kvstore.tiers.disk_tier import disk, disk_files
-from pillion.net import in_process
+from pillion.net import rpc
 from pillion.simulator.disks import DiskCalls
 from pillion.simulator.machine import AttachPoint, Machine, SimKeeper, SimSegment
 from pillion.simulator.network import Network, SimChannel, SimServer, use_network
@@ -86,9 +86,9 @@ def installed(
         (secrets, "token_hex", lambda size=32: chance.randbytes(size).hex()),
         (random, "uniform", chance.uniform),
         (random, "sample", chance.sample),
-        (in_process, "InProcessChannel", SimChannel),
-        (in_process, "InProcessServer", SimServer),
-        (node_memory, "open_domain", machine.open_domain),
+        (rpc, "InProcessChannel", SimChannel),
+        (rpc, "InProcessServer", SimServer),
+        (assemble, "open_domain", machine.open_domain),
         *_kept_memory(machine),
         (kv_node, "AttachServer", attach_server),
         (disk, "ThreadPoolExecutor", machine.thread_pool),

@@ -5,5 +5,5 @@ breakpoints.py   how many tokens of a prompt stand before a breakpoint
 prefixes_api.py  handlers of /v1/cache/prefixes at the HTTP port
 prefix_servicer.py  the same over gRPC
 
-A pin is an entry in the table of a KV node (kvstore/prefix_pins/pin_table.py); a gateway keeps nothing of it.
+A pin is an entry in the table of a KV node (kvstore/ledger/pin_table.py); a gateway keeps nothing of it.
 """

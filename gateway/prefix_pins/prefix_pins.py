@@ -36,7 +36,7 @@ from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.request.admitted_request import PlacedPrefix
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.kvstore.prefix_pins.pin_table import MAX_PREFIX_PIN_S
+from pillion.kvstore.ledger.pin_table import MAX_PREFIX_PIN_S
 from pillion.types import GenerateRequest, PinnedPrefix, SamplingParams, WarmedPrefix
 from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefixPin
 

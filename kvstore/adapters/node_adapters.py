@@ -15,11 +15,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pillion.adapter_folders import (
     ADAPTERS,
@@ -31,13 +30,9 @@ from pillion.config import KVNodeFlags
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.transfer.block_exchange import Addresses
+from pillion.kvstore.index.registry import Addresses
 from pillion.v1.kvnode_pb2 import (
     AdapterPiece,
-    FindAdaptersReply,
-    FindAdaptersRequest,
-    KeepAdapterReply,
-    ReadAdapterRequest,
 )
 
 log = logging.getLogger("pillion.kvnode")
@@ -66,22 +61,6 @@ class NodeAdapters:
         self.root = cache_root()
         self.limits = flags.store_limits
         self.reading = 0
-
-    def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Returns the calls of the node's gRPC service that are about adapters."""
-        return {"ReadAdapter": self._read, "FindAdapters": self._find, "KeepAdapter": self._take}
-
-    async def _read(self, request: ReadAdapterRequest, context: object) -> AsyncIterator[AdapterPiece]:
-        async with aclosing(self.pieces(request.digest, request.ask_others)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def _find(self, request: FindAdaptersRequest, context: object) -> FindAdaptersReply:
-        return FindAdaptersReply(missing=await self.missing(request.digests))
-
-    async def _take(self, pieces: AsyncIterator[AdapterPiece], context: object) -> KeepAdapterReply:
-        await self.keep(aiter(pieces))
-        return KeepAdapterReply()
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
         """Yields the files of an adapter, in pieces. Raises NotFound where no node that was asked has them, Overloaded

@@ -12,15 +12,12 @@ waits for a follower: it only sets a flag.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-from pillion.config import KVNodeFlags
 from pillion.errors import Overloaded, Unavailable
 from pillion.kvstore.events.block_log import FOLLOW_AGAIN_MS, BlockLog, FollowerStream
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
-from pillion.kvstore.node.block_watch import BlockWatch
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest, PoolFacts
@@ -32,13 +29,7 @@ GATHER_S = 0.02
 STALL_S = 30.0
 
 
-def watch_blocks(flags: KVNodeFlags, tree: BlockTree) -> Followers:
-    """Makes the followers of a node's pool, which the room enters at kvstore/node/block_watch.py."""
-    changes = BlockLog(secrets.randbits(62) + 1, flags.kv_log_changes)
-    return Followers(tree, changes, flags.max_kv_followers, flags.node_id, flags.kv_device)
-
-
-class Followers(BlockWatch):
+class Followers:
     """Serves the followers of one pool. Only the node's loop calls it.
 
     Args:

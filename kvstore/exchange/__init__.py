@@ -6,6 +6,5 @@
     plane.py           DataPlane: what moves the bytes, by gRPC where nothing better is there.
     plane_factory.py   chooses the plane by --kv-transport.
 
-Its seam is kvstore/transfer/block_exchange.py; without it a prompt whose blocks other nodes have is computed. Which
-node is asked for a prompt is the gateway's decision; a failure here brings fewer blocks, never wrong ones.
+Which node is asked for a prompt is the gateway's decision; a failure here brings fewer blocks, never wrong ones.
 """

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, PillionError, Unavailable
@@ -19,18 +20,21 @@ from pillion.kvstore.exchange.peers import Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.exchange.plane_factory import choose_plane, choose_transport
 from pillion.kvstore.exchange.plane_servicer import SERVICE_NAME, KVPlaneServicer
+from pillion.kvstore.index.registry import Addresses
 from pillion.kvstore.ledger.records import Block, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.transfer.block_exchange import Addresses, BlockExchange, LookUp, Service
 from pillion.kvstore.transfer.fetch import BlockSource
-from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook
+from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook, LookUp
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
+
+# A service is the name of a gRPC service, and the function that adds it to a server.
+Service = tuple[str, Callable[[Any], None]]
 
 # A node without a data plane looks this often whether another node lives.
 LOOK_AROUND_S = 1.0
@@ -39,7 +43,7 @@ LOOK_AROUND_S = 1.0
 FIRST_CONTACT_S = 1.0
 
 
-class NodeExchange(BlockExchange):
+class NodeExchange:
     """Represents a node among others. Raises ConfigError for a transport that its flags do not allow.
 
     Attributes:
@@ -53,24 +57,30 @@ class NodeExchange(BlockExchange):
 
     @property
     def transport(self) -> str:
+        """Gives the name of the transport that moves blocks between nodes."""
         making = None if self.pool is None else self.pool.making
         made = making is not None and making.done() and not making.exception()
         return making.result().name if making is not None and made else self.kv_transport
 
     async def start(self) -> None:
+        """Begins the exchange when the node starts. Raises ConfigError where the transport that the flags name cannot
+        be used."""
         if self.kv_transport == "nixl":
             # The flag names NIXL, so it is an error where NIXL is missing; otherwise NIXL is looked for when it is
             # needed.
             await asyncio.to_thread(choose_transport, "nixl")
 
     def services(self) -> Sequence[Service]:
+        """Returns the gRPC services that the node offers to others."""
         servicer = KVPlaneServicer(self.shaped)
         return ((SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(servicer, server)),)
 
     def open_pool(self, shape: PoolShape, memory: PoolMemory, pool: Pool) -> None:
+        """Notes that the pool has got its shape and its memory, which its owner closes."""
         self.pool = ExchangedPool(self, shape, memory, pool)
 
     def source(self, node_id: str) -> BlockSource:
+        """Returns another node as a source of blocks. Raises Unavailable."""
         return self.shaped().peers.source(node_id)
 
     def shaped(self) -> ExchangedPool:
@@ -91,9 +101,10 @@ class NodeExchange(BlockExchange):
             await pool.plane()
         except ConfigError as error:
             log.warning("no blocks from and for other nodes: %s", error.message)
-        await super().run()
+        await asyncio.Event().wait()
 
     async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
+        """Lets other nodes fetch what a plan wants them to have, until it is over. A failure hands over less."""
         pool, loop = self.shaped(), asyncio.get_running_loop()
         while (step := plan.next(loop.time())) is not None:
             if isinstance(step, float):
@@ -128,10 +139,12 @@ class NodeExchange(BlockExchange):
                 log.info("node %s takes over no pins: %s", node_id, error.message)
 
     async def leave(self) -> None:
+        """Ends all connections, and with them what is fetched. Idempotent."""
         if self.pool is not None:
             await self.pool.peers.aclose()
 
     async def aclose(self) -> None:
+        """Closes what is left of the exchange; nothing is fetched any more. Idempotent."""
         pool, self.pool = self.pool, None
         if pool is not None:
             await pool.aclose()

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 from pillion.errors import ConfigError
 from pillion.kvstore.exchange.plane import DataPlane
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.rooms import Seam, entered_one
+from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 
 log = logging.getLogger("pillion.kvnode")
-
-
-class OneSidedPlane(Protocol):
-    """Makes a data plane whose reads cost the source nothing, where this machine has what such a plane needs."""
-
-    def __call__(self, memory: PoolMemory) -> DataPlane:
-        """Makes the data plane of a pool. Raises ConfigError."""
-
-    def trouble(self) -> str:
-        """Returns why this machine cannot have such a data plane; "" where it can."""
-
-
-ONE_SIDED = Seam[OneSidedPlane]("kvstore.transfer.one_sided")
 
 
 def choose_transport(kv_transport: str) -> str:
@@ -35,7 +21,7 @@ def choose_transport(kv_transport: str) -> str:
     if kv_transport == "grpc":
         log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
         return "grpc"
-    trouble = entered_one(ONE_SIDED).trouble()
+    trouble = NixlPlane.trouble()
     if not trouble:
         log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
         return "nixl"
@@ -50,7 +36,7 @@ def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
     Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
     if choose_transport(kv_transport) == "nixl":
         try:
-            return entered_one(ONE_SIDED)(memory)
+            return NixlPlane(memory)
         except ConfigError as error:
             # Even where NIXL works with two pages, a big pool may exceed its limits.
             if kv_transport == "nixl":

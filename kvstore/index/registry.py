@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ REGISTRY_DEADLINE_MS = 1000
 # One heartbeat takes at most this many lost components out of the registry.
 MAX_FORGOTTEN_COMPONENTS = 100
 KVNODE = "kvnode"
+# Such a function returns the address of each node's gRPC services by node id.
+Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 

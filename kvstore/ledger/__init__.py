@@ -5,8 +5,9 @@
     eviction.py       EvictionPolicy and its implementations LRU and LFU: which block leaves first.
     waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
     integrity.py      check_integrity: the proof that everything adds up (I4).
-    ledger_pins.py    LedgerPins: what a ledger tells of its blocks; a seam for chains that leave last.
-    ledger_states.py  LedgerStates: what a ledger tells of the pages of states; a seam for which of them stay.
+    pin_table.py      PrefixPinTable: the prefix pins of a pool and their quotas, and that they leave last.
+    state_eviction.py StateEviction: which states of hybrid models stay.
+    retention_eviction.py  RetentionEviction: chains leave by when their next use is expected.
     records.py        Block, Holder, TicketState, IndexEvent, PoolShape: plain data.
 
 Everything here is sans-IO (I9): no clock, no socket, no asyncio. It knows slots as numbers and never touches memory.

@@ -25,14 +25,13 @@ the reservation, so an admitted prompt can always finish, whichever process dies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes, state_page
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
-from pillion.kvstore.ledger.ledger_pins import LedgerPins
-from pillion.kvstore.ledger.ledger_states import LedgerStates
+from pillion.kvstore.ledger.pin_table import PrefixPinTable
 from pillion.kvstore.ledger.records import (
     DECODE,
     FETCH,
@@ -46,8 +45,23 @@ from pillion.kvstore.ledger.records import (
     IndexEvent,
     TicketState,
 )
+from pillion.kvstore.ledger.state_eviction import StateEviction
 from pillion.kvstore.ledger.tree import BlockTree, Match
 from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShares:
+    """Holds the shares of a pool that may be kept from the eviction policy, in percent.
+
+    Attributes:
+        pinned_percent, owner_pinned_percent: what all owners' prefix pins, and one owner's, may have.
+        state_percent: what states of hybrid models may have, apart from those that running requests hold.
+    """
+
+    pinned_percent: int = 50
+    owner_pinned_percent: int = 25
+    state_percent: int = 100
 
 
 class Ledger:
@@ -60,8 +74,7 @@ class Ledger:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
         policy: decides which block is evicted first; LRU by default.
-        pins: makes the blocks of pinned prefixes leave last; by default nothing does.
-        states: decides which states stay, from the policy; by default their pages leave like all blocks.
+        shares: the shares of the pool that pinned prefixes and states may have.
     """
 
     def __init__(
@@ -69,8 +82,7 @@ class Ledger:
         new_id: Callable[[], int],
         decode_reserve_percent: int = 10,
         policy: EvictionPolicy | None = None,
-        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
-        states: Callable[[EvictionPolicy], LedgerStates] = LedgerStates,
+        shares: PoolShares = PoolShares(),
     ) -> None:
         self._new_id = new_id
         self._reserve_percent = decode_reserve_percent
@@ -78,8 +90,8 @@ class Ledger:
         self.decode_reserve = 0
         self.free: list[int] = []
         plain = policy if policy is not None else LruEviction()
-        self.tree, self.states = BlockTree(plain), states(plain)
-        self.prefix_pins = pins(self.tree)
+        self.tree, self.states = BlockTree(plain), StateEviction(plain, shares.state_percent)
+        self.prefix_pins = PrefixPinTable(self.tree, shares.pinned_percent, shares.owner_pinned_percent)
         self.holders: dict[int, Holder] = {}
         self.tickets: dict[int, TicketState] = {}
         self.by_opener: dict[tuple[int, int], TicketState] = {}
@@ -461,7 +473,7 @@ class Ledger:
         parent = b"" if block.parent is None else block.parent.hash
         self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
         if block.page:
-            self.tree.order_by(self.states.policy)
+            self.tree.order_by(self.states)
             self.states.came(block)
         self.prefix_pins.came(block)
 

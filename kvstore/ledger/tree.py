@@ -46,8 +46,8 @@ class BlockTree:
     It feeds ``policy`` with every block that loses or regains its protection.
 
     ``plain`` knows the blocks among them that may leave ahead of need: all of them, unless another policy is put around
-    it that makes some blocks leave last (:mod:`pillion.kvstore.ledger.ledger_pins`). Another one takes its place when
-    the pool gets its first state (:mod:`pillion.kvstore.ledger.ledger_states`).
+    it that makes some blocks leave last (:mod:`pillion.kvstore.ledger.pin_table`). Another one takes its place when
+    the pool gets its first state (:mod:`pillion.kvstore.ledger.state_eviction`).
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:

@@ -8,7 +8,7 @@ open_domain --cpu------> HostDomain: segments are anonymous files
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,6 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.memory import HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.tiers.tiers import Tier
-from pillion.rooms import Seam, entered_one
 
 # A pool in host memory has this size without --kv-pool-bytes.
 DEFAULT_HOST_POOL_BYTES = 2**30
@@ -109,10 +108,6 @@ class Domain(Protocol):
         """Closes the domain, of which nothing may be used any more. Idempotent."""
 
 
-# A room opens the domain of a device that --kv-device names.
-DEVICE_DOMAIN = Seam[Callable[[KVNodeFlags], Domain]]("kvstore.memory.domain")
-
-
 class HostDomain:
     """Represents this host's memory."""
 
@@ -121,6 +116,12 @@ class HostDomain:
     device_uuids: tuple[str, ...] = ("",)
 
     def __init__(self, flags: KVNodeFlags) -> None:
+        """Raises ConfigError for flags of a pool on a device."""
+        if flags.host_bytes:
+            raise ConfigError(
+                "--host-bytes is for a pool on a GPU (--kv-device cuda): here it would copy from host memory to host "
+                "memory; raise --kv-pool-bytes instead"
+            )
         self._flags = flags
 
     def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Division:
@@ -150,16 +151,3 @@ class HostDomain:
 
     def close(self) -> None:
         pass
-
-
-def open_domain(flags: KVNodeFlags) -> Domain:
-    """Opens the domain that ``--kv-device`` names. Raises ConfigError if the domain does not exist, or other flags do
-    not fit it."""
-    if flags.kv_device != CPU:
-        return entered_one(DEVICE_DOMAIN)(flags)
-    if flags.host_bytes:
-        raise ConfigError(
-            "--host-bytes is for a pool on a GPU (--kv-device cuda): here it would copy from host memory to host "
-            "memory; raise --kv-pool-bytes instead"
-        )
-    return HostDomain(flags)

@@ -3,8 +3,8 @@
 open --> domain (a pool in host memory has its segment at once) --shape: first worker--> the pool's memory is mapped
                                                                       +-- it is refused --> freed again
 
-:class:`NodeMemory` makes a fresh pool whenever a node starts, which goes with the node. A room may enter one that
-finds the pool of the node's earlier life, with the :class:`PoolLife` that says what became of its blocks.
+:class:`NodeMemory` makes a fresh pool whenever a node starts, which goes with the node.
+:class:`pillion.kvstore.pool_survival.surviving_memory.SurvivingMemory` finds the pool of the node's earlier life.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import slots_of
-from pillion.kvstore.memory.domain import Division, Domain, MadeSegment, Whole, open_domain
+from pillion.kvstore.memory.domain import Division, Domain, MadeSegment, Whole
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
-from pillion.kvstore.node.pool import PoolLife
-from pillion.rooms import Seam, entered_one
+from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.wire.attach import AttachHello, AttachReply
 
 POOL_GONE = "the pool that this worker has mapped is gone: start it again"
 
 
 class NodeMemory:
-    """Manages the node's memory. The node's loop makes all calls; slow work runs in threads.
+    """Manages the node's memory. The node's loop makes all calls; slow work runs in threads. ``open_domain`` opens the
+    memory domain of a node's flags, in a thread; it raises ConfigError.
 
     Attributes:
         pool, shards: the pool's memory, and how its blocks are divided over the domain; :meth:`shape` sets them.
@@ -34,8 +34,9 @@ class NodeMemory:
         segments: the memory of each shard; a pool on GPUs has none before :meth:`shape`.
     """
 
-    def __init__(self, flags: KVNodeFlags) -> None:
+    def __init__(self, flags: KVNodeFlags, open_domain: Callable[[KVNodeFlags], Domain]) -> None:
         self._flags = flags
+        self._open_domain = open_domain
         self._opened: Domain | None = None
         self.segments: list[MadeSegment] = []
         self.pool: PoolMemory | None = None
@@ -64,7 +65,7 @@ class NodeMemory:
     async def open(self) -> None:
         """Opens the memory domain. Raises ConfigError if the device, or the memory of a pool on the host, cannot be
         had."""
-        self._opened = await until_over(asyncio.to_thread(open_domain, self._flags))
+        self._opened = await until_over(asyncio.to_thread(self._open_domain, self._flags))
         if self._opened.kind == HOST:
             self.pool_bytes = self._opened.pool_bytes(Whole(1))
             self.segments.append(self._opened.segment(self.pool_bytes))
@@ -143,10 +144,10 @@ class NodeMemory:
     def ended(self, epoch: int) -> None:
         """Notes that a worker which was admitted uses the pool no more. Idempotent."""
 
-    def life(self, ledger: Ledger, changed: Callable[[], None]) -> PoolLife:
+    def survival(self, ledger: Ledger, changed: Callable[[], None]) -> PoolSurvival | None:
         """Makes the object that keeps the pool for the node's next life; the pool has its memory. ``changed`` is called
-        after every change in the ledger."""
-        return PoolLife()
+        after every change in the ledger. Returns None for a pool that goes with its node."""
+        return None
 
     def _close_segments(self) -> None:
         while self.segments:
@@ -168,12 +169,3 @@ class NodeMemory:
         for shard in range(len(self.segments), len(shards.shares)):
             self.segments.append(domain.segment(num_slots * shards.shard_bytes(shard), shard))
         return domain.memory(self.segments, num_slots, shards)
-
-
-MEMORY = Seam[Callable[[KVNodeFlags], NodeMemory]]("kvstore.memory.surviving")
-
-
-def memory_of(flags: KVNodeFlags) -> NodeMemory:
-    """Makes the memory of a node with these flags: memory that outlives the node with ``--keeper-socket``, else plain
-    memory."""
-    return entered_one(MEMORY)(flags) if flags.keeper_socket else NodeMemory(flags)

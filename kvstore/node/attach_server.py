@@ -12,7 +12,7 @@
       | <============= the end ============== |  the node is gone: the worker exits; or, with a pool that outlives it,
                                                  ends its last step and connects to the node's next life
 
-A connection that begins with RegionHello instead gets memory beside the pool, which a room shares out (REGIONS).
+A connection that begins with RegionHello instead gets memory beside the pool (kvstore/gpu/region_server.py).
 kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
 
 The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Nothing but file
@@ -28,12 +28,9 @@ import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from pillion.errors import Overloaded, PillionError
-from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.net.private_socket import listen_private
-from pillion.rooms import Seam, entered_one
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -41,7 +38,6 @@ from pillion.wire.attach import (
     AttachHello,
     AttachReply,
     RegionHello,
-    RegionReply,
     hello_from_line,
 )
 from pillion.wire.json_lines import line_to_bytes
@@ -60,35 +56,6 @@ UNSEEN_PROCESS, _GONE = -1, -2
 # This is Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID
 # namespace.
 _SO_PEERPIDFD = 77
-
-
-class RegionService(Protocol):
-    """Shares out memory beside the pool, such as that of weights on a device."""
-
-    async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
-        """Serves one connection until it ends. Raises OSError if it breaks."""
-
-    def close(self) -> None:
-        """Closes the memory of all regions; no connection is served any more. Idempotent."""
-
-
-class NoRegions:
-    """Represents the region service of a node that has only its pool; it refuses all requests."""
-
-    async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
-        sock.send(line_to_bytes(RegionReply(error="this KV node has no memory beside its pool")))
-
-    def close(self) -> None:
-        pass
-
-
-# A room makes the region service of a node, from its name and memory.
-REGIONS = Seam[Callable[[str, NodeMemory], RegionService]]("kvstore.node.regions")
-
-
-def regions_of(node_id: str, memory: NodeMemory) -> RegionService:
-    """Returns the region service of a node."""
-    return entered_one(REGIONS)(node_id, memory)
 
 
 class AttachServer:

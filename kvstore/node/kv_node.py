@@ -1,6 +1,6 @@
 """Runs the KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
 
-start_kvnode --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.node.storage)
+start --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.node.storage)
                     +-- stop --> sessions and attachments ended --> gone
                     +-- a task of its own died --> wait_failed() returns why
 """
@@ -10,36 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from itertools import chain
 
 from pillion._version import VERSION
-from pillion.config import KVNodeFlags, refuse_contradictions
+from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, PillionError
-from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.events.followers import Followers
+from pillion.kvstore.exchange.node_exchange import NodeExchange
+from pillion.kvstore.gpu.region_server import RegionServer
 from pillion.kvstore.index.advertise import advertised, follow_address
-from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
-from pillion.kvstore.index.index import Index
-from pillion.kvstore.index.registry import Registry
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import HOST
-from pillion.kvstore.memory.node_memory import POOL_GONE, memory_of
-from pillion.kvstore.node.attach_server import AttachServer, regions_of
-from pillion.kvstore.node.block_watch import watch_of
-from pillion.kvstore.node.node_servicer import NODE_CALLS, SERVICE_NAME, KVNodeServicer
+from pillion.kvstore.memory.node_memory import POOL_GONE, NodeMemory
+from pillion.kvstore.node.attach_server import AttachServer
+from pillion.kvstore.node.node_directory import NodeDirectory
+from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.node.pool_pins import pins_of
-from pillion.kvstore.node.pool_retentions import retentions_of
-from pillion.kvstore.node.pool_states import states_of
 from pillion.kvstore.node.storage import Storage
-from pillion.kvstore.tiers.media import far_medium, near_medium
-from pillion.kvstore.transfer.block_exchange import exchange_of
-from pillion.kvstore.transfer.hand_over import OtherNode
+from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
+from pillion.kvstore.retentions.node_retentions import NodeRetentions
+from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
-from pillion.rooms import entered
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.attach import AttachedShard, AttachHello, AttachReply
@@ -47,76 +44,63 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
-# A node that has this one's name must answer within this time at start.
-TWIN_TIMEOUT_S = 2.0
-
-
-async def start_kvnode(flags: KVNodeFlags) -> KVNode:
-    """Starts a node; it serves when this returns. Raises ConfigError, and leaves nothing behind, if the node cannot
-    start."""
-    node = KVNode(flags)
-    try:
-        await node.start()
-    except BaseException:
-        await node.stop(0.0)
-        raise
-    return node
-
 
 class KVNode:
     """Represents the KV node of one memory domain.
 
     Attributes:
         address: where others reach its gRPC service.
-        pool, regions, rooms: the node's parts, for tests.
+        pool, regions, adapters: the node's parts, for tests.
     """
 
-    def __init__(self, flags: KVNodeFlags) -> None:
-        refuse_contradictions(flags)
-        if not flags.node_id:
-            raise ConfigError("--node-id must name the node")
+    def __init__(
+        self,
+        flags: KVNodeFlags,
+        directory: NodeDirectory,
+        memory: NodeMemory,
+        exchange: NodeExchange,
+        *,
+        ledger: Ledger,
+        prefix_pins: NodePrefixPins,
+        retentions: NodeRetentions,
+        followers: Followers,
+        adapters: NodeAdapters,
+        regions: RegionServer,
+        disk: DiskMedium | None,
+        bucket: ObjectMedium | None,
+    ) -> None:
         self.address = flags.node_advertise
-        retentions = retentions_of(flags, make_policy(flags.eviction_policy))
+        self._flags, self._directory = flags, directory
+        self._memory, self._exchange = memory, exchange
+        self._disk, self._bucket = disk, bucket
+        self.adapters, self.regions = adapters, regions
         self.pool = Pool(
+            ledger,
+            prefix_pins,
+            retentions,
+            followers,
             pool_bytes=0,
-            decode_reserve_percent=flags.decode_reserve_percent,
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
-            retentions=retentions,
-            pins=pins_of(flags),
-            states=states_of(flags),
             announce=self._announce,
             shaped=self._shaped,
-            watch=watch_of(flags),
         )
         self.meters = self.pool.meters
         self.meters.watch(lambda: metric_readings(self.status()))
-        self.meters.watch(self.pool.watch.readings)
+        self.meters.watch(followers.readings)
         self._storage: Storage | None = None
-        self._near = near_medium(flags)
-        self._far = far_medium(flags)
-        self._exchange = exchange_of(flags, self._addresses, self._current_boot)
-        self._flags = flags
-        self._memory = memory_of(flags)
         self._shaping = asyncio.Lock()
-        self.regions = regions_of(flags.node_id, self._memory)
-        self.rooms = [make(flags, self._addresses) for make in entered(NODE_CALLS)]
         self._attach = AttachServer(
             flags.attach_socket,
-            self._memory.filenos,
+            memory.filenos,
             self._admit,
             self._ended,
             self.pool.fence,
-            self.regions.serve,
-            exit_is_proof=lambda: self._memory.domain.kind != HOST,
-            answering=self._memory.answering,
+            regions.serve,
+            exit_is_proof=lambda: memory.domain.kind != HOST,
+            answering=memory.answering,
         )
         self._server: RunningServer | None = None
-        self._announcer: Announcer | None = None
-        self._registry: Registry | None = None
-        # The index is asked when the node leaves.
-        self._index: Index | None = None
-        self._boot_epoch = new_boot_epoch()
         self._stopping = asyncio.Event()
         self._leaving = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,9 +112,8 @@ class KVNode:
         await self._memory.open()
         self.pool.pool_bytes = self._memory.pool_bytes
         await self._exchange.start()
-        # The calls of the service that this class lacks are served by rooms.
-        servicer = KVNodeServicer(  # type: ignore[abstract]
-            self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self.rooms
+        servicer = KVNodeServicer(
+            self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self.adapters
         )
         try:
             self._server = await start_server(
@@ -146,53 +129,14 @@ class KVNode:
         # Finding out the advertised address may need a look-up of names.
         listening = self._server.address
         self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
-        if flags.redis_url:
-            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
-            await self._refuse_twin()
+        await self._directory.refuse_twin(self.address)
         self._attach.start()
         self._spawn(self._judge_silence(), "fencing")
         if flags.redis_url:
-            self._announcer = Announcer(
-                flags.redis_url,
-                heartbeat_s=flags.heartbeat_ms / 1000,
-                ttl_ms=flags.heartbeat_timeout_ms,
-                record=self.record,
-                hashes=self._hashes,
-            )
-            self._spawn(self._announcer.run(), "announcing")
+            self._spawn(self._directory.announce(self.record, self._hashes), "announcing")
             following = follow_address(self.address, flags.node_advertise, listening, flags.redis_url, self._moved)
             self._spawn(following, "following the address")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
-
-    async def _refuse_twin(self) -> None:
-        """Raises ConfigError where another node of this name is alive: with two of them, each would take the other's
-        entries in the index for its own.
-
-        A record alone proves nothing, because that of this node's last life stays for a moment. Only a node that
-        answers counts, at an address that is not this node's.
-        """
-        node_id = self._flags.node_id
-        try:
-            known = await self._addresses()
-        except PillionError as error:
-            log.warning("the registry does not answer, so nobody knows whether %s is taken: %s", node_id, error.message)
-            return
-        address = known.get(node_id, self.address)
-        if address == self.address:
-            return
-        twin = NodeClient(address, node_id)
-        try:
-            found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
-        except PillionError as error:
-            log.info("a record of %s at %s stood for a node that is gone: %s", node_id, address, error.message)
-            return
-        finally:
-            await twin.aclose()
-        if found == node_id:
-            raise ConfigError(
-                f"--node-id {node_id} is taken: a KV node of this name serves at {address}; give each node a name of"
-                " its own"
-            )
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Hands over what is warm where there is a grace, ends the sessions and attachments, by which other components
@@ -200,14 +144,12 @@ class KVNode:
         if grace_s > 0:
             grace_s -= await self._hand_over(min(grace_s, self._flags.hand_over_timeout_s))
         self._stopping.set()
-        self.pool.watch.close()
+        self.pool.followers.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        announcer, self._announcer = self._announcer, None
-        if announcer is not None:
-            await announcer.leave()
+        await self._directory.leave()
         await self._attach.stop()
         server, self._server = self._server, None
         if server is not None:
@@ -217,12 +159,9 @@ class KVNode:
         storage, self._storage = self._storage, None
         if storage is not None:
             await storage.close()
-        if self._near is not None:
-            self._near.close()
-        if self._registry is not None:
-            await self._registry.aclose()
-        if self._index is not None:
-            await self._index.aclose()
+        if self._disk is not None:
+            self._disk.close()
+        await self._directory.aclose()
         self.regions.close()
         self._memory.close()
 
@@ -235,33 +174,17 @@ class KVNode:
         self._leaving = True
         try:
             async with asyncio.timeout(within_s):
-                if self._announcer is not None:
-                    self._announcer.beat_now()
+                if self._directory.beat_now():
                     # Nodes that are told to stop together see that of each other.
                     await asyncio.sleep(min(self._flags.heartbeat_ms / 1000, within_s / 2))
                 left_s = within_s - (time.monotonic() - began_s)
                 rate = self._flags.hand_over_bytes_per_s
-                await storage.hand_over(await self._others(), self._look_up, left_s, rate)
+                await storage.hand_over(await self._directory.others(), self._directory.look_up, left_s, rate)
         except TimeoutError:
             log.warning("what is warm was not handed over within %g s", within_s)
         except PillionError as error:
             log.warning("what is warm is not handed over: %s", error.message)
         return time.monotonic() - began_s
-
-    async def _look_up(self, hashes: bytes) -> dict[str, int]:
-        """Returns how many of the first blocks of a chain each node has, as the index says."""
-        if self._index is None:
-            self._index = Index(self._flags.redis_url)
-        return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
-
-    async def _others(self) -> list[OtherNode]:
-        """Returns the other nodes that may take blocks; those that leave themselves may not."""
-        components = await self._registry.components() if self._registry is not None else []
-        return [
-            OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks))
-            for one in components
-            if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
-        ]
 
     async def wait_failed(self) -> str:
         """Returns the reason if the node dies by itself; never returns otherwise."""
@@ -271,7 +194,7 @@ class KVNode:
         """Returns the node's whole status."""
         status = self.pool.status()
         status.node_id = self._flags.node_id
-        status.boot_epoch = self._current_boot()
+        status.boot_epoch = self._directory.boot_epoch
         status.kv_device = self._flags.kv_device
         if self._storage is not None:
             self._storage.complete(status)
@@ -337,35 +260,24 @@ class KVNode:
             self._memory.pool,
             self.pool,
             buffers=self._memory.domain.buffers,
-            announce=self._update_index,
+            announce=self._directory.push,
             exchange=self._exchange,
-            near=self._near,
-            far=self._far,
+            near=self._disk,
+            far=self._bucket,
         )
         self.pool.fetcher = self._storage.fetcher
         self._spawn(self._storage.run(), "storage")
         self._spawn(self.pool.prefix_pins.run(), "prefix pins")
-        self.pool.life = self._memory.life(self.pool.ledger, self.pool.changed)
-        self._spawn(self.pool.life.run(), "the pool's life")
+        self.pool.survival = survival = self._memory.survival(self.pool.ledger, self.pool.changed)
+        if survival is not None:
+            self._spawn(survival.run(), "the pool's survival")
 
     def _announce(self, events: list[IndexEvent]) -> None:
-        self._update_index(events if self._storage is None else self._storage.pool_changed(events))
-
-    def _update_index(self, events: list[IndexEvent]) -> None:
-        if self._announcer is not None and events:
-            self._announcer.push(events)
+        self._directory.push(events if self._storage is None else self._storage.pool_changed(events))
 
     def _hashes(self) -> Iterator[tuple[bytes, bytes]]:
         lower = () if self._storage is None else self._storage.names()
         return chain(self.pool.ledger.hashes(), lower)
-
-    def _current_boot(self) -> int:
-        return self._announcer.boot_epoch if self._announcer else self._boot_epoch
-
-    async def _addresses(self) -> Mapping[str, str]:
-        """Returns node id -> address of all live nodes; empty if there is no registry."""
-        components = await self._registry.components() if self._registry is not None else []
-        return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
     def record(self, boot_epoch: int) -> ComponentRecord:
         """Returns what a heartbeat writes to the registry."""
@@ -393,24 +305,23 @@ class KVNode:
 
     def _object_url(self) -> str:
         """Returns the URL of the bucket that this node can be asked about now; "" where there is none."""
-        answers = self._far is not None and self._storage is not None and self._storage.objects_answer()
-        return self._far.place if answers and self._far is not None else ""
+        answers = self._storage is not None and self._storage.objects_answer()
+        return self._bucket.place if answers and self._bucket is not None else ""
 
     def _moved(self, address: str) -> None:
         log.warning("node %s is at %s now, not at %s any more", self._flags.node_id, address, self.address)
         self.address = address
-        if self._announcer is not None:
-            self._announcer.beat_now()
+        self._directory.beat_now()
 
     async def _judge_silence(self) -> None:
         # The interval is half a heartbeat, so that a silence is noticed soon after it became one.
         interval_s = self._flags.heartbeat_ms / 2000
         while True:
             await asyncio.sleep(interval_s)
-            if self.pool.judge_silence(interval_s) and self._announcer is not None:
+            if self.pool.judge_silence(interval_s):
                 # The heartbeat is sent at once, because gateways move a fenced worker's requests when the node's record
                 # names the worker.
-                self._announcer.beat_now()
+                self._directory.beat_now()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

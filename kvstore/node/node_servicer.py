@@ -5,16 +5,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
 
 import grpc
 
-from pillion.config import KVNodeFlags
-from pillion.errors import NotFound
+from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.transfer.block_exchange import Addresses
-from pillion.rooms import Seam
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -23,21 +21,6 @@ from pillion.wire.common import check_hello, hello_to_pb
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVNode"].full_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class NodeCalls(Protocol):
-    """Describes calls of the node's service that a room serves. A call that no room serves is NOT_FOUND."""
-
-    def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Returns the calls by their names in kvnode.proto."""
-
-
-# A room makes its calls from a node's flags, and from a function that returns the address of each live node, by its id.
-NODE_CALLS = Seam[Callable[[KVNodeFlags, Addresses], NodeCalls]]("kvstore.node.calls")
-
-
-async def _absent(request: Any, context: Context) -> NoReturn:
-    raise NotFound("this KV node was installed without the room that serves this call (docs/rooms.md)")
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
@@ -51,19 +34,14 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         status: Callable[[], NodeStatus],
         check_integrity: Callable[[], None],
         stopping: asyncio.Event,
-        rooms: Iterable[NodeCalls],
+        adapters: NodeAdapters,
     ) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
         self._check_integrity = check_integrity
         self._stopping = stopping
-        known = pb.DESCRIPTOR.services_by_name["KVNode"].methods_by_name
-        calls: dict[str, Callable[..., Any]] = {name: _absent for name in known if name not in vars(KVNodeServicer)}
-        for room in rooms:
-            calls |= room.calls()
-        for name, call in calls.items():
-            setattr(self, name, call)
+        self._adapters = adapters
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
@@ -116,7 +94,21 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     # stubs expect a generator.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
-        await self._pool.watch.follow(request, context.write)
+        await self._pool.followers.follow(request, context.write)
+
+    async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
+        async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def FindAdapters(self, request: pb.FindAdaptersRequest, context: Context) -> pb.FindAdaptersReply:
+        return pb.FindAdaptersReply(missing=await self._adapters.missing(request.digests))
+
+    async def KeepAdapter(
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
+    ) -> pb.KeepAdapterReply:
+        await self._adapters.keep(aiter(request_iterator))
+        return pb.KeepAdapterReply()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)

@@ -13,21 +13,18 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
-from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
-from pillion.kvstore.node.block_watch import BlockWatch
-from pillion.kvstore.node.pool_pins import NO_PINS, PinMakers
-from pillion.kvstore.node.pool_retentions import PoolRetentions
-from pillion.kvstore.node.pool_states import StatesMaker
+from pillion.kvstore.pool_survival.survival import PoolSurvival
+from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
+from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -55,30 +52,6 @@ MAX_SOURCES = 64
 MAX_CHAIN_WAITS = 4096
 
 
-class PoolLife:
-    """Says what a pool does for its node's next life, and with the blocks that the last life has left. The node's loop
-    makes all calls. This class does nothing: the pool goes with its node."""
-
-    def begin(self) -> None:
-        """Notes that the pool has got its shape, before anything else runs on the loop."""
-
-    def note(self, events: Iterable[IndexEvent]) -> None:
-        """Notes that blocks came and went. It is called before anybody can use a slot that has been freed."""
-
-    async def bring(self, hashes: Sequence[bytes]) -> None:
-        """Returns when the part of a chain that the last life has left is committed."""
-
-    async def run(self) -> None:
-        """Does its background work until it is cancelled."""
-        await asyncio.Event().wait()
-
-    def complete(self, status: NodeStatus) -> None:
-        """Sets the counts of a node's status that this object keeps."""
-
-    def check_integrity(self) -> None:
-        """Raises PillionError, which names what does not add up in the pool's survival."""
-
-
 class Pool:
     """Does everything that a node does with its slots, except for sockets.
 
@@ -86,22 +59,19 @@ class Pool:
     worker or a gateway counts as a sign of life.
 
     Args:
+        ledger: the pool's slots; the three parts after it are made for it.
+        prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
+        followers: those who follow the pool's blocks.
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent, max_waiting: as :class:`Ledger` and :class:`WaitingQueue` have them.
+        max_waiting: as :class:`WaitingQueue` has it.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-        retentions: the pool's policy of eviction, and what keeps chains until their next use; LRU by default.
-        pins: makes the prefix pins.
-        states: decides which states stay in the pool.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
-        watch: makes what watches the pool's blocks.
 
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
-        prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
-        life: what the pool does for the node's next life; it is set with the pool's shape.
-        watch: what watches its blocks.
+        survival: what a pool that outlives its node does for the node's next life; it is set with the pool's shape.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
         chain_waits: calls that wait for a ticket's chain to grow.
@@ -109,20 +79,21 @@ class Pool:
 
     def __init__(
         self,
+        ledger: Ledger,
+        prefix_pins: NodePrefixPins,
+        retentions: NodeRetentions,
+        followers: Followers,
         *,
         pool_bytes: int,
-        decode_reserve_percent: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
-        retentions: PoolRetentions | None = None,
-        pins: PinMakers = NO_PINS,
-        states: StatesMaker = LedgerStates,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
-        watch: Callable[[BlockTree], BlockWatch] = lambda tree: BlockWatch(),
     ) -> None:
+        self.ledger, self.prefix_pins = ledger, prefix_pins
+        self.retentions, self.followers = retentions, followers
         self.fetcher: Fetcher | None = None
-        self.life = PoolLife()
+        self.survival: PoolSurvival | None = None
         self.meters = Meters()
         self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
         self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
@@ -145,12 +116,7 @@ class Pool:
         self._last_epoch: dict[int, int] = {}
         # For each first epoch this has the last epoch that was replaced, and the one that replaced it.
         self._replaced: dict[int, tuple[int, int]] = {}
-        self.retentions = retentions or PoolRetentions(LruEviction())
-        self.ledger = Ledger(_new_id, decode_reserve_percent, self.retentions.policy, pins.of_tree, states)
-        self.retentions.bind(self.ledger)
-        self.prefix_pins = pins.of_ledger(self.ledger)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
-        self.watch = watch(self.ledger.tree)
 
     @property
     def shaped(self) -> bool:
@@ -182,8 +148,9 @@ class Pool:
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
             self.ledger.shape(num_slots)
-            self.watch.shaped(hello)
-            self.life.begin()
+            self.followers.shaped(hello)
+            if self.survival is not None:
+                self.survival.begin()
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
@@ -274,9 +241,10 @@ class Pool:
         now = time.monotonic()
         self.ledger.seen(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
-        await self.life.bring(hashes)
+        if self.survival is not None:
+            await self.survival.bring(hashes)
         # A caller that sends no nonce gets one, so that its place in the queue is its own.
-        nonce = request.nonce or _new_id()
+        nonce = request.nonce or new_id()
         if request.adopt:
             self._worker(request.epoch)
         if not request.total_blocks:
@@ -319,7 +287,8 @@ class Pool:
         epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
         self.ledger.seen(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
-        await self.life.bring(hashes)
+        if self.survival is not None:
+            await self.survival.bring(hashes)
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
@@ -351,7 +320,8 @@ class Pool:
         there is no such block, or the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
-        await self.life.bring(hashes)
+        if self.survival is not None:
+            await self.survival.bring(hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
@@ -428,14 +398,16 @@ class Pool:
         status.block_bytes = self._block_bytes
         status.waiting_tickets = len(self.waiting)
         status.served_blocks = self.served_blocks
-        self.life.complete(status)
+        if self.survival is not None:
+            self.survival.complete(status)
         return status
 
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict), which names what does not add up."""
         check_integrity(self.ledger)
-        self.watch.check_integrity()
-        self.life.check_integrity()
+        self.followers.check_integrity()
+        if self.survival is not None:
+            self.survival.check_integrity()
         self.retentions.check_integrity()
         if len(self._waiting) != len(self.waiting):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
@@ -518,8 +490,9 @@ class Pool:
         events = self.ledger.drain_events()
         if events:
             # This comes before anybody hears of a slot that has been freed.
-            self.life.note(events)
-            self.watch.note(events)
+            if self.survival is not None:
+                self.survival.note(events)
+            self.followers.note(events)
         self._announce(events)
 
     def _dismiss(self, epoch: int, reason: str) -> None:
@@ -540,6 +513,6 @@ class Pool:
             raise Overloaded(f"{MAX_HOLDERS} workers and gateways hold this node already")
 
 
-def _new_id() -> int:
+def new_id() -> int:
     """Returns an unguessable id, never 0."""
     return secrets.randbits(62) + 1

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from pillion.config import KVNodeFlags
+from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.tiers.media import EarlyCopies, FarMedium, NearMedium
+from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
+from pillion.kvstore.tiers.object_tier.write_through import WriteThrough
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
-from pillion.kvstore.transfer.block_exchange import BlockExchange, LookUp
 from pillion.kvstore.transfer.fetch import Fetcher
-from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of, warm_tips
+from pillion.kvstore.transfer.hand_over import HandOver, LookUp, OtherNode, rooms_of, warm_tips
 from pillion.v1.kvnode_pb2 import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
@@ -39,7 +41,7 @@ class Storage:
         buffers: makes the tier of host memory for blocks of a size, where there is one. Raises ConfigError.
         announce: updates the index.
         exchange: what this node has to do with others.
-        near, far: the media of lower tiers, this machine's and a shared one, which the node opened when it started.
+        near, far: the media of lower tiers, this machine's folder and a bucket, which the node opened when it started.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class Storage:
         *,
         buffers: Callable[[int], Tier | None],
         announce: Callable[[list[IndexEvent]], None],
-        exchange: BlockExchange,
-        near: NearMedium | None,
-        far: FarMedium | None,
+        exchange: NodeExchange,
+        near: DiskMedium | None,
+        far: ObjectMedium | None,
     ) -> None:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._exchange = announce, exchange
@@ -74,8 +76,7 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        ledger, lost = pool.ledger, self._blocks_lost
-        self._copies = EarlyCopies() if far is None else far.copies(ledger, memory, self._far, lost)
+        self._copies = WriteThrough(pool.ledger, memory, self._far, self._blocks_lost)
         self.fetcher = Fetcher(
             pool.ledger,
             memory,

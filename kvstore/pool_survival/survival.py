@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.node.pool import PoolLife
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.slot_table import SurvivingBlock
 from pillion.kvstore.pool_survival.surviving_blocks import SurvivingBlocks
@@ -37,7 +36,7 @@ KEEPER_LOOK_S = 0.5
 SEAL_S = 0.005
 
 
-class PoolSurvival(PoolLife):
+class PoolSurvival:
     """Keeps one pool's blocks recoverable for the node's next life, once the pool has its shape. The node's loop makes
     all calls.
 
@@ -91,9 +90,11 @@ class PoolSurvival(PoolLife):
                 await self._take(self.blocks.run_of(hashes, self._batch_blocks))
 
     def complete(self, status: NodeStatus) -> None:
+        """Sets the counts of a node's status that this object keeps."""
         status.recovered_blocks, status.surviving_blocks = self.blocks.recovered, len(self.blocks.pending)
 
     def check_integrity(self) -> None:
+        """Raises PillionError, which names what does not add up in the pool's survival."""
         self.blocks.check_integrity()
 
     async def _take_all(self) -> None:

@@ -20,11 +20,10 @@ from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape, slots_of
-from pillion.kvstore.memory.domain import Division, MadeSegment
+from pillion.kvstore.memory.domain import Division, Domain, MadeSegment
 from pillion.kvstore.memory.memory import HOST, until_over
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.attach_server import UNSEEN_PROCESS
-from pillion.kvstore.node.pool import PoolLife
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.kvstore.pool_survival.survival import PoolSurvival
@@ -48,8 +47,8 @@ class SurvivingMemory(NodeMemory):
         drained: places of workers of this node's earlier life whose last step has ended.
     """
 
-    def __init__(self, flags: KVNodeFlags) -> None:
-        super().__init__(flags)
+    def __init__(self, flags: KVNodeFlags, open_domain: Callable[[KVNodeFlags], Domain]) -> None:
+        super().__init__(flags, open_domain)
         self.keeper = open_keeper(flags.keeper_socket)
         self.surviving: SurvivingPool | None = None
         self._found: SurvivingPool | None = None
@@ -134,9 +133,9 @@ class SurvivingMemory(NodeMemory):
         if self.surviving is not None:
             self.surviving.ended(epoch)
 
-    def life(self, ledger: Ledger, changed: Callable[[], None]) -> PoolLife:
+    def survival(self, ledger: Ledger, changed: Callable[[], None]) -> PoolSurvival | None:
         if self.surviving is None:
-            return super().life(ledger, changed)
+            return None
         assert self.pool is not None
         return PoolSurvival(self._flags.node_id, self.keeper, self.surviving, ledger, self.pool, changed)
 

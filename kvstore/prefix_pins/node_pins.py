@@ -4,7 +4,7 @@ life.
     start --record read--> pinned again, as far as their time is not over; the chains come with the pool, or later
       while it runs: what is over ends; the record is written when something has changed, and again for an emptied Redis
 
-The table decides (:mod:`pillion.kvstore.prefix_pins.pin_table`). Without Redis, and while it does not answer,
+The table decides (:mod:`pillion.kvstore.ledger.pin_table`). Without Redis, and while it does not answer,
 everything goes on, but a restarted node knows nothing of its pins: they lapse.
 
 The record is read once the pool has its shape and Redis answers, which may be long after the first call. A prefix pin
@@ -21,13 +21,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from pillion.config import KVNodeFlags
 from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.node.pool_pins import PinMakers, PoolPins
+from pillion.kvstore.ledger.pin_table import PrefixPin, PrefixPinWish
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecord, PrefixPinRecords
-from pillion.kvstore.prefix_pins.pin_table import PrefixPin, PrefixPinTable, PrefixPinWish
 from pillion.v1.kvnode_pb2 import ListPrefixPinsReply, ListPrefixPinsRequest, PinPrefixRequest, UnpinPrefixRequest
 from pillion.v1.kvnode_pb2 import PrefixPin as PrefixPinReply
 
@@ -43,17 +41,16 @@ MAX_NAME_CHARS = 256
 MAX_UNREAD_DROPS = 4096
 
 
-class NodePrefixPins(PoolPins):
+class NodePrefixPins:
     """Holds the prefix pins of one pool. Only the node's loop calls it.
 
     Args:
-        ledger: made with a :class:`PrefixPinTable`.
+        ledger: the ledger whose prefix pins these are.
         records: where the pins are written for the node's next life; None where they are not written.
     """
 
     def __init__(self, ledger: Ledger, records: PrefixPinRecords | None = None) -> None:
         self._ledger = ledger
-        assert isinstance(ledger.prefix_pins, PrefixPinTable)
         self._table = ledger.prefix_pins
         self._records = records
         self._read = self._changed = False
@@ -100,6 +97,7 @@ class NodePrefixPins(PoolPins):
         return ListPrefixPinsReply(prefix_pins=[_described(pin, now) for pin in found])
 
     def ending_in(self, chain: Sequence[bytes]) -> list[PinPrefixRequest]:
+        """Returns the prefix pins whose last block is one of a chain, as requests that would make them elsewhere."""
         now = time.monotonic()
         ending = ((pin, depth) for depth, name in enumerate(chain, 1) for pin in self._table.ending_with(name))
         return [
@@ -239,13 +237,4 @@ def _described(pin: PrefixPin, now: float) -> PrefixPinReply:
         left_s=max(0, round(wish.until_s - now)),
         hits=pin.hits,
         ephemeral=wish.ephemeral,
-    )
-
-
-def make_pins(flags: KVNodeFlags) -> PinMakers:
-    """Makes the prefix pins of a node by its flags. Raises ConfigError for a bad URL of Redis."""
-    records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
-    return PinMakers(
-        lambda tree: PrefixPinTable(tree, flags.max_pinned_percent, flags.max_tenant_pinned_percent),
-        lambda ledger: NodePrefixPins(ledger, records),
     )

@@ -22,7 +22,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class PrefixPinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Records one prefix pin, a :class:`pillion.kvstore.prefix_pins.pin_table.PrefixPinWish`. ``until_ms`` is Unix
+    """Records one prefix pin, a :class:`pillion.kvstore.ledger.pin_table.PrefixPinWish`. ``until_ms`` is Unix
     time."""
 
     owner: str

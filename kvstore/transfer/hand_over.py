@@ -19,9 +19,12 @@ What came last is the last to leave a pool. So chains that came are touched agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+# Such a function asks the index: it returns how many of the first blocks of a chain (32 bytes per hash) each node has.
+LookUp = Callable[[bytes], Awaitable[Mapping[str, int]]]
 
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)

@@ -46,7 +46,7 @@ SERVER_PACKAGES = (
 )
 # For each role this names the module and function that start its component.
 ROLES = {
-    "kvnode": ("pillion.kvstore.node.kv_node", "start_kvnode"),
+    "kvnode": ("pillion.kvstore.assemble", "start_kvnode"),
     "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),

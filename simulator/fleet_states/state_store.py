@@ -4,10 +4,10 @@
                        '--state, where texts part     '--state at the prompt's end         state at the answer's end--'
 
 A prompt goes on from the longest prefix after which a state stands. Which states stay is decided by the classes that
-decide it in production (:mod:`pillion.kvstore.states`), and so is how much memory a ticket needs. A trace numbers whole
-blocks of 512 tokens alone, so the state at a prompt's last whole KV block stands after the last one of these, which is
-where the next turn finds it. Answers take room with their blocks and states, and nobody finds them: in a service whose
-prompts repeat answers, the state at the answer's end is found in place of the one at the prompt's.
+decide it in production (:mod:`pillion.kvstore.ledger.state_eviction`), and so is how much memory a ticket needs. A
+trace numbers whole blocks of 512 tokens alone, so the state at a prompt's last whole KV block stands after the last one
+of these, which is where the next turn finds it. Answers take room with their blocks and states, and nobody finds them:
+in a service whose prompts repeat answers, the state at the answer's end is found in place of the one at the prompt's.
 
 With 0 pages for a state the store holds a model without states by the same rules, to compare with.
 """
@@ -25,9 +25,8 @@ from pillion.kvstore.hashing import state_page
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.records import TicketState
-from pillion.kvstore.states.state_eviction import StateEviction, keep_states
 from pillion.simulator.fleet.prefix_store import NodeStore, PrefixIndex, SimTicket, SlotsOfState, StateCounts
 from pillion.v1.kvnode_pb2 import CommitRun
 
@@ -78,7 +77,9 @@ class StateStore(NodeStore):
         super().__init__(node_id, index, capacity, block_size)
         self._pages = pages
         self._block_size = block_size
-        self.ledger = Ledger(itertools.count(1).__next__, 0, LruEviction(), states=keep_states(flags))
+        self.ledger = Ledger(
+            itertools.count(1).__next__, 0, LruEviction(), PoolShares(state_percent=flags.state_percent)
+        )
         self.ledger.shape(capacity)
         self._holder = self.ledger.attach(node_id, ROLE)
         self._nonces = itertools.count(1)
@@ -99,10 +100,8 @@ class StateStore(NodeStore):
 
     @property
     def states(self) -> StateCounts:
-        rules = self.ledger.states
-        evicted = rules.evicted_states if isinstance(rules, StateEviction) else 0
         pages = sum(block.page for block in self.ledger.tree.by_hash.values())
-        return StateCounts(self._kept, self._lacking, evicted, pages)
+        return StateCounts(self._kept, self._lacking, self.ledger.states.evicted_states, pages)
 
     def prefix(self, blocks: Sequence[int]) -> int:
         names, tree = self._named(blocks), self.ledger.tree

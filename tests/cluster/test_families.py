@@ -24,7 +24,8 @@ from pillion import AsyncClient, Delta
 from pillion.cli.flags import to_argv
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.assemble import start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import preloaded_modules
 from pillion.supervisor.standbys.fork_server import ForkServer

@@ -25,7 +25,8 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_server import model_entry
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.assemble import start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from testbed.cluster import PATIENT_MS

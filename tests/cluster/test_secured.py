@@ -57,7 +57,7 @@ async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[s
     """Run the gateway before real workers that it reaches over TCP; yield it and the workers' addresses."""
     from pillion.decode_service.decode_server import start_decode
     from pillion.gateway.gateway_server import start_gateway
-    from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.kvstore.assemble import start_kvnode
     from pillion.prefill_service.prefill_server import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:

@@ -29,8 +29,9 @@ from pillion.engine.worker.worker_server import WorkerServer
 from pillion.errors import Internal
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_server import model_entry
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.observability import metric_catalog as names
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.speculative_config import parse_speculative_config

@@ -13,7 +13,7 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
-from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.kvstore.assemble import start_kvnode
 from pillion.types import ComponentStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import proven_status

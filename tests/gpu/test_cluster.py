@@ -22,10 +22,10 @@ from pillion.decode_service.decode_server import start_decode
 from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.hashing import chain_hashes
-from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.net.rpc import open_channel
 from pillion.v1 import decode_pb2_grpc
 from testbed import cluster, fake_cuda

@@ -27,9 +27,10 @@ from pillion.engine.backends.loading import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StagedBackend
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.gpu import cuda_driver
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from testbed import cluster, fake_cuda
 from testbed.random_adapter import random_adapter
 from testbed.tiny_model import save_model

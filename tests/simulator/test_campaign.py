@@ -189,7 +189,7 @@ def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
     assert result.endings == ["whole"] * len(requests)
     signs = {
         FaultKind.DISK_STALL: "disk stalls",
-        FaultKind.DISK_FULL: "cannot write blocks to disk",
+        FaultKind.DISK_FULL: "the disk is full",
         FaultKind.DISK_FLIP: "is lost and will be computed again: it does not fit",
     }
     assert any(signs[kind] in line for line in result.history)

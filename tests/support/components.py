@@ -84,7 +84,7 @@ async def running_components(
     """
     from pillion.decode_service.decode_server import start_decode
     from pillion.gateway.gateway_server import start_gateway
-    from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.kvstore.assemble import start_kvnode
     from pillion.prefill_service.prefill_server import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:

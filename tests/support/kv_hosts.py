@@ -13,10 +13,11 @@ from typing import Any
 
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
 from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer
@@ -93,9 +94,9 @@ class KVHost:
                 **{"fetch_timeout_ms": 60_000, **self.flags},
             )
         )
-        assert self.node._registry is not None
+        assert self.node._directory._registry is not None
         # A fetch asks it where the sources are.
-        patient(self.node._registry)
+        patient(self.node._directory._registry)
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
         # A connection to the same path, which just failed, is tried again only after a moment.
@@ -227,9 +228,9 @@ class KVHost:
 async def _are_registered(made: list[KVHost]) -> bool:
     """Returns whether the registry has all nodes. On a busy machine a node's first heartbeat may come to nothing."""
     assert made[0].node is not None
-    assert made[0].node._registry is not None
+    assert made[0].node._directory._registry is not None
     try:
-        there = {record.component_id for record in await made[0].node._registry.components()}
+        there = {record.component_id for record in await made[0].node._directory._registry.components()}
     except PillionError:
         return False
     return there >= {host.name for host in made}

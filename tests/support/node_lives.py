@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from pillion.config import KVNodeFlags
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors, PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment
 from pillion.kvstore.pool_survival.slot_table import SlotTable
@@ -172,7 +173,7 @@ class Lives:
     async def safe(self) -> None:
         """Waits until all that was committed would outlive the node, which runs in this process."""
         assert self.node is not None
-        life = self.node.pool.life
+        life = self.node.pool.survival
         await until("the blocks to be in the table", lambda: not life.blocks.unsealed(1))
         await until("the keeper to have the pool", lambda: not life._keeper.lost())
 

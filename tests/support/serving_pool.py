@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.ledger_pins import LedgerPins
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import CommitRun
 
 NUM_SLOTS = 12
@@ -33,9 +30,9 @@ class ServingPool:
         self,
         policy: EvictionPolicy,
         num_slots: int = NUM_SLOTS,
-        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+        shares: PoolShares = PoolShares(),  # noqa: B008
     ) -> None:
-        self.ledger = Ledger(itertools.count(1).__next__, 0, policy, pins)
+        self.ledger = Ledger(itertools.count(1).__next__, 0, policy, shares)
         self.ledger.shape(num_slots)
         self.epoch = self.ledger.attach("one", SESSION)
         self.nonces = itertools.count(1)

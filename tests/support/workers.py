@@ -16,9 +16,10 @@ from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.backends.loading import BackendFactory
 from pillion.engine.worker.worker_server import WorkerServer
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.net.rpc import open_channel
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import SamplingParams, TokenLogprob

@@ -1,7 +1,7 @@
-"""Is the room of a lower tier on a disk, whose blocks are found again after a restart (--disk-path, docs/tiers.md).
+"""Keeps a lower tier on a disk, whose blocks are found again after a restart (--disk-path, docs/tiers.md).
 
     disk.py        DiskMedium, DiskTier: files, bounded, least recently used first.
     disk_files.py  the format of a file, and the folder that one node owns.
 
-Blocks come here as the pool evicts them (kvstore/tiers/spill.py). The seam of the room is kvstore/tiers/media.py.
+Blocks come here as the pool evicts them (kvstore/tiers/spill.py).
 """

@@ -71,20 +71,21 @@ async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: i
 
 
 class DiskMedium:
-    """Holds the disk tier's folder, which is locked when the node starts
-    (:class:`pillion.kvstore.tiers.media.NearMedium`)."""
+    """Holds the disk tier's folder, which is locked when the node starts. Raises ConfigError where it cannot be."""
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._folder = DiskFolder(flags.disk_path)
         self._disk_bytes = flags.disk_bytes
 
     async def open_tier(self, shape: PoolShape) -> DiskTier:
+        """Opens the tier, which has the blocks that earlier nodes left. Raises ConfigError."""
         namespace = bytes.fromhex(shape.namespace)
         return await open_disk_tier(
             self._folder, namespace=namespace, block_bytes=shape.block_bytes, disk_bytes=self._disk_bytes
         )
 
     def close(self) -> None:
+        """Gives the folder up to other nodes; its tier is closed. Idempotent."""
         self._folder.close()
 
 

@@ -1,4 +1,4 @@
-"""Is the room of a lower tier in a bucket, which nodes and clusters share and which outlives them (--object-url,
+"""Keeps a lower tier in a bucket, which nodes and clusters share and which outlives them (--object-url,
 docs/tiers.md).
 
     object_tier.py    ObjectMedium, ObjectTier: what is in the bucket, as far as this node knows; reads and writes.
@@ -7,5 +7,5 @@ docs/tiers.md).
     object_store.py   ObjectStore: the requests to an S3 service, and what --object-url says.
 
 Blocks come here in two ways: write_through.py copies each one some seconds after its commit, and
-kvstore/tiers/spill.py offers those that it evicts, as to every tier. The seam of the room is kvstore/tiers/media.py.
+kvstore/tiers/spill.py offers those that it evicts, as to every tier.
 """

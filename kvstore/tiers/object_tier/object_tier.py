@@ -20,16 +20,15 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
 from pillion.config import KVNodeFlags
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
-from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape
-from pillion.kvstore.memory.memory import PoolMemory, block_checksum, until_over
+from pillion.kvstore.memory.memory import block_checksum, until_over
 from pillion.kvstore.tiers.object_tier.object_runs import (
     HEADER_BYTES,
     RunLayout,
@@ -45,9 +44,8 @@ from pillion.kvstore.tiers.object_tier.object_store import (
     ObjectStoreFailure,
     parse_object_url,
 )
-from pillion.kvstore.tiers.object_tier.write_through import WriteThrough
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt, FarTier, MediumTier, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -77,24 +75,19 @@ class _Place:
 
 
 class ObjectMedium:
-    """Represents a bucket as :class:`pillion.kvstore.tiers.media.FarMedium`. Raises ConfigError for a URL that names
-    none."""
+    """Represents a bucket, which other nodes write to as well. Raises ConfigError for a URL that names none.
+
+    Attributes:
+        place: the name by which gateways know it: nodes with the same name share it.
+    """
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._store = ObjectStore(parse_object_url(flags.object_url))
         self.place = str(self._store.place)
 
     def make_tier(self, shape: PoolShape) -> ObjectTier:
+        """Makes the tier of a pool in the bucket."""
         return ObjectTier(self._store, RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes))
-
-    def copies(
-        self,
-        ledger: Ledger,
-        memory: PoolMemory,
-        tiers: Sequence[FarTier],
-        blocks_lost: Callable[[Sequence[BlockName]], None],
-    ) -> WriteThrough:
-        return WriteThrough(ledger, memory, tiers, blocks_lost)
 
 
 class ObjectTier(MediumTier[_Place]):

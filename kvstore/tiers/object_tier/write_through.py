@@ -21,7 +21,6 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.media import EarlyCopies
 from pillion.kvstore.tiers.tiers import BlockName, FarTier
 
 COPY_DELAY_S = 5.0
@@ -33,8 +32,8 @@ MAX_DUE_BLOCKS = 2**16
 NO_ROOM_S = 0.5
 
 
-class WriteThrough(EarlyCopies):
-    """Copies the blocks of one pool. Only the node's loop calls it.
+class WriteThrough:
+    """Copies the blocks of one pool to far tiers while they are still in the pool. Only the node's loop calls it.
 
     Args:
         tiers: far tiers.

@@ -15,12 +15,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.gpu.cuda_driver import driver_version
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
-from pillion.rooms import Seam, entered
 from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
@@ -42,8 +42,6 @@ _ENVIRONMENT = {
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _CUDA_13 = 13000
-# The room's function returns the version of this machine's CUDA driver, 0 where there is none.
-DRIVER_VERSION = Seam[Callable[[], int]]("kvstore.transfer.driver")
 # These are NIXL's names of the kinds of memory.
 _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _OWN = "NIXL_INIT_AGENT"
@@ -201,7 +199,7 @@ class NixlAgent:
 
 def _builds() -> Sequence[str]:
     """Returns NIXL's builds, the one that fits the CUDA driver first; for host memory any of them does."""
-    version = next((ask() for ask in entered(DRIVER_VERSION)), 0)
+    version = driver_version()
     return _BUILDS_BEFORE_13 if 0 < version < _CUDA_13 else _BUILDS
 
 

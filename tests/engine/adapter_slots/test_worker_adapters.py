@@ -24,8 +24,9 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import call_unary
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
 from testbed.conditions import WITHIN_S, until
@@ -38,7 +39,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
 
 def adapters_of(node: KVNode) -> NodeAdapters:
     """What the node has for adapters."""
-    return next(one for one in node.rooms if isinstance(one, NodeAdapters))
+    return node.adapters
 
 
 @pytest.fixture

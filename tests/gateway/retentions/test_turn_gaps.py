@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.retentions import turn_gaps
 from pillion.gateway.retentions.turn_gaps import MAX_TOOL_CHARS, STEP, GapTable, KeepUntil, LetGo, TurnGaps
-from pillion.kvstore.retentions.retention_eviction import MAX_WORTH_STEPS
+from pillion.kvstore.ledger.retention_eviction import MAX_WORTH_STEPS
 from tests.support.examples import examples
 
 

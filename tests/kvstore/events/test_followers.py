@@ -146,7 +146,7 @@ def blocks_of(node: KVNode) -> Callable[[], dict[bytes, bytes]]:
 
 
 def followers_of(node: KVNode) -> Followers:
-    return cast("Followers", node.pool.watch)
+    return node.pool.followers
 
 
 async def test_a_follower_has_the_pool_over_its_lives(lives: Lives) -> None:

@@ -33,7 +33,7 @@ async def seen(host: KVHost, *node_ids: str, blocks: int) -> None:
     """Waits until the registry tells a node that exactly these others live, with so many blocks that nobody pins."""
 
     async def known() -> bool:
-        found = {other.node_id: other for other in await node_of(host)._others()}
+        found = {other.node_id: other for other in await node_of(host)._directory.others()}
         # A block that is still pinned counts for neither.
         used = [NUM_SLOTS - other.free for other in found.values()]
         return (
@@ -76,7 +76,7 @@ async def test_what_a_third_node_has_is_not_handed_over_to_another_one(short_fol
         await a.serve(here)
 
         async def announced() -> bool:
-            return (await node_of(a)._look_up(there)).get("c") == 5
+            return (await node_of(a)._directory.look_up(there)).get("c") == 5
 
         await until("the third node's blocks in the index", announced)
         await seen(a, "b", "c", blocks=25)

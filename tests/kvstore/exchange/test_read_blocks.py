@@ -14,12 +14,12 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.memory import memory as memory_module
 from pillion.kvstore.memory.memory import HostMemory
-from pillion.kvstore.node.pool import Pool
 from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import BlockPiece, ReadBlocksRequest
 from pillion.wire.attach import AttachHello
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import hosts, prompt
+from tests.support.pools import make_pool
 
 BLOCK_BYTES = 1536
 NUM_SLOTS = 5000
@@ -30,12 +30,7 @@ class SourceOfOneChain:
     """A real pool with one chain, which a session has pinned; every slot's bytes are its number."""
 
     def __init__(self) -> None:
-        self.pool = Pool(
-            pool_bytes=NUM_SLOTS * BLOCK_BYTES,
-            decode_reserve_percent=0,
-            max_waiting=4,
-            heartbeat_timeout_s=5.0,
-        )
+        self.pool = make_pool(NUM_SLOTS * BLOCK_BYTES)
         self.memory = HostMemory(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
         for slot in range(NUM_SLOTS):
             self.memory.block(slot)[:] = slot.to_bytes(4, "little") * (BLOCK_BYTES // 4)

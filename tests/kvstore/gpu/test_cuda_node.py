@@ -15,9 +15,10 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.gpu import cuda_driver
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from testbed import fake_cuda
 from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
@@ -45,7 +46,7 @@ sys.stdin.read()
 """
 NODE = """
 import asyncio, sys
-from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.kvstore.assemble import start_kvnode
 from pillion.config import KVNodeFlags
 async def main():
     flags = KVNodeFlags(node_listen=f"unix:{sys.argv[1]}/node.sock", attach_socket=f"{sys.argv[1]}/attach.sock",

@@ -13,6 +13,7 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.gpu import cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_domain import CudaDomain, device_indexes
@@ -20,7 +21,7 @@ from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.mapped_memory import Region, share_region
 from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.ledger.records import slots_of
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.attach import MAX_SHARDS
 from testbed import fake_cuda

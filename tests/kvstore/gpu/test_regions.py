@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded, Unavailable
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.gpu import cuda_driver, region_server
 from pillion.kvstore.gpu.mapped_memory import Region, share_region
 from pillion.kvstore.gpu.regions import FILL, READY, Action, Dropped, Granted, Regions
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.wire.attach import (
     RegionHello,
     hello_from_line,

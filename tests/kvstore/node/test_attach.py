@@ -23,9 +23,9 @@ from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node import attach_server
 from pillion.kvstore.node.attach_server import AttachServer
-from pillion.kvstore.node.pool import Pool
 from pillion.wire.attach import MAX_LINE_BYTES, PROCESSES, AttachHello, AttachReply, RegionHello
 from testbed.conditions import WITHIN_S, loop_turns, until
+from tests.support.pools import make_pool
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
@@ -75,12 +75,7 @@ class AttachNode:
         self.exit_is_proof = False
         self.protocol = PROTOCOL
         self.path = f"{folder}/sub/attach.sock"
-        self.pool = Pool(
-            pool_bytes=POOL_BYTES,
-            decode_reserve_percent=0,
-            max_waiting=4,
-            heartbeat_timeout_s=5.0,
-        )
+        self.pool = make_pool(POOL_BYTES)
         self.segment = Segment(POOL_BYTES)
         self.server = AttachServer(
             self.path,

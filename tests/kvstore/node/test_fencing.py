@@ -15,12 +15,13 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import Cancelled, Conflict, NotFound
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node import pool as pool_module
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
 from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer

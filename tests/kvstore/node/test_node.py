@@ -25,17 +25,18 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import MAX_RELEASE_TRIES, NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node import pool as pool_module
-from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.node.kv_node import KVNode
 from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
 from testbed.conditions import WITHIN_S, loop_turns, until
+from tests.support.pools import make_pool
 
 NUM_SLOTS = 20
 BLOCK_BYTES = 4096
@@ -242,12 +243,7 @@ async def test_cancel_and_grant_at_once_leak_nothing(
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
 async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
     """Both orders, before the waiting task has had a chance to run."""
-    pool = Pool(
-        pool_bytes=20,
-        decode_reserve_percent=0,
-        max_waiting=9,
-        heartbeat_timeout_s=5.0,
-    )
+    pool = make_pool(20, max_waiting=9)
     worker, _ = pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = worker if adopt else pool.open_session("g")
     ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))

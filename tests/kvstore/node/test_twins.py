@@ -6,8 +6,8 @@ import pytest
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.index.registry import Registry
-from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.ports import free_port

@@ -184,14 +184,14 @@ async def test_a_second_living_node_of_one_name_keeps_nothing(
     async with ended(other):
         node = await other.begin()
         await other.worker()
-        survival = node.pool.life
+        survival = node.pool.survival
         assert survival is not None
         memories = [segment.fileno() for segment in (survival._pool.places, survival._pool._table_segment)]
         with pytest.raises(Unavailable, match="lives: give each node a --node-id of its own"):
             await asyncio.to_thread(survival._keeper.keep, lives.flags.node_id, memories)
         assert lives.node is not None
-        assert lives.node.pool.life is not None
-        assert not lives.node.pool.life._keeper.lost()
+        assert lives.node.pool.survival is not None
+        assert not lives.node.pool.survival._keeper.lost()
         await lives.end()
         await until("the keeper to have the second pool", lambda: not survival._keeper.lost())
 
@@ -290,7 +290,7 @@ async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) ->
         with running_keeper(lives.flags.keeper_socket):
             await lives.commit(worker, CHAIN)
         assert lives.node is not None
-        life = lives.node.pool.life
+        life = lives.node.pool.survival
         await until("the node to miss the keeper", life._keeper.lost)
         with running_keeper(lives.flags.keeper_socket):
             await until("the new keeper to have the pool", lambda: not life._keeper.lost())

@@ -17,7 +17,6 @@ from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.prefix_pins import node_pins
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
-from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable
 from pillion.net.rpc import RunningServer
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1.kvnode_pb2 import CommitRun
@@ -37,7 +36,7 @@ class NodePinsLife:
     """One life of a node's ledger, with a caller."""
 
     def __init__(self, num_slots: int = 16) -> None:
-        self.ledger = Ledger(itertools.count(1).__next__, pins=lambda tree: PrefixPinTable(tree, 50, 25))
+        self.ledger = Ledger(itertools.count(1).__next__)
         if num_slots:
             self.ledger.shape(num_slots)
         self.epoch = self.ledger.attach("gateway", SESSION)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import make_policy
-from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
+from pillion.kvstore.ledger.pin_table import PrefixPinWish
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
 from pillion.kvstore.transfer.hand_over import (
     MAX_VAIN_ASKS,
     PIECE_BYTES,
@@ -237,13 +237,7 @@ def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(policy: str, prompts: list[list[int]], pinned: int) -> None:
-    table: list[PrefixPinTable] = []
-
-    def pins(tree: object) -> PrefixPinTable:
-        table.append(PrefixPinTable(tree, 90, 90))  # type: ignore[arg-type]
-        return table[0]
-
-    ledger = Ledger(itertools.count(1).__next__, 0, make_policy(policy), pins)
+    ledger = Ledger(itertools.count(1).__next__, 0, make_policy(policy), PoolShares(90, 90))
     ledger.shape(200)
     epoch = ledger.attach("one", SESSION)
     for nonce, tokens in enumerate(prompts, 1):
@@ -257,7 +251,7 @@ def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(policy: str, prompts
         ledger.release(epoch, [ticket.ticket_id])
         if nonce - 1 == pinned:
             wish = PrefixPinWish("me", "it", hashes[-1], len(hashes), until_s=100.0)
-            table[0].pin_prefix(wish, 0.0, hashes)
+            ledger.prefix_pins.pin_prefix(wish, 0.0, hashes)
     hot_first = list(reversed(list(ledger.tree.policy)))
     tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)
     covered = list(dict.fromkeys(block for tip in tips for block in ledger.tree.chain(tip)))

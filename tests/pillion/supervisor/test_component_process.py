@@ -16,16 +16,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROGRAM = """
 import gc, os, resource, signal, sys
 from pillion.config import KVNodeFlags
-from pillion.kvstore.node import kv_node
+from pillion.kvstore import assemble
 from pillion.supervisor import component_process
 
-real = kv_node.start_kvnode
+real = assemble.start_kvnode
 async def start_kvnode(flags):
     node = await real(flags)
     os.kill(os.getpid(), signal.SIGTERM)
     return node
 
-kv_node.start_kvnode = start_kvnode
+assemble.start_kvnode = start_kvnode
 listen, attach = (f"{sys.argv[1]}/{name}.sock" for name in "ka")
 flags = KVNodeFlags(redis_url="", kv_pool_bytes=2**20, node_listen=f"unix:{listen}", attach_socket=attach)
 status = component_process.run_component("kvnode", flags)

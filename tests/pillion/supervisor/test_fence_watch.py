@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from pillion.config import KVNodeFlags
+from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
-from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
+from pillion.kvstore.ledger.pin_table import PrefixPinTable, PrefixPinWish
 from pillion.kvstore.ledger.records import Block
-from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
-from pillion.kvstore.states.state_eviction import StateEviction
+from pillion.kvstore.ledger.state_eviction import StateEviction
 from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
 
@@ -39,10 +39,8 @@ class StatePool:
             itertools.count(1).__next__,
             0,
             make_policy(policy),
-            *([lambda tree: PrefixPinTable(tree, 75, 50)] if pins else []),
-            states=lambda plain: StateEviction(plain, percent),
+            PoolShares(75, 50, percent),
         )
-        assert isinstance(self.ledger.states, StateEviction)
         self.states = self.ledger.states
         self.ledger.shape(num_slots)
         self.max_pages = num_slots * percent // 100

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
-from pillion.kvstore.prefix_pins.pin_table import (
+from pillion.kvstore.ledger.ledger import PoolShares
+from pillion.kvstore.ledger.pin_table import (
     MAX_OWNER_PREFIX_PINS,
     MAX_PREFIX_PIN_S,
     PrefixPin,
-    PrefixPinTable,
     PrefixPinWish,
 )
 from tests.support.examples import examples
@@ -31,7 +31,7 @@ class PinnedPool(ServingPool):
     """A pool with prefix pins, which looks at each eviction whether a block without a pin was left to evict."""
 
     def __init__(self, policy: str = "lru", num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
-        super().__init__(make_policy(policy), num_slots, lambda tree: PrefixPinTable(tree, *percents))
+        super().__init__(make_policy(policy), num_slots, PoolShares(*percents))
         evict = self.ledger.tree.evict
 
         def watched_evict() -> object:

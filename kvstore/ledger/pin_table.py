@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
-from pillion.kvstore.ledger.ledger_pins import LedgerPins
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -86,7 +85,7 @@ class PrefixPin:
         return min(self.end.depth + 1, self.wish.blocks) if self.end is not None else 0
 
 
-class PrefixPinTable(LedgerPins):
+class PrefixPinTable:
     """Holds all prefix pins of one pool. The ledger calls it for blocks that come and go; no call waits, so it has no
     lock.
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger_pins import LedgerPins
-from pillion.kvstore.ledger.tree import BlockTree
-from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
-from pillion.kvstore.retentions.retention_eviction import RetentionEviction
+from pillion.kvstore.ledger.ledger import PoolShares
+from pillion.kvstore.ledger.pin_table import PrefixPinWish
+from pillion.kvstore.ledger.retention_eviction import RetentionEviction
 from tests.support.examples import examples
 from tests.support.serving_pool import NUM_SLOTS, TOKENS, ServingPool, prompt
 
@@ -30,11 +27,11 @@ class RetainingPool(ServingPool):
         policy: str = "lru",
         num_slots: int = NUM_SLOTS,
         percents: tuple[int, int] = PERCENTS,
-        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+        shares: PoolShares = PoolShares(),  # noqa: B008
     ) -> None:
         self.now = 0.0
         self.policy = RetentionEviction(make_policy(policy), *percents, lambda: self.now)
-        super().__init__(self.policy, num_slots, pins)
+        super().__init__(self.policy, num_slots, shares)
         self.policy.bind(self.ledger.tree, num_slots)
 
     def retain(self, owner: str, due_s: float, *tokens: int) -> bool:
@@ -115,22 +112,18 @@ class LivesWithPins(RetainedLives):
     """A pool with retentions in which users pin prefixes, too, beside one without."""
 
     def make(self) -> RetainingPool:
-        def make_table(tree: BlockTree) -> PrefixPinTable:
-            self.table = PrefixPinTable(tree, 75, 50)
-            return self.table
-
-        return RetainingPool(pins=make_table)
+        return RetainingPool(shares=PoolShares(75, 50))
 
     @rule(tokens=TOKENS, name=st.sampled_from("xy"))
     def pin(self, tokens: list[int], name: str) -> None:
         hashes = prompt(*tokens)
         wish = PrefixPinWish("a", name, hashes[-1], len(hashes), self.pool.now + 5)
         if len(hashes) <= 3:
-            self.table.pin_prefix(wish, self.pool.now, hashes)
+            self.pool.ledger.prefix_pins.pin_prefix(wish, self.pool.now, hashes)
 
     @rule(name=st.sampled_from("xy"))
     def unpin(self, name: str) -> None:
-        self.table.drop("a", name)
+        self.pool.ledger.prefix_pins.drop("a", name)
 
 
 for lives in (RetainedLives, LivesWithLfu, LivesWithPins):

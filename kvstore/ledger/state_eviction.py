@@ -25,12 +25,10 @@ In a pool without states, blocks leave in the order of ``plain``. Sans-IO (I9).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pillion.config import KVNodeFlags
 from pillion.kvstore.ledger.eviction import EvictionPolicy
-from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import Match
 
@@ -89,7 +87,7 @@ class KindOfState:
         return max(LEAST_SHARE, self.found / (self.found + self.left))
 
 
-class StateEviction(LedgerStates):
+class StateEviction:
     """Implements an eviction policy around ``plain``, which knows all blocks that it knows, and learns of pages.
 
     A search of the next state is O(states that are looked at); a state that comes takes O(its gap), and, where blocks
@@ -100,7 +98,6 @@ class StateEviction(LedgerStates):
     """
 
     def __init__(self, plain: EvictionPolicy, percent: float) -> None:
-        super().__init__(self)
         self.plain = plain
         self.evicted_states = 0
         self._percent = percent
@@ -357,8 +354,3 @@ def _stands_after(block: Block, other: Block) -> bool:
     while at is not None and at.depth > other.depth:
         at = at.parent
     return at is other
-
-
-def keep_states(flags: KVNodeFlags) -> Callable[[EvictionPolicy], LedgerStates]:
-    """Returns what makes the eviction of states by a node's flags."""
-    return lambda policy: StateEviction(policy, flags.state_percent)

@@ -1,0 +1,92 @@
+"""Puts a KV node together: this page says what a node has, and which flags turn it on.
+
+    always          the pool's ledger, prefix pins, retentions, states, followers, adapters, regions, other nodes
+    --kv-device     the memory domain: this host's, or GPUs
+    --keeper-socket memory that outlives the node
+    --disk-path     a tier on a disk          --object-url  a tier in a bucket
+
+Nothing else makes a part of a node, and no part looks another one up.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from pillion.config import KVNodeFlags, refuse_contradictions
+from pillion.errors import ConfigError
+from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.events.block_log import BlockLog
+from pillion.kvstore.events.followers import Followers
+from pillion.kvstore.exchange.node_exchange import NodeExchange
+from pillion.kvstore.gpu.region_server import RegionServer
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares
+from pillion.kvstore.ledger.retention_eviction import RetentionEviction
+from pillion.kvstore.memory.domain import CPU, Domain, HostDomain
+from pillion.kvstore.memory.node_memory import NodeMemory
+from pillion.kvstore.node.kv_node import KVNode
+from pillion.kvstore.node.node_directory import NodeDirectory
+from pillion.kvstore.node.pool import new_id
+from pillion.kvstore.pool_survival.surviving_memory import SurvivingMemory
+from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
+from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
+from pillion.kvstore.retentions.node_retentions import NodeRetentions
+from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
+
+
+async def start_kvnode(flags: KVNodeFlags) -> KVNode:
+    """Starts a node; it serves when this returns. Raises ConfigError, and leaves nothing behind, if the node cannot
+    start."""
+    node = make_kvnode(flags)
+    try:
+        await node.start()
+    except BaseException:
+        await node.stop(0.0)
+        raise
+    return node
+
+
+def make_kvnode(flags: KVNodeFlags) -> KVNode:
+    """Makes a node by its flags; a loop runs. Raises ConfigError for flags that contradict each other, and for a disk
+    or a bucket that cannot be had."""
+    refuse_contradictions(flags)
+    if not flags.node_id:
+        raise ConfigError("--node-id must name the node")
+    directory = NodeDirectory(flags)
+    memory = (SurvivingMemory if flags.keeper_socket else NodeMemory)(flags, open_domain)
+    retaining = RetentionEviction(
+        make_policy(flags.eviction_policy),
+        flags.max_retained_percent,
+        flags.max_tenant_retained_percent,
+        time.monotonic,
+    )
+    shares = PoolShares(flags.max_pinned_percent, flags.max_tenant_pinned_percent, flags.state_percent)
+    ledger = Ledger(new_id, flags.decode_reserve_percent, retaining, shares)
+    records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
+    changes = BlockLog(secrets.randbits(62) + 1, flags.kv_log_changes)
+    return KVNode(
+        flags,
+        directory,
+        memory,
+        NodeExchange(flags, directory.addresses, lambda: directory.boot_epoch),
+        ledger=ledger,
+        prefix_pins=NodePrefixPins(ledger, records),
+        retentions=NodeRetentions(ledger, retaining),
+        followers=Followers(ledger.tree, changes, flags.max_kv_followers, flags.node_id, flags.kv_device),
+        adapters=NodeAdapters(flags, directory.addresses),
+        regions=RegionServer(flags.node_id, memory),
+        disk=DiskMedium(flags) if flags.disk_path else None,
+        bucket=ObjectMedium(flags) if flags.object_url else None,
+    )
+
+
+def open_domain(flags: KVNodeFlags) -> Domain:
+    """Opens the domain that ``--kv-device`` names. Raises ConfigError if the domain does not exist, or other flags do
+    not fit it."""
+    if flags.kv_device == CPU:
+        return HostDomain(flags)
+    from pillion.kvstore.gpu.cuda_domain import open_cuda_domain
+
+    return open_cuda_domain(flags)

@@ -1,0 +1,129 @@
+"""Knows the other nodes of a KV node's cluster, and tells Redis of this one: its record, and its blocks in the index.
+
+Without Redis a node is alone: it knows nobody, and what it tells goes nowhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError, PillionError
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.transfer.hand_over import OtherNode
+from pillion.wire.registry import ComponentRecord
+
+log = logging.getLogger("pillion.kvnode")
+
+# A node that has this one's name must answer within this time at start.
+TWIN_TIMEOUT_S = 2.0
+
+
+class NodeDirectory:
+    """Connects one node with the registry and the index. The node's loop makes all calls."""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        self._flags = flags
+        self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms) if flags.redis_url else None
+        # The index is asked when the node leaves.
+        self._index: Index | None = None
+        self._announcer: Announcer | None = None
+        self._boot_epoch = new_boot_epoch()
+
+    @property
+    def boot_epoch(self) -> int:
+        """Gives the boot epoch of this node's entries in the index."""
+        return self._announcer.boot_epoch if self._announcer else self._boot_epoch
+
+    async def addresses(self) -> Mapping[str, str]:
+        """Returns node id -> address of all live nodes. Raises Unavailable."""
+        components = await self._registry.components() if self._registry is not None else []
+        return {component.node_id: component.address for component in components if component.role == "kvnode"}
+
+    async def others(self) -> list[OtherNode]:
+        """Returns the other nodes that may take blocks; those that leave themselves may not. Raises Unavailable."""
+        components = await self._registry.components() if self._registry is not None else []
+        return [
+            OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks))
+            for one in components
+            if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
+        ]
+
+    async def look_up(self, hashes: bytes) -> dict[str, int]:
+        """Returns how many of the first blocks of a chain each node has, as the index says. Raises Unavailable."""
+        if self._index is None:
+            self._index = Index(self._flags.redis_url)
+        return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
+
+    async def refuse_twin(self, own_address: str) -> None:
+        """Raises ConfigError where another node of this name is alive: with two of them, each would take the other's
+        entries in the index for its own.
+
+        A record alone proves nothing, because that of this node's last life stays for a moment. Only a node that
+        answers counts, at an address that is not this node's.
+        """
+        node_id = self._flags.node_id
+        try:
+            known = await self.addresses()
+        except PillionError as error:
+            log.warning("the registry does not answer, so nobody knows whether %s is taken: %s", node_id, error.message)
+            return
+        address = known.get(node_id, own_address)
+        if address == own_address:
+            return
+        twin = NodeClient(address, node_id)
+        try:
+            found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
+        except PillionError as error:
+            log.info("a record of %s at %s stood for a node that is gone: %s", node_id, address, error.message)
+            return
+        finally:
+            await twin.aclose()
+        if found == node_id:
+            raise ConfigError(
+                f"--node-id {node_id} is taken: a KV node of this name serves at {address}; give each node a name of"
+                " its own"
+            )
+
+    async def announce(
+        self, record: Callable[[int], ComponentRecord], hashes: Callable[[], Iterable[tuple[bytes, bytes]]]
+    ) -> None:
+        """Tells Redis of this node and its blocks until it is cancelled. ``record`` makes the node's record from its
+        boot epoch, and ``hashes`` yields (hash, segment) of all blocks."""
+        self._announcer = Announcer(
+            self._flags.redis_url,
+            heartbeat_s=self._flags.heartbeat_ms / 1000,
+            ttl_ms=self._flags.heartbeat_timeout_ms,
+            record=record,
+            hashes=hashes,
+        )
+        await self._announcer.run()
+
+    def push(self, events: list[IndexEvent]) -> None:
+        """Notes blocks that came and went, for the index."""
+        if self._announcer is not None and events:
+            self._announcer.push(events)
+
+    def beat_now(self) -> bool:
+        """Sends the next heartbeat at once; returns whether this node sends any."""
+        if self._announcer is not None:
+            self._announcer.beat_now()
+        return self._announcer is not None
+
+    async def leave(self) -> None:
+        """Takes this node out of the registry; :meth:`announce` has been cancelled. Idempotent."""
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            await announcer.leave()
+
+    async def aclose(self) -> None:
+        """Closes the connections. Idempotent."""
+        if self._registry is not None:
+            await self._registry.aclose()
+        if self._index is not None:
+            await self._index.aclose()
