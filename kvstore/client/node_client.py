@@ -368,6 +368,9 @@ async def typed(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.UsageError:
         raise Unavailable("the connection was closed") from None
+    except grpc.aio.InternalError as error:
+        # A message could not be sent, and gRPC does not say yet why the call has ended.
+        raise Unavailable(f"the connection was lost: {error}") from None
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
     except asyncio.CancelledError as error:

@@ -207,7 +207,9 @@ def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception | asyncio.CancelledError, method: str
 ) -> None:
-    if isinstance(error, grpc.aio.AbortError) or (isinstance(error, asyncio.CancelledError) and _given_up()):
+    # Where a message of the handler could not be sent, nobody is there to be told of it.
+    unheard = isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError)
+    if unheard or (isinstance(error, asyncio.CancelledError) and _given_up()):
         raise error
     status = to_status(as_pillion_error(error, method))
     # Trailers that the handler has set stay, beside the error's own.

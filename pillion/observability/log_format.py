@@ -1,5 +1,8 @@
 """Writes log lines as text for people, or as one JSON object each for collectors; the object names the trace too.
 
+A process that is killed breaks the calls of others. gRPC and asyncio write a traceback for some of these calls, where
+the end of the connection comes between two of gRPC's own steps; :func:`in_one_line` leaves one line of it.
+
 A record may carry ``fields``, the values of its message as a dictionary: they become keys of the JSON object.
 """
 
@@ -42,6 +45,29 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+# Errors of these types, of gRPC for asyncio, say that the other side of a call is gone or has refused it. Their names
+# stand here, so that no program imports gRPC for its log.
+_ENDS_OF_CALLS = frozenset(("AioRpcError", "ExecuteBatchError"))
+# These loggers write a traceback for what no code of Pillion's can catch.
+_LIBRARIES = ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio")
+
+
+def in_one_line(record: logging.LogRecord) -> bool:
+    """Takes the traceback out of a library's record about a call whose other side is gone, and what follows its first
+    line: it is a warning then. It is a filter of loggers; returns whether the record is written."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and any(kind.__name__ in _ENDS_OF_CALLS for kind in type(error).__mro__):
+        reason = error.details() if hasattr(error, "details") else str(error)
+        record.msg, record.args = "%s: %s", (_first_line(record.getMessage()), _first_line(reason or ""))
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.exc_info = record.exc_text = None
+    return logging.getLogger(record.name).isEnabledFor(record.levelno)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
 def logs_json() -> bool:
     """Returns whether this process logs JSON, so that plain text on standard error would be out of place."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
@@ -65,5 +91,7 @@ def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
         # Python itself would print warnings as plain text.
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
+    for library in _LIBRARIES:
+        logging.getLogger(library).addFilter(in_one_line)
     # uvicorn's start-up lines repeat those of the component.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
