@@ -318,10 +318,14 @@ async def _listen(
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
     """Keeps the health at the probes' address up to date: it says whether a request would be served now, and under the
-    name "prefill" whether a prefill worker could compute its prompt."""
+    name of each prefill worker whether that one could compute its prompt."""
+    told = frozenset[str]()
     while True:
         await probe.set_serving(not gateway.not_ready())
-        await probe.set_serving(gateway.cluster.knows(PREFILL), (PREFILL,))
+        before, told = told, gateway.cluster.known(PREFILL)
+        for names, serving in ((before - told, False), (told - before, True)):
+            if names:
+                await probe.set_serving(serving, tuple(names))
         await asyncio.sleep(READY_POLL_S)
 
 

@@ -23,8 +23,9 @@ from pillion.config import DecodeFlags
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature, Steps
-from pillion.engine.worker.worker_feature import WorkerFeature, WorkerSetup
+from pillion.engine.worker.worker_feature import WorkerFeature, WorkerPlace, WorkerSetup
 from pillion.kvstore.client.attachment import Attachment
+from pillion.observability import metric_catalog as names
 
 
 class PartialBlock(BlockChain):
@@ -111,6 +112,11 @@ class PartialBlocks(StepFeature):
     def chains(self) -> Iterable[BlockChain]:
         return self._kept.values()
 
+    @property
+    def kept_blocks(self) -> int:
+        """Gives the number of partial blocks, each of which takes a slot."""
+        return len(self._kept)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         assert len(self._kept) <= self.most + sum(kept.is_read() for kept in self._kept.values())
         promised = {one.copy_first[0] for one in sequences if one.copy_first}
@@ -126,6 +132,9 @@ class WorkerPartialBlocks(WorkerFeature):
 
     def bind_pool(self, attachment: Attachment) -> None:
         self._part.most = attachment.num_slots * self._percent // 100
+
+    def attached(self, worker: WorkerPlace) -> None:
+        worker.meters.watch(lambda: ((names.PARTIAL_BLOCKS, (), self._part.kept_blocks),))
 
     def step_feature(self) -> StepFeature:
         self._part = PartialBlocks(self._part.most)

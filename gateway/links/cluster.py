@@ -217,9 +217,9 @@ class Cluster:
         """Returns whether layers of a model carry states, as far as its workers on record say."""
         return any(worker.state_pages for worker in self.view.of("decode", model))
 
-    def knows(self, role: str) -> bool:
-        """Returns whether this gateway knows a component of a role that answers."""
-        return any(one.role == role and self._usable(one) for one in self.view)
+    def known(self, role: str) -> frozenset[str]:
+        """Returns the ids of the components of a role that this gateway knows and that answer."""
+        return frozenset(one.component_id for one in self.view if one.role == role and self._usable(one))
 
     def lacks_node(self, served: Served) -> bool:
         """Returns whether none of the decode workers has a live KV node."""

@@ -193,6 +193,11 @@ ADAPTER_EVICTIONS = _counter(
     "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their slot to another one."
 )
 ADAPTERS = _gauge("pillion.adapters", "{adapter}", "Adapters that a worker can run with at once.")
+PARTIAL_BLOCKS = _gauge(
+    "pillion.partial_blocks",
+    "{block}",
+    "Leased slots in which a decode worker keeps the partial blocks of ended answers, for next turns.",
+)
 ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences that wait for their adapter on a worker.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
 FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")

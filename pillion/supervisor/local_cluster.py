@@ -134,7 +134,14 @@ class LocalCluster:
         await self.supervisor.start()
         if self.flags.prefill_workers:
             count = self.flags.gateway_workers + len(self.targets)
-            await until_prefill_is_known([probe_address(self.runtime.path, number) for number in range(count)])
+            gateways = [probe_address(self.runtime.path, number) for number in range(count)]
+            workers = [spec.component_id for spec in specs if spec.kind == "prefill"]
+            if missing := await until_prefill_is_known(gateways, workers):
+                self.notices.say(
+                    f"{', '.join(missing)}: not known to the gateways after {PREFILL_KNOWN_S:g} s; until then other"
+                    " workers compute all prompts",
+                    "bold yellow",
+                )
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         fences = asyncio.create_task(watching, name="fences")
@@ -178,14 +185,19 @@ class LocalCluster:
         return left
 
 
-async def until_prefill_is_known(gateways: Sequence[str]) -> None:
-    """Returns when each gateway, by its address for probes, knows a prefill worker, or after PREFILL_KNOWN_S: requests
-    are served without a prefill worker, too, but not as they will be."""
+async def until_prefill_is_known(gateways: Sequence[str], workers: Sequence[str]) -> list[str]:
+    """Returns when each gateway, by its address for probes, knows all prefill workers, or after PREFILL_KNOWN_S:
+    requests are served without prefill workers, too, but not as they will be. Returns the workers that are not known
+    then."""
+    left = [(address, worker) for worker in workers for address in gateways]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PREFILL_KNOWN_S):
-            for address in gateways:
-                while not await probes.is_serving(address, service="prefill"):  # noqa: ASYNC110
+            while left:
+                if await probes.is_serving(left[0][0], service=left[0][1]):
+                    del left[0]
+                else:
                     await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
+    return list(dict.fromkeys(worker for _, worker in left))
 
 
 def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
+import random
 import tempfile
 from typing import Any
 
@@ -10,6 +12,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pillion import Delta
+from pillion.observability import metric_catalog as names
+from pillion.speculative_config import parse_speculative_config
+from pillion.types import StructuredOutputs
+from testbed.conditions import until
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.components import Components, running_components
 from tests.support.oracle import Oracle, first_difference
@@ -57,4 +63,64 @@ async def test_turns_copy_what_their_histories_left(kernels: str, tmp_path: path
             before = computed(components)
             await ask(components, [*prompt, 7])
             assert computed(components) - before == 1
+            await components.proven()
+
+
+# Kinds of requests that hold slots in different ways.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"n": 3, "seed": 5, "temperature": 0.9},
+    {"max_tokens": 40},
+    {"max_tokens": 0},
+    {"prompt_logprobs": 1},
+    {"stop": ("e", "Q"), "seed": 8, "temperature": 1.0, "max_tokens": 60},
+    {"structured_outputs": StructuredOutputs(regex="[a-z]{20}"), "ignore_eos": False, "max_tokens": 30},
+)
+
+
+@pytest.mark.parametrize("policy", ["disaggregated", "auto"])
+async def test_what_stays_leased_without_a_request_is_named(policy: str, tmp_path: pathlib.Path) -> None:
+    """After requests of every kind, some of them cancelled, a node has given no slot away but for partial blocks, and
+    the worker's metric counts these."""
+    folder = save_model(tmp_path / "tiny")
+    model = {"model": str(folder), "dtype": "float32", "max_model_len": 512}
+    draw = random.Random(7)
+
+    async def one(components: Components, number: int) -> None:
+        tokens = byte_prompt(number % 9, draw.randrange(1, 300))
+        stream = components.client.generate(tokens, **ASKED | KINDS[number % len(KINDS)], cache_salt=str(number % 3))
+        after = draw.randrange(1, 8) if number % 3 == 0 else -1
+        async for _ in stream:
+            after -= 1
+            if not after:
+                break
+        await stream.aclose()
+
+    with tempfile.TemporaryDirectory(prefix="pil-") as short:
+        guesses = {"speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')}
+        where: dict[str, Any] = {"node": {"kv_pool_bytes": 2**22}, "gateway": {"split_policy": policy}}
+        async with running_components(pathlib.Path(short), model=model, decode=guesses, **where) as components:
+            at_once = asyncio.Semaphore(8)
+
+            async def in_turn(number: int) -> None:
+                async with at_once:
+                    await one(components, number)
+
+            await asyncio.gather(*map(in_turn, range(168)))
+            await components.proven()
+            pool, meters = components.kvnode.pool, components.decode.worker.meters
+
+            def kept() -> int:
+                return int(meters.collect()[names.PARTIAL_BLOCKS][()])
+
+            await until(
+                "all slots but those of partial blocks to be given back",
+                lambda: pool.ledger.status().leased_blocks == kept(),
+                saw=lambda: f"{pool.ledger.status().leased_blocks} leased, {kept()} partial blocks",
+            )
+            status = pool.ledger.status()
+            assert 0 < kept() <= status.total_blocks // 100
+            assert status.free_blocks + status.committed_blocks + kept() == status.total_blocks
+            held = ("tickets", "reserved_blocks", "pinned_blocks", "quarantined_blocks")
+            assert [getattr(status, name) for name in held] == [0, 0, 0, 0]
             await components.proven()
