@@ -40,6 +40,9 @@ from pillion.wire.registry import ComponentRecord
 # a smaller prefill range over a larger one: where both are about equal prefill workers get the work, and decode workers
 # stay free for short prompts.
 HYSTERESIS = 0.1
+# A prompt may take at most this many times as long where it is computed by a prefill worker that has never been
+# measured, to learn its pace: otherwise one that is assumed to be slower than it is would never be used.
+LEARNING_FACTOR = 2.0
 # The split may fall at this many places between the cached tokens and the last whole block, or where the cached tokens
 # end.
 SPLIT_STEPS = 8
@@ -113,10 +116,22 @@ class SplitDecision:
         best_s = min(prices.values())
         best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
         shared, kept = self._uses_prefill(margin_s, alone_s, best_s)
-        where = self._where(cached_blocks, best if shared else cached_blocks)
+        learns = not shared and best_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
+        chosen = best if shared or learns else cached_blocks
         compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
-        why = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
-        return best if shared else cached_blocks, why
+        compared += ", to learn its pace" if learns else ", as before" if kept else ""
+        return chosen, f"{self._where(cached_blocks, chosen)}: {compared}; {self.words}; {prefix}"
+
+    def _is_unknown(self, prefill: PrefillSide) -> bool:
+        """Returns whether a prefill worker has computed nothing and is about to compute nothing, so that its price is
+        that of other workers. Prices on the cores that it shares with the decode worker do not depend on its pace."""
+        there, here = prefill.component, self.route.decode.component
+        measured = there.step_cost_s or there.largest_step_tokens
+        shares = there.core_lending_table and (there.node_id, there.core_lending_table) == (
+            here.node_id,
+            here.core_lending_table,
+        )
+        return not (measured or shares or prefill.queue.prompts or prefill.queue.prompts_s > 0)
 
     def _where(self, cached_blocks: int, split_blocks: int) -> str:
         if split_blocks == cached_blocks or self.route.prefill is None:

@@ -25,6 +25,8 @@ HELD = (
     *("tickets", "waiting_tickets", "pinned_blocks", "reserved_blocks"),
     *("leased_blocks", "quarantined_blocks", "late_blocks", "fenced_components"),
 )
+# How a traceback begins, which no component's death may leave in the logs of the others.
+TRACEBACK = "Traceback (most recent call last)"
 # What a component does for requests.
 BUSY = ("running_requests", "waiting_requests", "waiting_tokens", "queued_tokens")
 # How much more a process may have open or in private memory than after the run after which it had the least.
@@ -131,6 +133,20 @@ def _of_index(client: redis.Redis, nodes: dict[str, NodeStatus]) -> Iterator[str
         if not max(status.committed_blocks, lower) <= entries[name] <= status.committed_blocks + lower:
             have = f"{status.committed_blocks} blocks and {lower} below its pool"
             yield f"the index names {entries[name]} blocks of {name}, which has {have}"
+
+
+class NewTracebacks:
+    """Tracebacks in a cluster's log that were not there at the last look."""
+
+    def __init__(self) -> None:
+        self._known = 0
+
+    def look(self, log: str) -> list[str]:
+        """The last one of the new ones, where there are any. Of a log that was cut, the oldest may be gone."""
+        before, self._known = self._known, log.count(TRACEBACK)
+        if self._known <= before:
+            return []
+        return [f"{self._known - before} new tracebacks, the last one: {log[log.rindex(TRACEBACK) :][:2000]}"]
 
 
 class ProcessGrowth:

@@ -68,6 +68,7 @@ class FaultPlace:
     roles: tuple[str, ...] = ROLES
     network: HostNetwork | None = None
     _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
+    _tracebacks: leftovers.NewTracebacks = field(default_factory=leftovers.NewTracebacks)
 
     def client(self, patience_s: float = 0.0) -> Client:
         """A client of all gateways that waits so long for one that is lost or does not listen."""
@@ -75,7 +76,11 @@ class FaultPlace:
 
     def complaints(self) -> list[str]:
         """What is left once all requests have ended; waits until every component is back and nothing is left, for
-        WHOLE_WITHIN_S at most. What cannot go away is told at once."""
+        WHOLE_WITHIN_S at most. What cannot go away is told at once. A death is a line in the others' logs, and no
+        traceback."""
+        return [*self._left_at_last(), *self._tracebacks.look(self.log())]
+
+    def _left_at_last(self) -> list[str]:
         until_s = time.monotonic() + WHOLE_WITHIN_S
         while True:
             try:

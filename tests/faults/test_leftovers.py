@@ -101,3 +101,13 @@ def test_files_that_a_process_keeps_open_are_found() -> None:
             for file in files:
                 file.close()
     assert growth.look(own) == []
+
+
+def test_a_new_traceback_is_told_once() -> None:
+    tracebacks = leftovers.NewTracebacks()
+    assert tracebacks.look("a line\n") == []
+    log = f"a line\n{leftovers.TRACEBACK}:\nKeyError: 'x'\n"
+    [told] = tracebacks.look(log)
+    assert told.startswith("1 new tracebacks, the last one: Traceback")
+    assert "KeyError" in told
+    assert tracebacks.look(log) == []

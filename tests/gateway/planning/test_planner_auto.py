@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -405,3 +406,36 @@ def test_monotone_in_load(
     if not target[1]:
         # Where their plain part bounds steps, streams make a long tail hardly longer, and a short one by a step.
         assert split(queue, streams + further, waiting) >= before
+
+
+LENDING: dict[str, Any] = {"core_lending_table": "table-1", "core_share": 0.5}
+UNMEASURED: dict[str, Any] = {"step_cost_s": (), "largest_step_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("known", "lends", "sent", "prompt", "is_tried"),
+    [
+        # A worker of several stages publishes no lending table, beside a decode worker that borrows its cores.
+        (UNMEASURED, False, 0, 2000, True),
+        (UNMEASURED, True, 0, 2000, True),
+        # It was measured, or its fit was refused.
+        ({}, True, 0, 2000, False),
+        ({"step_cost_s": ()}, True, 0, 2000, False),
+        # Somebody tries it just now.
+        (UNMEASURED, True, 512, 2000, False),
+        # Its calls would take longer than the whole prompt.
+        (UNMEASURED | {"block_bytes": 2**40}, True, 0, 64, False),
+        # Workers that lend each other all cores are as fast as each other.
+        (UNMEASURED | LENDING, True, 0, 2000, False),
+    ],
+)
+def test_a_prefill_worker_that_was_never_measured_is_tried_once(
+    known: dict[str, Any], lends: bool, sent: int, prompt: int, is_tried: bool
+) -> None:
+    """Until then a lone prompt is never cheaper there, because its price is that of the decode worker."""
+    far = 1 if "block_bytes" in known else 0
+    own = {"max_step_tokens": 512} | (LENDING if lends else {})
+    components = (node(0), node(1), prefill(at=far, **known), decode(**own))
+    plan = make_plan(snapshot(prompt, components, sent_tokens={"prefill-0": sent}, fetch_block_s=1.0))
+    assert is_shared(plan) is is_tried
+    assert ("to learn its pace" in plan.reason) is is_tried
