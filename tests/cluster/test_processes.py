@@ -37,6 +37,7 @@ from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from testbed.nested_forks import FORKED
 from testbed.tiny_model import byte_prompt, save_model
+from tests.faults.leftovers import NewTracebacks
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
@@ -57,11 +58,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(model: str) -> Iterator[ServedCluster]:
+    """Whatever the tests do to its components, no log has a traceback of it."""
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
         served(pathlib.Path(folder), model, *FLAGS, faults=True) as running,
     ):
         yield running
+        assert NewTracebacks().look(running.log.read_text()) == []
 
 
 def answer(client: Client, ids: list[int], max_tokens: int, salt: str = "") -> tuple[int, ...]:
@@ -273,6 +276,25 @@ def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:
         wait_for("the component to return", lambda: (p := cluster.component("prefill")) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
     wait_for("all slots back", cluster.idle)
+
+
+def test_every_kill_under_streams_leaves_a_line_each(cluster: ServedCluster) -> None:
+    """One component after the other is killed while streams run that wait for blocks, tokens and memory."""
+    prompts = [byte_prompt(800 + seed, 200 + 40 * seed) for seed in range(6)]
+    with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(6) as threads:
+        expected = list(threads.map(lambda ids: answer(client, ids, 40, "whole"), prompts))
+    for role in ("decode", "prefill", "kvnode", "gateway", "redis-server"):
+        with (
+            Client(cluster.target, resume_timeout_s=WITHIN_S, connect_timeout_s=WITHIN_S) as client,
+            concurrent.futures.ThreadPoolExecutor(6) as threads,
+        ):
+            streams = [threads.submit(answer, client, ids, 40, f"beside a dying {role}") for ids in prompts]
+            dead = cluster.kill(role)
+            assert [result_of("a stream to end", stream) for stream in streams] == expected
+        wait_for(f"{role} to return", lambda gone=dead, of=role: (p := cluster.component(of)) and p.pid != gone)
+        wait_for("the cluster to serve again", cluster.serving)
+        wait_for("all slots back", cluster.idle)
+    assert NewTracebacks().look(cluster.log.read_text()) == []
 
 
 def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
