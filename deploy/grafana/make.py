@@ -503,10 +503,14 @@ def _kv() -> Dashboard:
             "The disk tier's blocks, what others have taken of its room, and blocks known to be in the bucket.",
         ),
         Panel(
-            "Late reads",
+            "Kept slots",
             "suffix: blocks",
-            (Query(by_component("pillion_kv_late_blocks"), "{{component}}"),),
-            "Slots that reads keep which outlived their fetch: a disk or a node that does not answer.",
+            (
+                Query(by_component("pillion_kv_late_blocks"), "{{component}}: late reads"),
+                Query(by_component("pillion_partial_blocks"), "{{component}}: partial blocks"),
+            ),
+            "Slots that stay leased without a request: of reads that outlived their fetch, as a disk or a node does"
+            " not answer, and of the partial blocks that decode workers keep for next turns.",
         ),
         Panel(
             "Followers",
