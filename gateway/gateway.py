@@ -32,9 +32,9 @@ from pillion.errors import (
 )
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of, share_of
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.answer_formats import (
     NO_FORMATS,
     AnswerFormats,

@@ -7,7 +7,7 @@ enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at
 
 Bounds are the gateway's and each tenant's own. Requests that wait are counted by them, so they bound the queues too.
 Where one is met, a request that has not had its turn may give way to the newcomer
-(:mod:`pillion.gateway.admission.bounds`).
+(:mod:`pillion.gateway.admission.giving_way`).
 
 Requests in the background (batches) leave room for all others: they fill at most BACKGROUND_SHARE of any bound and of a
 model's slots, and have their turn only while nobody else waits, or once they have waited as long as their queue order
@@ -26,10 +26,9 @@ from functools import partial
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
-from pillion.gateway.admission.bounds import BoundMet, HeldBound, YieldingRequests
-from pillion.gateway.admission.permit import AdmissionPermit
-from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.admission.turns import DepartureRate, ModelTurns
+from pillion.gateway.admission.giving_way import choose, held_by
+from pillion.gateway.admission.tenants import OPEN, BoundMet, HeldBound, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns, YieldingRequests
 
 # A refused client may try again after this time where nothing is known of how fast answers end.
 RETRY_AFTER_MS = 1000
@@ -121,7 +120,8 @@ class Admission:
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
         """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt
         is always admitted, however long. Raises Overloaded, also where the request has given way meanwhile."""
-        permit.check()
+        if permit.given_up is not None:
+            raise permit.given_up
         weight = tokens + scores
         self._make_room(self._tokens, permit, weight)
         permit.tokens, permit.weight = tokens, weight
@@ -150,7 +150,8 @@ class Admission:
                 comes and the time that is left is too short by then; or the request has given way.
             DeadlineExceeded: the wait was expected to be shorter, and took longer.
         """
-        permit.check()
+        if permit.given_up is not None:
+            raise permit.given_up
         if model not in self._queues:
             turns = ModelTurns(partial(self._slots, model), AnswerTimes(partial(self._fleet, model)))
             self._queues[model] = _ModelQueue(turns, self._clock, self._yielding.remove)
@@ -188,12 +189,14 @@ class Admission:
 
     def _make_room(self, bound: HeldBound, permit: AdmissionPermit, amount: int) -> None:
         """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
-        chosen = self._yielding.choose(bound, permit, amount)
+        if bound.met(permit.tenant, amount) is None:
+            return
+        chosen = choose(self._yielding, bound, permit, amount)
         if isinstance(chosen, BoundMet):
             raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))
         for one in chosen:
             name = one.tenant.name
-            met = BoundMet(name if name == permit.tenant.name else "", False, bound.held_by(one), "")
+            met = BoundMet(name if name == permit.tenant.name else "", False, held_by(one, bound), "")
             text = f"{bound.name} is met, and a request that goes before this one took its place"
             one.given_up = bound.refusal(met, text, self._retry_after_ms(bound, met))
             self._release(one)
@@ -246,7 +249,8 @@ class _ModelQueue:
         finally:
             del self._futures[permit.number]
             self.turns.give_up(permit)
-        permit.check()
+        if permit.given_up is not None:
+            raise permit.given_up
 
     def give_up(self, permit: AdmissionPermit) -> None:
         """Ends the wait of a request that has given way; a request that does not wait here is ignored."""

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.planning.plan_cost import ASSUMED_POSITION, ASSUMED_STEP_TOKENS, DEFAULT_MODEL
 
 # Predictions rest on at most so many answers, none of which ended longer ago than KEPT_S. With fewer than MIN_ANSWERS
@@ -42,14 +41,31 @@ class DecodeFleet(NamedTuple):
     workers: int = 1
     others: int = 0
 
-    def prompt_s(self, tokens: int) -> float:
-        """Returns the seconds in which a worker computes a prompt alone."""
-        return self.model.range_s(0, max(1, tokens), ASSUMED_STEP_TOKENS)
+    def prompt_s(self, tokens: int, before: int) -> float:
+        """Returns the seconds until a prompt is computed after so many tokens of others, which all workers share, if
+        workers computed nothing else."""
+        return self.model.range_s(0, max(1, tokens + before // self.workers), ASSUMED_STEP_TOKENS)
 
     def token_s(self, running: float) -> float:
         """Returns the seconds of a token while this gateway has so many streams at the workers."""
         streams = max(1, round((running + self.others) / self.workers))
         return self.model.plain_s(streams, streams * ASSUMED_POSITION)
+
+
+class ServedRequest(NamedTuple):
+    """Describes a request that had its turn and has ended: the tokens of its prompt, and of those that were at the
+    workers before it; how many answers had slots meanwhile, on the average; when it began, had its first token (0.0:
+    never) and ended; the tokens of an answer; whether it ended by itself, and whether its time was over."""
+
+    prompt_tokens: int
+    tokens_before: int
+    beside: float
+    begun_s: float
+    first_s: float
+    ended_s: float
+    tokens: int
+    ended_itself: bool
+    late: bool
 
 
 class PastAnswer(NamedTuple):
@@ -99,48 +115,36 @@ class AnswerTimes:
         self._fleet = fleet
         self._answers: deque[PastAnswer] = deque(maxlen=MAX_ANSWERS)
         self._pace: LatePace | None = None
-        # These requests have had their turn, and had neither ended nor a token when they were last looked at.
-        self._prompts: dict[int, AdmissionPermit] = {}
 
-    def began(self, permit: AdmissionPermit, running: int, now_s: float) -> None:
-        """Notes that a request had its turn, with which ``running`` answers have slots."""
-        permit.begun_s, permit.beside, permit.prompt_s = now_s, running, self._prompt_s(permit)
-        self._prompts[permit.number] = permit
-
-    def ended(self, permit: AdmissionPermit, running: int, now_s: float) -> None:
-        """Notes a request that had its turn and has ended, while ``running`` answers have slots."""
-        self._prompts.pop(permit.number, None)
-        late, first_s = permit.deadline_s is not None and now_s >= permit.deadline_s, permit.first_token_s()
-        if not permit.allowed_tokens or not (first_s or late):
+    def ended(self, served: ServedRequest) -> None:
+        """Notes a request that had its turn and has ended."""
+        if not (served.first_s or served.late):
             # A request without a token tells nothing, unless that is because it took too long.
             return
-        fleet, tokens = self._fleet(), -(-permit.generated_tokens // permit.answers)
-        first_s = first_s or now_s
-        factor = 0.0
-        if tokens > 1:
-            expected_s = fleet.token_s((permit.beside + running) / 2)
-            factor = (now_s - first_s) / (tokens - 1) / expected_s if expected_s > 0 else 0.0
-        first_factor = (first_s - permit.begun_s) / permit.prompt_s if permit.prompt_s > 0 else 0.0
-        self._answers.append(PastAnswer(now_s, first_factor, factor, tokens, permit.ended_itself))
+        fleet, first_s = self._fleet(), served.first_s or served.ended_s
+        expected_s, prompt_s = fleet.token_s(served.beside), fleet.prompt_s(served.prompt_tokens, served.tokens_before)
+        token_factor = 0.0
+        if served.tokens > 1 and expected_s > 0:
+            token_factor = (served.ended_s - first_s) / (served.tokens - 1) / expected_s
+        first_factor = (first_s - served.begun_s) / prompt_s if prompt_s > 0 else 0.0
+        self._answers.append(PastAnswer(served.ended_s, first_factor, token_factor, served.tokens, served.ended_itself))
         self._pace = None
 
-    def seconds(self, permit: AdmissionPermit, running: int, now_s: float) -> float:
-        """Returns how long a request will take beside ``running`` answers; 0.0 where nothing is known, for a request
-        that generates nothing, and for one that would be alone: it takes no place from another one, and shows how long
-        an answer takes now."""
-        pace, fleet = self._late_pace(now_s), self._fleet()
-        if pace is None or not permit.allowed_tokens or not running:
-            return 0.0
-        token_s = pace.token_factor * fleet.token_s(running + permit.answers)
-        tokens = pace.answer_tokens(permit.allowed_tokens)
-        return pace.first_factor * self._prompt_s(permit) + (tokens - 1) * token_s
+    def seconds(self, prompt_tokens: int, tokens_before: int, beside: int, allowed_tokens: int, now_s: float) -> float:
+        """Returns how long a request will take that begins now; 0.0 where nothing is known.
 
-    def _prompt_s(self, permit: AdmissionPermit) -> float:
-        """Returns the seconds until the workers alone would have computed a prompt after those that wait there."""
-        fleet = self._fleet()
-        self._prompts = {number: one for number, one in self._prompts.items() if not one.first_token_s()}
-        before = sum(one.tokens for one in self._prompts.values())
-        return fleet.prompt_s(permit.tokens + before // fleet.workers)
+        Args:
+            prompt_tokens, tokens_before: the tokens of its prompt, and of those that are at the workers before it.
+            beside: how many answers will have slots, its own included.
+            allowed_tokens: the most tokens that each of its answers may have.
+            now_s: the time.
+        """
+        pace, fleet = self._late_pace(now_s), self._fleet()
+        if pace is None:
+            return 0.0
+        token_s = pace.token_factor * fleet.token_s(beside)
+        tokens = pace.answer_tokens(allowed_tokens)
+        return pace.first_factor * fleet.prompt_s(prompt_tokens, tokens_before) + (tokens - 1) * token_s
 
     def _late_pace(self, now_s: float) -> LatePace | None:
         while self._answers and self._answers[0].at_s < now_s - KEPT_S:

@@ -7,14 +7,19 @@ no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the ga
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
+from pillion.errors import Overloaded, QuotaViolation
 from pillion.priority import MAX_PRIORITY, NO_FLOW, Flow
 
 # A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Where
 # n tenants flood the gateway, each gets 1/(n+1) of it, and as much stays free for the next one: this is the dynamic
 # threshold of Choudhury and Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
+# Requests in the background fill at most this share of any bound, and one of them begins only where no more than this
+# share of a model's slots is then in use, by any request.
+BACKGROUND_SHARE = 0.5
 # Workers know a tenant by so many bytes.
 FLOW_KEY_BYTES = 16
 
@@ -99,3 +104,86 @@ def cache_salt(tenant: Tenant, given: str) -> str:
     if tenant.name:
         return f"tenant:{len(tenant.name)}:{tenant.name}:{given}"
     return f"open:{given}" if given else ""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMet:
+    """Says which bound refuses a request. ``tenant`` is "" for the gateway's own bound; ``own`` says whether it is one
+    that the tenant itself has; ``lacking`` is how much has to become free; ``text`` is for the client."""
+
+    tenant: str
+    own: bool
+    lacking: int
+    text: str
+
+
+@dataclass(slots=True)
+class HeldBound:
+    """Counts one kind of thing that all requests in the gateway hold together, of which there may be ``whole``.
+
+    Attributes:
+        name: the flag's name, which a tenant's own bound has too.
+        what: what is counted, for people.
+        of_prompts: whether it counts prompts by their weight, one of which is always admitted however long it is; else
+            it counts answers.
+    """
+
+    name: str
+    what: str
+    whole: int
+    of_prompts: bool
+    total: int = 0
+    of: Counter[str] = field(default_factory=Counter)
+
+    def take(self, tenant: str, amount: int) -> None:
+        """Notes that a tenant's request holds so much more."""
+        self.total += amount
+        self.of[tenant] += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Notes that a tenant's request holds so much less."""
+        self.total -= amount
+        self.of[tenant] -= amount
+        if not self.of[tenant]:
+            del self.of[tenant]
+
+    def alone(self, tenant: Tenant) -> int:
+        """Returns how much a tenant may hold while nobody else holds anything."""
+        return self._most(tenant, 0)
+
+    def met(self, tenant: Tenant, amount: int, freed: Counter[str] | None = None) -> BoundMet | None:
+        """Returns the bound that keeps a tenant from holding so much more, once tenants have given back what is
+        ``freed``; None where there is room."""
+        freed = freed or Counter()
+        total, own = self.total - freed.total(), self.of[tenant.name] - freed[tenant.name]
+        room, most = _room(tenant, self.whole), self._most(tenant, total - own)
+        if total + amount > room and (total or not self.of_prompts):
+            text = f"{self.name} ({room}) {self.what} are under way"
+            return BoundMet("", False, total + amount - room, text)
+        if own + amount > most and (own or not self.of_prompts):
+            text = f"{self.name} ({most}) {self.what} of tenant {tenant.name!r} are under way"
+            return BoundMet(tenant.name, bool(getattr(tenant, self.name)), own + amount - most, text)
+        return None
+
+    def refusal(self, met: BoundMet, text: str, retry_after_ms: int) -> Overloaded:
+        """Makes the error of a request that has no room, because a bound is met or because it gave way."""
+        subject = f"{met.tenant}/{self.name}" if met.tenant else self.name
+        return Overloaded(text, retry_after_ms, (QuotaViolation(subject, text),))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the tenants' counts do not add up to the gateway's."""
+        assert self.total == self.of.total(), f"{self.name}: {self.total} are held, {dict(self.of)} by tenant"
+        assert all(count > 0 for count in self.of.values()), f"{self.name}: {dict(self.of)}"
+
+    def _most(self, tenant: Tenant, others: int) -> int:
+        """Returns how much a tenant may hold while other tenants hold ``others``. The only tenant of a gateway without
+        keys may hold it all."""
+        own: int = getattr(tenant, self.name)
+        if own or not tenant.name:
+            return _room(tenant, min(own or self.whole, self.whole))
+        return _room(tenant, share_of(tenant, self.whole, others))
+
+
+def _room(tenant: Tenant, bound: int) -> int:
+    """Returns how much of a bound may be held, by all requests, for one more request of the tenant to be admitted."""
+    return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound

@@ -33,14 +33,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pillion.errors import Overloaded, QuotaViolation
-from pillion.gateway.admission.answer_times import AnswerTimes
-from pillion.gateway.admission.permit import AdmissionPermit, SlotOwner, WaitingRequest
-from pillion.gateway.admission.tenants import Tenant, share_of
+from pillion.gateway.admission.answer_times import MAX_ANSWERS, AnswerTimes, ServedRequest
+from pillion.gateway.admission.tenants import BACKGROUND_SHARE, Tenant, share_of
 from pillion.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
 
@@ -51,6 +51,17 @@ MIN_DEPARTURES = 3.0
 # A request with a deadline is put in line only if there would be time for an answer that takes so many times as long as
 # is expected: predictions of waits and answers are means, and half of those that just fit would come too late.
 ANSWER_RESERVE = 1.25
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WaitingRequest:
+    """Holds one waiting request. Requests are sorted by queue order (:func:`pillion.priority.queue_order`), then by
+    arrival."""
+
+    queue_order: float
+    number: int
+    tokens: int = field(compare=False)
+    answers: int = field(compare=False)
 
 
 @dataclass(slots=True)
@@ -162,8 +173,6 @@ class DepartureRate:
         return (ahead + 1) * self._seconds / self._departures
 
 
-# A request in the background begins only where no more than this share of the slots is then in use, by any request.
-BACKGROUND_SHARE = 0.5
 # Workers are given this share of requests beyond their slots, and never fewer than the number below, so that no slot
 # stays empty.
 SPARE_SLOTS_SHARE = 0.25
@@ -182,6 +191,93 @@ def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[in
     return max(1, slots - sum(min(even, running) for running in others_running))
 
 
+class SlotOwner(Protocol):
+    """Represents the queue that gave a request its slots, to which they are given back."""
+
+    def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
+        """Frees the slots of a request that had its turn in this queue."""
+
+
+@dataclass(slots=True, eq=False)
+class AdmissionPermit:
+    """Describes one request that the gateway has admitted.
+
+    Attributes:
+        answers: number of answers that it generates; each counts as a request.
+        order: its place in any queue (:func:`pillion.priority.queue_order`); infinite where it waits in none.
+        number: it differs from request to request, and grows.
+        tokens: number of its prompt's tokens, once it is weighed.
+        weight: the prompt's tokens and the log probabilities that it asks of them, which the gateway holds at the most.
+        deadline_s: the monotonic time by which its answer is to be whole; None where it may take any time.
+        allowed_tokens: the most tokens that each answer may have; 0 where it generates nothing.
+        place: its place in its model's line, while it waits there.
+        queue: its model's queue, once it has its turn.
+        begun_s, beside: when it had its turn, and how many answers had slots then, its own included.
+        tokens_before: how many tokens of other prompts were at the workers then whose answers had no token yet.
+        first_token_s: returns when its first token came; 0.0: none did.
+        generated_tokens: those of all of its answers, once it has ended.
+        ended_itself: whether its answers came to their own end, not to that of its tokens or its time.
+        inside: whether it counts in the gateway's bounds.
+        given_up: why it will not have its turn; None where it will, or has had it.
+    """
+
+    tenant: Tenant
+    answers: int
+    order: float = math.inf
+    number: int = 0
+    tokens: int = 0
+    weight: int = 0
+    deadline_s: float | None = None
+    allowed_tokens: int = 0
+    place: WaitingRequest | None = None
+    queue: SlotOwner | None = None
+    begun_s: float = 0.0
+    beside: int = 0
+    tokens_before: int = 0
+    first_token_s: Callable[[], float] = float
+    generated_tokens: int = 0
+    ended_itself: bool = False
+    inside: bool = True
+    given_up: Overloaded | None = None
+
+
+def _place(permit: AdmissionPermit) -> tuple[float, int]:
+    return permit.order, permit.number
+
+
+class YieldingRequests:
+    """Holds the requests that have not had their turn and may give way to others, in order: those of each tenant, and
+    those that it has in the background apart."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, bool], list[AdmissionPermit]] = {}
+
+    def add(self, permit: AdmissionPermit) -> None:
+        """Adds a request that has entered. One without an order never gives way."""
+        if permit.order < math.inf:
+            line = self._lines.setdefault((permit.tenant.name, permit.tenant.background), [])
+            bisect.insort(line, permit, key=_place)
+
+    def remove(self, permit: AdmissionPermit) -> None:
+        """Takes out a request whose turn has come, or that has left; one that is not here is ignored."""
+        key = permit.tenant.name, permit.tenant.background
+        line = self._lines.get(key, [])
+        at = bisect.bisect_left(line, _place(permit), key=_place)
+        if at < len(line) and line[at] is permit:
+            del line[at]
+            if not line:
+                del self._lines[key]
+
+    def __iter__(self) -> Iterator[AdmissionPermit]:
+        for line in self._lines.values():
+            yield from line
+
+    def ends(self) -> dict[tuple[str, bool], Iterator[AdmissionPermit]]:
+        """Returns the requests of each tenant, the last one first, by its name and whether they are in the
+        background."""
+        return {key: reversed(line) for key, line in self._lines.items()}
+
+
 class ModelTurns:
     """Orders the waiting requests of one model. ``slots`` returns how many answers its workers are given at once; 0
     means any number. ``times`` predicts how long a request takes once it has its turn. Times are the caller's,
@@ -195,6 +291,11 @@ class ModelTurns:
         self.background = FairQueue()
         # These are the requests in line, by number.
         self.permits: dict[int, AdmissionPermit] = {}
+        # These requests have had their turn, and had neither ended nor a token when they were last looked at.
+        self._prompts: dict[int, AdmissionPermit] = {}
+        # These requests have ended since the last prediction, each with what ran then and the time: most requests have
+        # no deadline, and nobody asks for one.
+        self._ended: deque[tuple[AdmissionPermit, int, float]] = deque(maxlen=MAX_ANSWERS)
         self.running = 0
         # So many of them are of each tenant that has some, without those in the background.
         self._running_of: Counter[str] = Counter()
@@ -246,19 +347,22 @@ class ModelTurns:
             del self.permits[place.number]
             self._count(permit, permit.answers)
             permit.place, permit.queue = None, owner
-            self._times.began(permit, self.running, now_s)
+            permit.begun_s, permit.beside, permit.tokens_before = now_s, self.running, self._tokens_before()
+            self._prompts[permit.number] = permit
         return granted
 
     def free(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn; :meth:`grant`, then :meth:`left` follow."""
         permit.queue, permit.generated_tokens = None, generated_tokens
         self._count(permit, -permit.answers)
+        self._prompts.pop(permit.number, None)
         self._line(permit).charge(permit.tenant, generated_tokens)
 
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
         """Notes that an answer has ended, after others were given its slots."""
         self._departures.left(permit.answers, self._crowded, now_s)
-        self._times.ended(permit, self.running, now_s)
+        if permit.allowed_tokens:
+            self._ended.append((permit, self.running, now_s))
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the requests in line are not those of the two queues, each of them once."""
@@ -272,7 +376,7 @@ class ModelTurns:
         ``reserve`` times as long as is expected; None where it can."""
         if permit.deadline_s is None or permit.tenant.background:
             return None
-        left_s, answer_s = permit.deadline_s - now_s, self._times.seconds(permit, self.running, now_s)
+        left_s, answer_s = permit.deadline_s - now_s, self._answer_s(permit, now_s)
         if wait_s + answer_s * reserve < left_s:
             return None
         text = f"the wait would take about {wait_s:.1f} s"
@@ -289,6 +393,22 @@ class ModelTurns:
         if not permit.tenant.background:
             self._running_of[permit.tenant.name] += answers
             self._running_of = +self._running_of
+
+    def _answer_s(self, permit: AdmissionPermit, now_s: float) -> float:
+        """Returns how long a request will take that has its turn now; 0.0 where nothing is known, where it generates
+        nothing, and where it would be alone: then it takes no place from another one, and shows how long an answer
+        takes now."""
+        while self._ended:
+            self._times.ended(_served(*self._ended.popleft()))
+        if not permit.allowed_tokens or not self.running:
+            return 0.0
+        beside = self.running + permit.answers
+        return self._times.seconds(permit.tokens, self._tokens_before(), beside, permit.allowed_tokens, now_s)
+
+    def _tokens_before(self) -> int:
+        """Returns how many tokens the prompts have that are at the workers and whose answers have no token yet."""
+        self._prompts = {number: one for number, one in self._prompts.items() if not one.first_token_s()}
+        return sum(one.tokens for one in self._prompts.values())
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting
@@ -325,6 +445,21 @@ class ModelTurns:
         """Says whether the request waits for no slot, because its tenant has nothing at the workers."""
         tenant = permit.tenant
         return bool(tenant.name) and not tenant.background and tenant.name not in self._running_of
+
+
+def _served(permit: AdmissionPermit, running: int, now_s: float) -> ServedRequest:
+    """Describes a request that ended ``now_s``, while ``running`` answers had slots."""
+    return ServedRequest(
+        permit.tokens,
+        permit.tokens_before,
+        (permit.beside + running) / 2,
+        permit.begun_s,
+        permit.first_token_s(),
+        now_s,
+        -(-permit.generated_tokens // permit.answers),
+        permit.ended_itself,
+        permit.deadline_s is not None and now_s >= permit.deadline_s,
+    )
 
 
 # A job of more text than this is large, and may hold its thread for long: so much text takes some 20 ms to tokenize.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
-from pillion.gateway.admission.permit import AdmissionPermit
-from pillion.gateway.admission.turns import ModelTurns, shared_slots
+from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission, TenantSlots
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
 from pillion.priority import queue_order
 from pillion.wire.registry import ComponentRecord

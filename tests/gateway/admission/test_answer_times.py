@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import Overloaded
 from pillion.gateway.admission.answer_times import KEPT_S, MIN_ANSWERS, AnswerTimes, DecodeFleet, LatePace, PastAnswer
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.admission.turns import ANSWER_RESERVE, ModelTurns
+from pillion.gateway.admission.turns import ANSWER_RESERVE, AdmissionPermit, ModelTurns
 from tests.support.examples import examples
 
 # A step takes 10 ms and 1 ms for each stream; a prompt's token takes 1 ms.
@@ -59,6 +58,14 @@ class ServedLine:
         self.now_s = came_s + (tokens - 1) * token_s
         self.leave(permit, tokens)
 
+    def predicted_s(self, permit: AdmissionPermit, running: int, before: int = 0, later_s: float = 0.0) -> float:
+        self.turns.running, running = running, self.turns.running
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.turns, "_tokens_before", lambda: before)
+            found = self.turns._answer_s(permit, self.now_s + later_s)
+        self.turns.running = running
+        return found
+
     def learn(self, first_s: float = 0.11, token_s: float = 0.011, tokens: int = 11, itself: bool = False) -> None:
         """A few answers, one after the other."""
         for _ in range(MIN_ANSWERS):
@@ -68,15 +75,15 @@ class ServedLine:
 def test_nothing_is_predicted_of_what_nobody_has_seen() -> None:
     served = ServedLine()
     for _ in range(MIN_ANSWERS):
-        assert served.times.seconds(served.ask(), 3, served.now_s) == 0.0
+        assert served.predicted_s(served.ask(), 3) == 0.0
     served = ServedLine()
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
     # Alone it takes no place from anybody, and shows how long an answer takes now.
-    assert served.times.seconds(asked, 0, served.now_s) == 0.0
-    assert served.times.seconds(asked, 1, served.now_s) > 0.0
-    assert served.times.seconds(AdmissionPermit(OPEN, 1, tokens=100), 1, served.now_s) == 0.0
-    assert served.times.seconds(asked, 1, served.now_s + KEPT_S + 1) == 0.0
+    assert served.predicted_s(asked, 0) == 0.0
+    assert served.predicted_s(asked, 1) > 0.0
+    assert served.predicted_s(AdmissionPermit(OPEN, 1, tokens=100), 1) == 0.0
+    assert served.predicted_s(asked, 1, later_s=KEPT_S + 1) == 0.0
 
 
 def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> None:
@@ -84,23 +91,27 @@ def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> 
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=101)
     alone_s = 0.11 + 100 * 0.012
-    assert served.times.seconds(asked, 1, served.now_s) == pytest.approx(alone_s, rel=0.01)
-    assert served.times.seconds(asked, 41, served.now_s) == pytest.approx(alone_s + 100 * 0.04, rel=0.01)
+    assert served.predicted_s(asked, 1) == pytest.approx(alone_s, rel=0.01)
+    assert served.predicted_s(asked, 41) == pytest.approx(alone_s + 100 * 0.04, rel=0.01)
     served.fleet = DecodeFleet(MODEL, workers=2, others=20)
-    assert served.times.seconds(asked, 21, served.now_s) == pytest.approx(alone_s + 100 * 0.019, rel=0.01)
+    assert served.predicted_s(asked, 21) == pytest.approx(alone_s + 100 * 0.019, rel=0.01)
     served.fleet = DecodeFleet(MODEL)
     # Prompts that have gone to the workers and have no token yet are computed first.
-    one = served.ask(tokens=3000)
-    assert served.times.seconds(asked, 1, served.now_s) == pytest.approx(alone_s + 3.0, rel=0.1)
-    one.first_token_s = lambda: served.now_s
-    assert served.times.seconds(asked, 1, served.now_s) == pytest.approx(alone_s, rel=0.01)
+    assert served.predicted_s(asked, 1, 3000) == pytest.approx(alone_s + 3.0, rel=0.1)
+    # The line counts them: 3 s for those of two others would be too late, once they have tokens it is not.
+    others = [served.ask(tokens=1500) for _ in range(2)]
+    with pytest.raises(Overloaded):
+        served.ask(left_s=2.5)
+    for one in others:
+        one.first_token_s = lambda: served.now_s
+    assert served.ask(left_s=2.5).queue is served
 
 
 def test_what_takes_longer_than_the_model_says_is_predicted_so() -> None:
     served = ServedLine()
     served.learn(first_s=0.33, token_s=0.022)
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
-    assert served.times.seconds(asked, 1, served.now_s) == pytest.approx(0.33 + 10 * 0.024, rel=0.01)
+    assert served.predicted_s(asked, 1) == pytest.approx(0.33 + 10 * 0.024, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S, queue_order
 from testbed.conditions import loop_turns
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.admission.permit import WaitingRequest
 from pillion.gateway.admission.tenants import Tenant
-from pillion.gateway.admission.turns import RATE_HALF_LIFE_S, DepartureRate, FairQueue
+from pillion.gateway.admission.turns import RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from pillion.priority import OUTPUT_COST
 from tests.support.examples import examples
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from pillion.errors import Overloaded
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import WITHIN_S, loop_turns

@@ -77,7 +77,7 @@ async def ask_in_time(fakes: FakeCluster, api: str, timeout_s: float) -> tuple[i
 @pytest.mark.parametrize("api", BODIES)
 async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer takes ten thousand seconds beside another one, and a client waits for a thousand."""
-    monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 1e4 if running else 0.0)
+    monkeypatch.setattr(AnswerTimes, "seconds", lambda self, *_: 1e4)
     async with running_fake_cluster(ANSWER, max_running_requests=SLOTS) as fakes:
         admission = fakes.gateway.gateway.admission
         fakes.decode.gate.clear()
@@ -87,12 +87,12 @@ async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: 
         assert status == 429
         assert retry_after_ms == pytest.approx(1e4 * 1.25e3 - 1e6, rel=0.1)
         # What waited until its time was too short is refused when its turn comes.
-        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 0.0)
+        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, *_: 0.0)
         running.append(asyncio.create_task(ask(fakes, api, 0)))
         await until("no more slots", lambda: admission.running == SLOTS)
         late = asyncio.create_task(ask_in_time(fakes, api, 1000.0))
         await until("a request that waits", lambda: admission.waiting == 1)
-        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, permit, running, now_s: 1e4)
+        monkeypatch.setattr(AnswerTimes, "seconds", lambda self, *_: 1e4)
         fakes.decode.gate.set()
         assert (await late)[0] == 429
         assert await asyncio.gather(*running) == [(200, 0)] * SLOTS

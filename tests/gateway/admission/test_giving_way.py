@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission
-from pillion.gateway.admission.permit import AdmissionPermit
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.priority import PRIORITY_AGING_S, queue_order
 from testbed.conditions import loop_turns
 from tests.support.examples import examples
