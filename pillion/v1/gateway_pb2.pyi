@@ -256,7 +256,8 @@ class GenerateRequest(_message.Message):
     """A label for logs and traces, echoed; made when empty. Never an address."""
     priority: _builtins.int
     """Smaller is more urgent, 0 is the default. A waiting request gains urgency with time, so none starves. Range
-    [-100, 100].
+    [-100, 100]. It orders requests of one tenant; between tenants their shares decide, except that at the workers a
+    request below 0, for which a tenant needs a permission, goes before those of others.
     """
     kv_hints: _builtins.str
     """What is to become of the KV when the answer has ended: vLLM's envelope of hints, as JSON of at most 64 KiB."""

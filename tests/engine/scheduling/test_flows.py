@@ -104,6 +104,23 @@ def test_what_runs_in_the_background_takes_no_place() -> None:
     harness.finish()
 
 
+@EITHER_WAY
+def test_what_runs_in_the_background_gives_up_its_place_first(make: MakeHarness) -> None:
+    """Before what had more, and even its only place."""
+    harness = make(slots=400, budget=64, max_num_seqs=3)
+    crowd = harness.flood(ONE, 2, tokens=40)
+    steps(harness, 20)
+    hidden = harness.flood(HALF, 1, tokens=40, priority=MAX_PRIORITY)
+    steps(harness, 2)
+    assert started(harness, [*crowd, *hidden]) == 3
+    lone = harness.flood(THREE, 1, tokens=4)
+    steps(harness, 2)
+    assert started(harness, lone) == 1
+    assert [s.seq_id for s in harness.scheduler.queues.preempted] == hidden
+    harness.finish()
+    harness.check_answers()
+
+
 def served(harness: SchedulerHarness, owners: dict[int, int]) -> Counter[int]:
     """Tokens of each flow as its tenant is charged for them; of prompts nothing is found."""
     found: Counter[int] = Counter()

@@ -12,9 +12,9 @@ import pytest
 
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
+from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S, queue_order
+from pillion.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, queue_order
 from testbed.conditions import loop_turns
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -139,3 +139,10 @@ def test_it_is_the_same_tenant() -> None:
     assert not A.background
     assert cache_salt(HIDDEN, "x") == cache_salt(A, "x")
     assert HIDDEN.capped(-5) == MAX_PRIORITY
+
+
+def test_workers_keep_what_is_in_the_background_apart() -> None:
+    """As the gateway does, so that a tenant's batch is not held against its other requests."""
+    flows = {flow_of(tenant, "model") for tenant in (A, HIDDEN, OPEN)}
+    assert len(flows) == 3
+    assert NO_FLOW in flows
