@@ -31,8 +31,9 @@ from pillion.simulator.fleet.world import lab_fleet, simulate, simulate_closed
 
 LOADS = (0.7, 1.0, 2.0, 5.0, 10.0)
 GOAL = 0.9
-# A load is offered this long before its arrivals count, so that what is measured is a load that lasts.
-SETTLE_S = 5.0
+# A load is offered for so many times the clients' patience before its arrivals count: the first ones find an empty
+# line, and a load that lasts does not.
+SETTLE_TIMEOUTS = 2.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +47,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
 
 
+def settle_s(args: argparse.Namespace) -> float:
+    """Return the seconds after which arrivals count."""
+    return SETTLE_TIMEOUTS * float(args.timeout_s)
+
+
 def arrivals(args: argparse.Namespace, rate: float) -> list[float]:
-    """Draw the times of Poisson arrivals of ``rate`` requests a second, for SETTLE_S and then ``args.seconds``."""
+    """Draw the times of Poisson arrivals of ``rate`` requests a second: until they count, and for ``args.seconds``
+    after that."""
     draw, now, found = random.Random(f"{args.seed} {rate}"), 0.0, []
-    while (now := now + draw.expovariate(rate)) < SETTLE_S + args.seconds:
+    while (now := now + draw.expovariate(rate)) < settle_s(args) + args.seconds:
         found.append(now)
     return found
 
@@ -64,7 +71,7 @@ def simulated(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[
     for load in LOADS:
         times = enumerate(arrivals(args, load * capacity))
         records, _ = simulate(fleet, [Request(n, at_s, *each, timeout_s=args.timeout_s) for n, at_s in times])
-        good = sum(not record.failed for record in records if record.request.at_s >= SETTLE_S)
+        good = sum(not record.failed for record in records if record.request.at_s >= settle_s(args))
         late = sum("deadline passed" in record.reason for record in records)
         rows.append(_row(load, capacity, len(records), good / args.seconds, late))
     return rows
@@ -94,7 +101,7 @@ async def served(args: argparse.Namespace, target: str) -> list[dict[str, Any]]:
             run = await LoadDriver(client, sessions, timeout_s=args.timeout_s).run()
         finally:
             await client.aclose()
-        good = sum(record.ok for record in run.records if record.due_s >= SETTLE_S)
+        good = sum(record.ok for record in run.records if record.due_s >= settle_s(args))
         late = sum(record.status in ("DeadlineExceeded", "timeout") for record in run.records)
         rows.append(_row(load, rates[-1], len(run.records), good / args.seconds, late))
     return rows
