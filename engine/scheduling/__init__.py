@@ -5,8 +5,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     scheduler.py      events in, plans of steps and outcomes out; preemption
     step_plan.py      the plan of a step and the outcome of what happened
     sequence.py       one stream or prefill range: its states and tokens;  block_chain.py has its blocks
-    queues.py         running, preempted, waiting; the order of service and the victim
-    flows.py          whose sequence is next, where tenants share the worker
+    queues.py         running, preempted, waiting; the order of service, tenants' shares, and the victim
     step_model.py     what a step costs, as one formula; planners use it, too
     step_cost.py      how long a step takes, and the token budget that follows from a target
     block_manager.py  the slots leased to this worker, and the stock from which decodes grow; orders for its KV node

@@ -1,7 +1,8 @@
 """Holds the three queues of a scheduler, and decides the order in which it serves them.
 
     running    has one of the max_num_seqs places of a step: a decode, or a prompt tail that has begun
-    preempted  was running, or is a sibling of a sequence that was: it has a new ticket and waits to run
+    preempted  was running, or is a sibling of a sequence that was: it has a ticket, a new one or the one that it kept
+               when it gave its place to another tenant, and waits to run
     waiting    has a ticket and has not begun
 
 Preempted and waiting sequences that a feature keeps waiting are passed over.
@@ -12,11 +13,22 @@ not: by arrival, later for each level of less urgency and for each second of the
 overtaken for ever. Only streams that were preempted, whose readers wait in the middle of an answer, go before others
 that came within PRIORITY_AGING_S of them.
 
-Between tenants shares decide (:mod:`pillion.engine.scheduling.flows`). Where a tenant waits that has no place, and none
-is free, the one that had most in proportion to its weight gives up one of its places, as long as it has others: the
-newest of its least urgent decodes is in no further step, and waits among the preempted ones as soon as the launched
-steps have ended. It keeps all that it holds, so nothing is computed again. So nobody waits until another tenant's
-answer ends. What is in the background gives up its place first, and takes none.
+Between tenants shares decide. A flow is what the worker has of one tenant, whom it knows by an opaque key and a weight
+(:class:`pillion.priority.Flow`). Each flow has a counter: tokens that it was served, over its weight. The next sequence
+is of the flow with the smallest counter, and within a flow the first in place. A generated token counts OUTPUT_COST
+times one of a prompt, and of a prompt what was computed here, so a long one is no debt before it has had its steps. A
+flow that had nothing waiting begins at the counter of those that wait, so nobody saves up. This is the Virtual Token
+Counter, by which gateways order what waits there (:mod:`pillion.gateway.admission.turns`), too.
+
+Between flows, priority decides only at its ends: what is more urgent than usual, for which a tenant needs a permission,
+goes before what came within PRIORITY_AGING_S of it for each level, and what is in the background goes after what does.
+
+A worker without a second flow keeps no counter, so the order is that of the queues alone.
+
+Where a tenant waits that has no place, and none is free, the one that had most in proportion to its weight gives up one
+of its places, as long as it has others: the newest of its least urgent decodes is in no further step, and waits among
+the preempted ones as soon as the launched steps have ended. It keeps all that it holds, so nothing is computed again.
+So nobody waits until another tenant's answer ends. What is in the background gives up its place first, and takes none.
 
 The victim, when memory is out, is of the least urgent sequences, among them of the tenant that had most, and there the
 newest, whatever queue it is in. Only the head, the first in queue order, is spared while there is another: the order of
@@ -26,18 +38,23 @@ gets on (I5). A sequence that is RESUMING holds no memory and is in none of thes
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from pillion.engine.scheduling.flows import Flows, Place, in_background
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.priority import PRIORITY_AGING_S
+from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S
 
+# The worker remembers the counters of this many flows that have no sequence on it while others have some.
+MAX_ABSENT_FLOWS = 1024
+Place = tuple[float, int]
 _QUEUED = (SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.WAITING)
 
 
@@ -53,6 +70,148 @@ def _service_order(sequence: Sequence) -> Place:
 
 def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
     return (sequence for sequence in queue if not sequence.kept_waiting)
+
+
+def _in_background(sequence: Sequence) -> bool:
+    """Returns whether nobody waits for the sequence, which is a batch's."""
+    return sequence.spec.priority >= MAX_PRIORITY
+
+
+def _rank(sequence: Sequence) -> int:
+    """Returns 0 for what is more urgent than usual, 1 for what is usual, and 2 for what is in the background."""
+    return 0 if sequence.spec.priority < 0 else 1 + _in_background(sequence)
+
+
+@dataclass(slots=True)
+class FlowAccount:
+    """Describes one flow: its ``weight``, its ``counter`` as far as its sequences' tokens were charged, and how many of
+    its sequences run, and wait to run."""
+
+    weight: float = 1.0
+    counter: float = 0.0
+    running: int = 0
+    waiting: int = 0
+
+
+class Flows:
+    """Holds the accounts of all flows that have a sequence in a worker's queues, by their keys, and the counters of
+    those that had one."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[bytes, FlowAccount] = {}
+        self.absent: dict[bytes, float] = {}
+
+    @property
+    def several(self) -> bool:
+        return len(self.accounts) > 1
+
+    @property
+    def placeless(self) -> list[bytes]:
+        """Gives the keys of the flows that wait and have no sequence that runs."""
+        return [key for key, account in self.accounts.items() if account.waiting and not account.running]
+
+    def joined(self, sequence: Sequence, started: Iterable[Sequence]) -> None:
+        """Counts a sequence that has joined the queues. ``started`` are those in the queues that have begun."""
+        flow = sequence.spec.flow
+        account = self.accounts.get(flow.key)
+        if account is None:
+            account = self.accounts[flow.key] = FlowAccount(counter=self.absent.pop(flow.key, 0.0))
+        account.weight = flow.weight
+        if sequence.state is SequenceState.RUNNING:
+            account.running += 1
+            return
+        if not account.waiting and self.several:
+            self._lift(flow.key, self.counters(started))
+        account.waiting += 1
+
+    def moved(self, sequence: Sequence) -> None:
+        """Counts a sequence that has begun to run, or that waits again, without leaving the queues."""
+        account = self.accounts[sequence.spec.flow.key]
+        change = 1 if sequence.state is SequenceState.RUNNING else -1
+        account.running += change
+        account.waiting -= change
+
+    def left(self, sequence: Sequence) -> None:
+        """Counts a sequence out that is about to leave the queues, and charges its tokens to its flow."""
+        key = sequence.spec.flow.key
+        account = self.accounts[key]
+        account.counter += sequence.take_charge() / account.weight
+        if sequence.state is SequenceState.RUNNING:
+            account.running -= 1
+        else:
+            account.waiting -= 1
+        if account.running or account.waiting:
+            return
+        del self.accounts[key]
+        if not self.accounts:
+            # Nobody waited for anybody else, so nobody owes anything.
+            self.absent.clear()
+            return
+        self.absent[key] = account.counter
+        if len(self.absent) > MAX_ABSENT_FLOWS:
+            del self.absent[min(self.absent, key=self.absent.__getitem__)]
+
+    def counters(self, started: Iterable[Sequence]) -> dict[bytes, float]:
+        """Returns each flow's counter now, with what its sequences that have begun were served and not yet charged."""
+        found = {key: account.counter for key, account in self.accounts.items()}
+        for sequence in started:
+            key = sequence.spec.flow.key
+            found[key] += sequence.uncharged_tokens / self.accounts[key].weight
+        return found
+
+    def in_turn(
+        self,
+        tails: Iterable[Sequence],
+        counters: Mapping[bytes, float],
+        most: int,
+    ) -> list[Sequence]:
+        """Returns the prompt tails in the order of service: all that have begun, and the first ``most`` of the others.
+        Within each flow they keep their order, in which they come."""
+        lines: dict[bytes, deque[Sequence]] = {}
+        for sequence in tails:
+            lines.setdefault(sequence.spec.flow.key, deque()).append(sequence)
+        heaps: tuple[list[tuple[float, int, Place, bytes]], ...] = ([], [], [])
+        for key, line in lines.items():
+            heaps[_rank(line[0])].append((counters[key], self.accounts[key].running, _service_order(line[0]), key))
+        for heap in heaps:
+            heapq.heapify(heap)
+        found: list[Sequence] = []
+        while any(heaps):
+            # Of each rank the flow that was served least, and of the ranks the one whose sequence has the first place.
+            heap = min((one for one in heaps if one), key=lambda one: one[0][2])
+            counter, running, _, key = heapq.heappop(heap)
+            line, weight = lines[key], self.accounts[key].weight
+            sequence = line.popleft()
+            begun = sequence.state is SequenceState.RUNNING
+            if begun or most:
+                most -= not begun
+                found.append(sequence)
+                counter += sequence.left_to_compute / weight
+            if line:
+                heapq.heappush(heaps[_rank(line[0])], (counter, running + 1, _service_order(line[0]), key))
+        return found
+
+    def _lift(self, key: bytes, counters: Mapping[bytes, float]) -> None:
+        """Makes a flow that begins to wait as late as those that wait already, or, where none does, as those that
+        run."""
+        account = self.accounts[key]
+        others = {name: one for name, one in self.accounts.items() if name != key}
+        waiting = [counters[name] for name, one in others.items() if one.waiting]
+        level = min(waiting) if waiting else max(counters[name] for name in others)
+        if level > counters[key]:
+            account.counter = level - (counters[key] - account.counter)
+
+    def check_integrity(self, queued: Seq[Sequence]) -> None:
+        """Raises AssertionError where the accounts contradict the sequences that are in the queues."""
+        counted: dict[bytes, list[int]] = {}
+        for sequence in queued:
+            count = counted.setdefault(sequence.spec.flow.key, [0, 0])
+            count[sequence.state is not SequenceState.RUNNING] += 1
+        found = {key: [account.running, account.waiting] for key, account in self.accounts.items()}
+        assert found == counted, f"flows {found} have other sequences than the queues: {counted}"
+        assert len(self.absent) <= MAX_ABSENT_FLOWS, "too many flows are remembered"
+        assert not self.absent.keys() & self.accounts.keys(), "a flow is here and away"
+        assert self.accounts or not self.absent, "somebody owes something to nobody"
 
 
 class SchedulerQueues:
@@ -128,19 +287,19 @@ class SchedulerQueues:
         flows, placeless = self.flows, self.flows.placeless
         if not placeless or self.free_seqs >= len(placeless):
             return
-        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if not in_background(s)}
+        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if not _in_background(s)}
         counters = flows.counters(chain(self.running, self.preempted))
         claims = sorted((key for key in placeless if key in able), key=counters.__getitem__)
         places = Counter(sequence.spec.flow.key for sequence in self.to_decode())
 
         def had(sequence: Sequence) -> tuple[bool, float, int, int]:
-            return in_background(sequence), counters[sequence.spec.flow.key], sequence.spec.priority, sequence.seq_id
+            return _in_background(sequence), counters[sequence.spec.flow.key], sequence.spec.priority, sequence.seq_id
 
         for key in claims[self.free_seqs :]:
             decodes = (sequence for sequence in self.to_decode() if sequence.decoding and sequence.may_give_way)
-            givers = [one for one in decodes if places[one.spec.flow.key] > 1 or in_background(one)]
+            givers = [one for one in decodes if places[one.spec.flow.key] > 1 or _in_background(one)]
             giver = max(givers, key=had, default=None)
-            if giver is None or (counters[giver.spec.flow.key] < counters[key] and not in_background(giver)):
+            if giver is None or (counters[giver.spec.flow.key] < counters[key] and not _in_background(giver)):
                 return
             self.yielding[giver] = last_step
             places[giver.spec.flow.key] -= 1
@@ -156,7 +315,7 @@ class SchedulerQueues:
             able = _able(chain(self.preempted, self.waiting)) if free else ()
             tails = sorted([*begun, *able], key=_service_order)
             counters = self.flows.counters(chain(self.running, self.preempted))
-            return self.flows.in_turn(tails, counters, _service_order, 2 * free)
+            return self.flows.in_turn(tails, counters, 2 * free)
         tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
         tails.sort(key=_service_order)
         return tails
@@ -168,7 +327,7 @@ class SchedulerQueues:
         if self.flows.several:
             queued.sort(key=_service_order)
             counters = self.flows.counters(chain(self.running, self.preempted))
-            queued = self.flows.in_turn(queued, counters, _service_order, len(queued))
+            queued = self.flows.in_turn(queued, counters, len(queued))
         line = {sequence.seq_id: place for place, sequence in enumerate(queued, 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 

@@ -13,7 +13,7 @@ nobody saves up. This is the Virtual Token Counter (Sheng et al., "Fairness in S
 Between two tenants that wait all the time, tokens over weight differ by no more than what one of them has under way.
 
 A tenant that has nothing at the workers waits for no slot: its first request goes there beyond the slots that others
-have, and the workers, which keep the same shares (:mod:`pillion.engine.scheduling.flows`), decide whose place it gets.
+have, and the workers, which keep the same shares (:mod:`pillion.engine.scheduling.queues`), decide whose place it gets.
 
 Nothing here reads a clock or waits (I9): :mod:`pillion.gateway.admission.admission` passes ``now_s`` and does what is
 decided.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.scheduling import flows as flows_module
+from pillion.engine.scheduling import queues as queues_module
 from pillion.priority import MAX_PRIORITY, MAX_WEIGHT, MIN_FLOW_WEIGHT, OUTPUT_COST, PRIORITY_AGING_S, bounded_flow
 from tests.support.ahead_harness import AheadHarness
 from tests.support.examples import examples
@@ -237,7 +237,7 @@ def test_answers_to_one_prompt_are_charged_for_it_once() -> None:
 
 
 def test_flows_that_are_away_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows_module, "MAX_ABSENT_FLOWS", 1)
+    monkeypatch.setattr(queues_module, "MAX_ABSENT_FLOWS", 1)
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
     harness.submit(prompt(2, 5), 60, flow=THREE)
     harness.submit(prompt(1, 6), 8, flow=ONE)
