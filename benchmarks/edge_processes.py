@@ -22,7 +22,7 @@ from typing import Any
 
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.assemble import start_gateway
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason

@@ -1,13 +1,13 @@
 """Is the gateway, which takes requests over gRPC and HTTP, plans where they run, and streams their answers.
 
-gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request; open this first
+assemble.py         what a gateway has, and which flags turn it on; open this first
+gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
 boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
-gateway_part.py     what a room may add to that: pages, and work beside requests
-named_adapters.py   what requests may name as adapters; without a room there are none
-text_vectors.py     what makes vectors of texts; without a room nothing does
-answer_formats.py   what answers hold besides content; without a room that is nothing
+named_adapters.py   what requests may name as adapters
+text_vectors.py     what makes vectors of texts
+answer_formats.py   what answers hold besides content
 http_api/           OpenAI's HTTP API
 anthropic/          Anthropic's Messages, at the same port
 responses/          OpenAI's Responses, at the same port

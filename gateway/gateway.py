@@ -46,6 +46,7 @@ from pillion.gateway.answer_formats import (
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
+from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
 from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_runner import RequestRunner
@@ -83,6 +84,8 @@ from pillion.gateway.request.validation import (
     tools_bytes,
     weight,
 )
+from pillion.gateway.retentions.kv_hints import read_hints
+from pillion.gateway.retentions.retentions import Retentions
 from pillion.gateway.tokens.answer_text import AnswerText, NoText, stop_strings
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.client_marks import BREAKER
@@ -149,6 +152,8 @@ class Gateway:
         ring: the API keys; None serves everybody.
         quotas: the quotas of tenants; by default this gateway alone counts them.
         adapters: the names of adapters; by default there are none.
+        retentions, read_ahead: tell KV nodes when next turns are expected, and have them read ahead for requests that
+            wait; by default nobody does.
     """
 
     def __init__(
@@ -159,8 +164,11 @@ class Gateway:
         ring: Keyring | None = None,
         quotas: SharedQuotas | None = None,
         adapters: Adapters | None = None,
+        retentions: Retentions | None = None,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self._models = models
+        self._retentions, self._read_ahead = retentions, read_ahead
         self.adapters = adapters or Adapters()
         self.adapters.reach(cluster.nodes)
         # A served name that was given wins over another model's alias.
@@ -187,12 +195,6 @@ class Gateway:
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
         self.meters.watch(self.adapters.readings)
-        # It is called with a request that has to wait for its turn; what it returns is called when the wait is over.
-        self.on_waiting: Callable[[AdmittedRequest], Callable[[], None]] = lambda admitted: lambda: None
-        # It raises InvalidRequest for hints about KV that make no sense; by default nobody reads them.
-        self.check_hints: Callable[[str], object] = lambda hints: None
-        # It is called with each request that has ended, what the client sent, and its tenant.
-        self.on_ended: Callable[[RequestRunner, GenerateRequest, Tenant], None] = lambda runner, request, tenant: None
         self.refusals = Refusals()
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
@@ -339,7 +341,7 @@ class Gateway:
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
         model.formats.check(request.tools, request.sampling.structured_outputs is not None)
         if request.kv_hints:
-            self.check_hints(request.kv_hints)
+            read_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
@@ -673,7 +675,8 @@ class Gateway:
             await quota.confirm(permit.tokens, time.monotonic())
 
         def waits() -> None:
-            stop.callback(self.on_waiting(admitted))
+            if self._read_ahead is not None:
+                stop.callback(self._read_ahead.waits(admitted))
 
         with stop:
             # A stream that goes on here is not refused for what is left of it.
@@ -803,7 +806,8 @@ class Gateway:
                 )
             if admitted.adapter:
                 self.adapters.ended(name)
-            self.on_ended(runner, request, permit.tenant)
+            if self._retentions is not None:
+                self._retentions.ended(runner, request, permit.tenant)
 
         if admitted.adapter:
             self.adapters.began(name)

@@ -26,24 +26,6 @@ class Seam(Generic[T]):
 # stands before a head gets the inputs of layers of its rows, which are computed again from there. Forced tokens are
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "gateway.http_api.routes": (
-        "pillion.gateway.ui.ui_api:ui_routes",
-        "pillion.gateway.anthropic.anthropic_api:anthropic_routes",
-        "pillion.gateway.responses.responses_api:responses_routes",
-        "pillion.gateway.prefix_pins.prefixes_api:prefix_routes",
-        "pillion.gateway.pooling.pooling_pages:pooling_routes",
-    ),
-    "gateway.grpc_api.calls": (
-        "pillion.gateway.prefix_pins.prefix_servicer:prefix_calls",
-        "pillion.gateway.pooling.text_servicer:text_calls",
-        "pillion.gateway.adapters.adapter_servicer:adapter_calls",
-    ),
-    "gateway.parts": (
-        "pillion.gateway.batches.batch_part:BatchPart",
-        "pillion.gateway.read_ahead.read_ahead:ReadAhead",
-        "pillion.gateway.retentions.retentions:Retentions",
-        "pillion.gateway.adapters.adapter_part:AdapterPart",
-    ),
     "gateway.vectors": ("pillion.gateway.pooling.vectors:GatewayVectors",),
     "engine.models.encoders": ("pillion.engine.encoders.encoder_parser:ENCODER_PARSER",),
     "engine.backends.encoders": ("pillion.engine.encoders.encoder_backend:load_encoder",),

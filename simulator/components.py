@@ -15,8 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
+from pillion.gateway.assemble import serve_models
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.gateway_server import GatewayServer, Ports, serve_models
+from pillion.gateway.gateway_server import GatewayServer, Ports
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.answer_text import Spellings
@@ -182,7 +183,7 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
         template=nothing,
     )
 
-    async def listen(gateway: Gateway, servicer: GatewayServicer, parts: object) -> Ports:
+    async def listen(gateway: Gateway, servicer: GatewayServicer, more_routes: object) -> Ports:
         served: Any = _SerializedServicer(servicer)
         server = await rpc.start_server(
             address_of(name), [("", lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(served, s))]

@@ -31,7 +31,7 @@ LABORATORY = ("lab", "simulator", "testbed", "benchmarks")
 GENERATED = (re.compile(r"pillion/v1/"), re.compile(r"pillion/client/client\.py"))
 # A moved line has at least this many characters, for shorter ones stand everywhere.
 MOVED_CHARACTERS = 12
-HOOKED = ("StepFeature", "WorkerFeature", "GatewayPart")
+HOOKED = ("StepFeature", "WorkerFeature")
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -13,7 +13,6 @@ from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.batches_api import BatchBody, BatchesApi
 from pillion.gateway.batches.multipart import FORM_TYPE, UploadForm
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api.http_call import Endpoint, Methods
 from pillion.gateway.http_api.model_calls import ModelCalls
 
@@ -22,8 +21,11 @@ _UPLOAD = {"purpose": "batch", "file": "@requests.jsonl"}
 _BATCH = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
-class BatchPart(GatewayPart):
-    """Runs batches where there is --batch-path; without the flag their pages say so. Raises ConfigError."""
+class Batches:
+    """Runs batches where there is --batch-path; without the flag their pages say so. Raises ConfigError.
+
+    routes, before the ports listen -> start -> stop, when the gateway begins to drain -> aclose
+    """
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._lines = LineCalls()
@@ -68,7 +70,7 @@ class BatchPart(GatewayPart):
             Route("/v1/batches/{id}/cancel", Endpoint("POST", files.cancel_batch, tenant_of)),
         ]
 
-    def start(self, heartbeat_s: float) -> None:
+    def start(self) -> None:
         """Begins to run batches."""
         if self._runner is not None:
             self._runner.start()

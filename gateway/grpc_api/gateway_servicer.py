@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from pillion.errors import InvalidRequest, NotFound, PillionError, Unauthenticated
+from pillion.errors import InvalidRequest, PillionError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_errors import from_pillion
@@ -20,7 +20,6 @@ from pillion.gateway.request.refusals import STRANGERS, Caller
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message, request_label
 from pillion.observability import telemetry
-from pillion.rooms import Seam, entered
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import (
@@ -52,22 +51,11 @@ _COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class GrpcCall:
-    """Describes a call of the service that a room serves: it takes a message and a context and returns the answer. A
+    """Describes a call of the service that a feature serves: it takes a message and a context and returns the answer. A
     ``raw`` call gets its message as bytes, and counts the items in them before it reads them."""
 
     serve: Callable[[Any, Any], Awaitable[Any]]
     raw: bool = False
-
-
-# Rooms add the calls of the service that they serve here, by name. A call that no room serves is NOT_FOUND.
-CALLS = Seam[Callable[[Gateway], Mapping[str, GrpcCall]]]("gateway.grpc_api.calls")
-
-
-async def _absent(request: Any, context: Any) -> NoReturn:
-    raise NotFound("this gateway was installed without the room that serves this call (docs/rooms.md)")
-
-
-_ABSENT = GrpcCall(_absent)
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -104,14 +92,11 @@ class RawGenerate(grpc.aio.ServerInterceptor):
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Serves pillion.v1.Gateway. ``raw_calls`` are the names of the calls of rooms whose messages come as bytes."""
+    """Serves pillion.v1.Gateway. ``calls`` are those of the service that features serve, by name; ``raw_calls`` are the
+    names of those whose messages come as bytes."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, calls: Mapping[str, GrpcCall]) -> None:
         self._gateway = gateway
-        known = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].methods_by_name
-        calls = {name: _ABSENT for name in known if name not in vars(GatewayServicer)}
-        for room_calls in entered(CALLS):
-            calls |= room_calls(gateway)
         for name, call in calls.items():
             setattr(self, name, self._noting(name, call.serve))
         self.raw_calls = frozenset(name for name, call in calls.items() if call.raw)

@@ -27,7 +27,6 @@ from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.asked_address import BelowPath, asked_address
 from pillion.gateway.http_api.body_mending import IGNORED_HEADER
@@ -40,14 +39,13 @@ from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.net.addresses import is_local, listen
 from pillion.observability.metrics_export import MetricsPage
-from pillion.rooms import Seam, entered
 from pillion.sampling_defaults import SAMPLING_KEYS
 from pillion.types import ModelInfo
 
 log = logging.getLogger("pillion.gateway")
 
-# Rooms add pages to the port here: each function gets the object that answers calls, and the flags, and returns pages.
-ROUTES = Seam[Callable[[ModelCalls, GatewayFlags], list[Route]]]("gateway.http_api.routes")
+# Such a function makes the pages of features, from what calls models and the pages that stand before them in the table.
+MoreRoutes = Callable[[ModelCalls, Sequence[Route]], list[Route]]
 
 # The port has at most this many connections, and fewer where the process may not have so many descriptors.
 MAX_HTTP_CONNECTIONS = 4096
@@ -242,7 +240,7 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]) -> ASGIApp:
+def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> ASGIApp:
     """Makes the application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
     The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
@@ -270,10 +268,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]
-    for room_routes in entered(ROUTES):
-        routes += room_routes(calls, flags)
-    for part in parts:
-        routes += part.routes(calls, tuple(routes))
+    routes += more_routes(calls, tuple(routes))
     pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
@@ -399,7 +394,7 @@ def _log_exhaustion_seldom() -> None:
 
 
 async def start_http(
-    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, parts: Sequence[GatewayPart] = ()
+    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, more_routes: MoreRoutes
 ) -> HttpServer:
     """Serves HTTP on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
 
@@ -410,7 +405,7 @@ async def start_http(
     listener = listen(host, flags.http_port, LISTEN_BACKLOG, share_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, flags, parts),
+        make_app(gateway, flags, more_routes),
         # h11 bounds headers that are not whole yet; the endpoint judges the size of whole ones.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -21,10 +21,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from pillion.config import GatewayFlags
 from pillion.errors import PillionError
-from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_part import GatewayPart
+from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.component_calls import chain_of
 from pillion.gateway.request.events import TicketHold
@@ -38,18 +36,16 @@ MAX_IN_LINE = 256
 MAX_READ_AHEAD_S = 10.0
 
 
-class ReadAhead(GatewayPart):
-    """Reads ahead for at most ``--max-read-ahead`` waiting requests at once, in the order in which they began to
+class ReadAhead:
+    """Reads ahead for at most ``most`` waiting requests at once (--max-read-ahead), in the order in which they began to
     wait."""
 
-    def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
-        self._cluster = gateway.cluster
-        self._most = flags.max_read_ahead
+    def __init__(self, cluster: Cluster, most: int) -> None:
+        self._cluster = cluster
+        self._most = most
         self._line: dict[int, AdmittedRequest] = {}
         self._numbers = itertools.count()
         self._reading: set[asyncio.Task[None]] = set()
-        if self._most and flags.enable_prefix_caching:
-            gateway.on_waiting = self.waits
 
     def waits(self, admitted: AdmittedRequest) -> Callable[[], None]:
         """Puts a request in line that has to wait for its turn. Returns what takes it out again."""

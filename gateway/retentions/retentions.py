@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
-from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_part import GatewayPart
+from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.retentions.kv_hints import read_hints
 from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps, until_used
@@ -32,18 +30,15 @@ MAX_CALLS = 256
 MAX_ANSWER_TOKENS = 2**15
 
 
-class Retentions(GatewayPart):
-    """Learns from all requests of a gateway, unless prefixes are not cached. Attributes are for reading: ``gaps``, and
+class Retentions:
+    """Learns from all requests of a gateway. Attributes are for reading: ``gaps``, and
     ``dropped``, the number of wishes for which there was no call."""
 
-    def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.gaps = TurnGaps()
         self.dropped = 0
-        self._cluster = gateway.cluster
+        self._cluster = cluster
         self._calls: set[asyncio.Task[None]] = set()
-        gateway.check_hints = read_hints
-        if flags.enable_prefix_caching:
-            gateway.on_ended = self.ended
 
     def ended(self, runner: RequestRunner, request: GenerateRequest, tenant: Tenant) -> None:
         """Learns from a request that has ended, and says what is to become of its KV."""

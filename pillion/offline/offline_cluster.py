@@ -160,7 +160,7 @@ async def start_cluster(
     from pillion.engine.backends.devices import pool_device, resolved
     from pillion.engine.backends.step_memory import steps_bytes
     from pillion.engine.checkpoints.prepare import prepare
-    from pillion.gateway.gateway_server import model_entry
+    from pillion.gateway.assemble import model_entry
     from pillion.kvstore.assemble import start_kvnode
     from pillion.kvstore.memory.domain import CPU
     from pillion.supervisor.local_cluster import prepare_in_child

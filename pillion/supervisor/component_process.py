@@ -49,7 +49,7 @@ ROLES = {
     "kvnode": ("pillion.kvstore.assemble", "start_kvnode"),
     "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
-    "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
+    "gateway": ("pillion.gateway.assemble", "start_gateway"),
 }
 # Components import these later than their own modules, some after their first requests.
 LATER_MODULES = (

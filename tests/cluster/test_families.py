@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from pillion import AsyncClient, Delta
 from pillion.cli.flags import to_argv
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags
-from pillion.gateway.gateway_server import GatewayServer, start_gateway
+from pillion.gateway.assemble import start_gateway
+from pillion.gateway.gateway_server import GatewayServer
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.supervisor.child_process import ChildProcess, child_environ

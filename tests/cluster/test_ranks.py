@@ -23,8 +23,8 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer
+from pillion.gateway.assemble import model_entry
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_server import model_entry
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.prefill_service.prefill_server import start_prefill

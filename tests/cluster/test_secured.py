@@ -56,7 +56,7 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[str, Any]) -> AsyncIterator[Any]:
     """Run the gateway before real workers that it reaches over TCP; yield it and the workers' addresses."""
     from pillion.decode_service.decode_server import start_decode
-    from pillion.gateway.gateway_server import start_gateway
+    from pillion.gateway.assemble import start_gateway
     from pillion.kvstore.assemble import start_kvnode
     from pillion.prefill_service.prefill_server import start_prefill
 

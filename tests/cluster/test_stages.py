@@ -27,8 +27,8 @@ from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StagedBackend
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.errors import Internal
+from pillion.gateway.assemble import model_entry
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.gateway_server import model_entry
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode

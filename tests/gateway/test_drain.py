@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from pillion import AsyncClient, Client, Unavailable
 from pillion.config import GatewayFlags
-from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.assemble import start_gateway
 from pillion.net.rpc import open_channel
 from testbed.conditions import until
 from tests.support.fake_components import BLOCK, FakeCluster, impatient_client, running_fake_cluster, toy_model

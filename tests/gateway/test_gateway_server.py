@@ -13,7 +13,7 @@ import pytest
 
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
-from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.assemble import start_gateway
 from pillion.supervisor import local_cluster
 from pillion.supervisor.local_cluster import until_prefill_is_known
 from pillion.supervisor.probes import answers, is_serving

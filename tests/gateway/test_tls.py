@@ -21,7 +21,8 @@ from pillion import AsyncClient, ConfigError, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.client import connection
 from pillion.config import GatewayFlags
-from pillion.gateway.gateway_server import GatewayServer, start_gateway
+from pillion.gateway.assemble import start_gateway
+from pillion.gateway.gateway_server import GatewayServer
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles

@@ -48,7 +48,7 @@ class Components:
     @contextlib.asynccontextmanager
     async def another_gateway_address(self, **flags: Any) -> AsyncIterator[str]:
         """Run a second gateway before the same workers, with other flags; yield its gRPC address."""
-        from pillion.gateway.gateway_server import start_gateway
+        from pillion.gateway.assemble import start_gateway
 
         edge = DISAGGREGATED | flags
         component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
@@ -83,7 +83,7 @@ async def running_components(
     ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per component.
     """
     from pillion.decode_service.decode_server import start_decode
-    from pillion.gateway.gateway_server import start_gateway
+    from pillion.gateway.assemble import start_gateway
     from pillion.kvstore.assemble import start_kvnode
     from pillion.prefill_service.prefill_server import start_prefill
 

@@ -24,7 +24,8 @@ from pillion import AsyncClient
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError
-from pillion.gateway.gateway_server import GatewayServer, start_gateway
+from pillion.gateway.assemble import start_gateway
+from pillion.gateway.gateway_server import GatewayServer
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.kvstore.index.index import PrefixHit
 from pillion.kvstore.index.registry import Registry

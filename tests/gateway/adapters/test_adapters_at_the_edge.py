@@ -22,8 +22,8 @@ from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Perm
 from pillion.gateway.adapters import adapter_names
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.assemble import start_gateway
 from pillion.gateway.batches import batch_runner
-from pillion.gateway.gateway_server import start_gateway
 from pillion.gateway.named_adapters import NamedAdapter
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.index.shared_names import SharedNames

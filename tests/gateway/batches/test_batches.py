@@ -19,13 +19,12 @@ from openai.types import Batch
 
 from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.assemble import start_gateway
 from pillion.gateway.batches import batch_folder, batch_machine, batch_runner, upload_places
 from pillion.gateway.batches.batch_folder import BatchFolder
-from pillion.gateway.batches.batch_part import BatchPart
 from pillion.gateway.batches.batches_api import MAX_FORM_BYTES
 from pillion.gateway.batches.multipart import FormReader
 from pillion.gateway.batches.upload_places import TENANT_UPLOADS
-from pillion.gateway.gateway_server import start_gateway
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
 from pillion.priority import MAX_PRIORITY
@@ -574,7 +573,7 @@ async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypa
         batch = await begun(client, chats(20))
         await until("lines to run", lambda: len(fakes.decode.streams) == 2)
         server: Any = fakes.gateway
-        (runner,) = (part._runner for part in server._parts if isinstance(part, BatchPart))
+        runner = server.beside.batches._runner
         runner.folder.max_bytes = 1
         await until("the gateway to see it", lambda: runner._full)
         fakes.decode.gate.set()

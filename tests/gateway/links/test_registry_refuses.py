@@ -12,7 +12,8 @@ import pytest
 
 from pillion.config import GatewayFlags
 from pillion.errors import Unavailable
-from pillion.gateway.gateway_server import GatewayServer, start_gateway
+from pillion.gateway.assemble import start_gateway
+from pillion.gateway.gateway_server import GatewayServer
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.observability import metric_catalog as names

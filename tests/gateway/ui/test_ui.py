@@ -12,7 +12,7 @@ import pytest
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of
-from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.assemble import start_gateway
 from pillion.gateway.ui.ui_files import FOLDER, read_files
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call

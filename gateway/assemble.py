@@ -1,0 +1,250 @@
+"""Puts a gateway together: this page says what a gateway has, and which flags turn it on.
+
+always                   OpenAI's API, Anthropic's Messages, Responses, pinned prefixes, vectors and labels, gRPC
+--model, --also-model    models with their tokenizers, templates and formats
+--api-keys, --api-key    tenants and their quotas
+--enable-lora            names of adapters, and the upkeep of their files
+--enable-prefix-caching  what KV nodes are told of next turns (retentions), and reading ahead (--max-read-ahead)
+--batch-path             batches        --ui  a page for people        --slo  a forecast of workers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from starlette.routing import Route
+
+from pillion._version import VERSION
+from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_contradictions, refuse_strangers
+from pillion.engine.checkpoints.generation_config import default_sampling
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.errors import ConfigError
+from pillion.gateway.adapters.adapter_servicer import adapter_calls
+from pillion.gateway.adapters.adapter_upkeep import AdapterUpkeep
+from pillion.gateway.adapters.adapters_api import adapter_routes
+from pillion.gateway.admission.api_keys import KeyFile
+from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.answer_formats import FormatSource, formats_of
+from pillion.gateway.anthropic.anthropic_api import anthropic_routes
+from pillion.gateway.batches.batch_part import Batches
+from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.gateway_server import BesideRequests, GatewayServer, Ports
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
+from pillion.gateway.http_api.http_server import MoreRoutes, start_http
+from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.named_adapters import ServedFolders, adapters_of
+from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.forecast import forecaster_of
+from pillion.gateway.pooling.pooling_pages import pooling_routes
+from pillion.gateway.pooling.text_servicer import text_calls
+from pillion.gateway.prefix_pins.prefix_servicer import prefix_calls
+from pillion.gateway.prefix_pins.prefixes_api import prefix_routes
+from pillion.gateway.read_ahead.read_ahead import ReadAhead
+from pillion.gateway.request.admitted_request import GatewayOptions
+from pillion.gateway.request.validation import ModelLimits
+from pillion.gateway.responses.responses_api import responses_routes
+from pillion.gateway.retentions.retentions import Retentions
+from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.tokenizer import ModelTokenizer
+from pillion.gateway.ui.ui_api import ui_routes
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.index.shared_buckets import SharedBuckets
+from pillion.kvstore.index.shared_loads import SharedLoads
+from pillion.net import rpc, tls
+from pillion.net.addresses import is_local
+from pillion.served_models import other_models
+from pillion.v1 import gateway_pb2_grpc
+from pillion.wire.registry import ComponentRecord
+
+log = logging.getLogger("pillion.gateway")
+
+SERVICE = "pillion.v1.Gateway"
+# The public gRPC service may have this many open calls, those that watch the health included.
+MAX_GRPC_CALLS = 8192
+
+# Such a function listens for a gateway; its last argument makes the pages of features. It raises OSError for an address
+# that cannot be bound.
+Listen = Callable[[Gateway, GatewayServicer, MoreRoutes], Awaitable[Ports]]
+
+
+async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayServer:
+    """Starts a gateway. With ``prepared``, --model is not prepared again.
+
+    Raises:
+        ConfigError: flags or models that cannot work, or a port that is taken.
+    """
+    _check(flags)
+    has_keys = bool(flags.api_keys or flags.api_key)
+    keys = await asyncio.to_thread(KeyFile, flags.api_keys, flags.api_key) if has_keys else None
+    identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
+    if has_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
+        log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
+    entries = await asyncio.to_thread(_entries, flags, prepared)
+
+    async def listen(gateway: Gateway, servicer: GatewayServicer, more_routes: MoreRoutes) -> Ports:
+        return await _listen(flags, gateway, servicer, identity, more_routes)
+
+    return await serve_models(flags, entries, listen, keys)
+
+
+def _check(flags: GatewayFlags) -> None:
+    """Raises ConfigError for flags that no gateway can work with, whatever its models are."""
+    refuse_contradictions(flags)
+    parse_policy(flags.split_policy)
+    forecaster_of(flags)
+    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
+        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
+    if not flags.redis_url:
+        raise ConfigError("the gateway needs --redis-url")
+    refuse_strangers(flags)
+
+
+async def serve_models(
+    flags: GatewayFlags, entries: Mapping[str, ModelEntry], listen: Listen, keys: KeyFile | None = None
+) -> GatewayServer:
+    """Connects a gateway of these models, by served name, to its cluster; then the gateway listens and begins its
+    heartbeats. Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway` does."""
+    adapters = await asyncio.to_thread(adapters_of, flags, _folders(entries))
+    component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+    grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster_of(flags))
+    # Without API keys there are no tenants whose quotas could be counted.
+    quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
+    ring = None if keys is None else keys.ring
+    caches = flags.enable_prefix_caching
+    retentions = Retentions(cluster) if caches else None
+    read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
+    gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead)
+    beside = BesideRequests(Batches(gateway, flags), AdapterUpkeep(adapters), read_ahead, retentions)
+    await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
+    # The other calls of the service are in the mapping.
+    servicer = GatewayServicer(  # type: ignore[abstract]
+        gateway, {**prefix_calls(gateway), **text_calls(gateway), **adapter_calls(gateway)}
+    )
+
+    def more_routes(calls: ModelCalls, core: Sequence[Route]) -> list[Route]:
+        found = [
+            *ui_routes(calls, flags),
+            *anthropic_routes(calls, flags),
+            *responses_routes(calls, flags),
+            *prefix_routes(calls, flags),
+            *pooling_routes(calls, flags),
+        ]
+        # The lines of a batch may call the pages before them.
+        return [*found, *beside.batches.routes(calls, (*core, *found)), *adapter_routes(calls)]
+
+    try:
+        ports = await listen(gateway, servicer, more_routes)
+    except OSError as error:
+        await beside.aclose()
+        await gateway.aclose()
+        await cluster.aclose()
+        raise ConfigError(f"the gateway cannot listen: {error}") from None
+    record = ComponentRecord(
+        component_id=component_id,
+        role="gateway",
+        address=ports.grpc.address,
+        version=VERSION,
+        model=", ".join(entries),
+    )
+    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, beside, keys)
+
+
+def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayOptions:
+    longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
+    return GatewayOptions(
+        policy=parse_policy(flags.split_policy),
+        # Without chunked prefill a prefill range is one chunk, which is as long as the longest prompt.
+        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
+        max_attempts=flags.max_attempts,
+        max_inflight_requests=flags.max_inflight_requests,
+        max_inflight_tokens=flags.max_inflight_tokens,
+        prefix_caching=flags.enable_prefix_caching,
+        max_running_requests=flags.max_running_requests,
+    )
+
+
+def _folders(entries: Mapping[str, ModelEntry]) -> ServedFolders:
+    return ServedFolders(
+        {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
+        {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries},
+    )
+
+
+def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
+    """Reads all models that the flags name, by served name. Raises ConfigError."""
+    served: list[ServedModelFlags] = [flags, *other_models(flags)]
+    models = [prepared if prepared is not None else prepare(flags), *map(prepare, served[1:])]
+    entries = {model.name: model_entry(model, chosen) for model, chosen in zip(models, served, strict=True)}
+    if len(entries) < len(models):
+        raise ConfigError(f"--also-model: two models are called alike; there are {', '.join(entries)}")
+    return entries
+
+
+async def _listen(
+    flags: GatewayFlags,
+    gateway: Gateway,
+    servicer: GatewayServicer,
+    identity: tls.Identity | None,
+    more_routes: MoreRoutes,
+) -> Ports:
+    """Listens on the gateway's ports. Raises OSError for an address that cannot be bound, and leaves nothing
+    half-started."""
+    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    server = await rpc.start_server(
+        f"{host}:{flags.grpc_port}",
+        [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
+        credentials=None if identity is None else tls.server_credentials(identity),
+        interceptors=[KeyCheck(gateway), RawGenerate(servicer.raw_calls)],
+        max_calls=MAX_GRPC_CALLS,
+        max_message_bytes=flags.max_message_bytes,
+        share_port=flags.share_ports,
+    )
+    async with contextlib.AsyncExitStack() as started:
+        started.push_async_callback(server.stop, 0)
+        http = await start_http(gateway, flags, identity, more_routes)
+        started.push_async_callback(http.stop, 0)
+        probe: rpc.RunningServer | None = None
+        if flags.probe_listen:
+            credentials = rpc.internal_credentials(flags.probe_listen)
+            probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
+        started.pop_all()
+    return Ports(server, http, probe)
+
+
+def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
+    """Collects what a gateway needs to know of a model. Reads files; raises ConfigError."""
+    guards = not flags.allow_special_tokens_in_messages
+    tokenizer = ModelTokenizer.load(model.folder, flags.chat_template, guards=guards)
+    file = model.folder / "tokenizer.json"
+    formats = formats_of(FormatSource(tokenizer, file, model.vocab_size, model.eos_token_ids), flags)
+    log.info(
+        "model %s: tool-call parser %s, reasoning parser %s", model.name, formats.tool_parser, formats.reasoning_parser
+    )
+    return ModelEntry(
+        limits=ModelLimits(model.name, model.max_model_len, model.vocab_size, model.original_tokens),
+        aliases=model.aliases,
+        fingerprint=model.fingerprint,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=tokenizer,
+        template=ChatTemplate(
+            tokenizer.chat_template,
+            tokenizer.specials,
+            marks=tokenizer.marks,
+            spells_out=formats.spells_out,
+            in_channels=formats.in_channels,
+            defaults=flags.default_chat_template_kwargs,
+        ),
+        formats=formats,
+        weights=model.weights,
+        folder=model.folder,
+        sampling=default_sampling(model, flags),
+    )
