@@ -67,6 +67,7 @@ BACKGROUND = {
     "KVNode._judge_silence",
     "LoadExchange._report_now",
     "LoadExchange._tell",
+    "NodeDirectory.announce",
     "NodeExchange.run",
     "NodePrefixPins.run",
 }

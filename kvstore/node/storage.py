@@ -76,7 +76,7 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        self._copies = WriteThrough(pool.ledger, memory, self._far, self._blocks_lost)
+        self._copies = WriteThrough(pool.ledger, memory, self._far, self._blocks_lost) if self._far else None
         self.fetcher = Fetcher(
             pool.ledger,
             memory,
@@ -103,7 +103,8 @@ class Storage:
         self._tiers += self._far
         async with asyncio.TaskGroup() as group:
             group.create_task(self._spiller.run())
-            group.create_task(self._copies.run())
+            if self._copies is not None:
+                group.create_task(self._copies.run())
             group.create_task(self._exchange.run())
 
     def objects_answer(self) -> bool:
@@ -128,7 +129,8 @@ class Storage:
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
         """Returns the pool's events without blocks that only moved to a lower tier. It is called after every change."""
         self._spiller.poke()
-        self._copies.committed(events)
+        if self._copies is not None:
+            self._copies.committed(events)
         return without_moved(events, self._spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
