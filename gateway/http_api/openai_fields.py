@@ -677,10 +677,10 @@ def parse(body: bytes, kind: type[T]) -> T:
         )
         raise refused(field, f"the body holds more than {too_many}")
     parsed: T = _decoded(without_halves(body), READ_AS.get(kind, kind), "")
-    for one in msgspec.structs.fields(kind):  # type: ignore[arg-type]
-        value = getattr(parsed, one.name)
-        if one.required and isinstance(value, Raw) and not given(value):
-            raise refused(one.encode_name, REQUIRED, "missing_required_parameter")
+    for name, spelled in _required_fields(kind):
+        value = getattr(parsed, name)
+        if isinstance(value, Raw) and not given(value):
+            raise refused(spelled, REQUIRED, "missing_required_parameter")
     return parsed
 
 
@@ -759,6 +759,12 @@ def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
     """Returns the names of the raw fields of a struct that are not read later, by their names in JSON."""
     raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
     return {f.encode_name: f.name for f in raw}
+
+
+@cache
+def _required_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the required fields of a body's type, with their names in a body."""
+    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if f.required)
 
 
 @cache
