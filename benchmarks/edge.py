@@ -77,7 +77,7 @@ class SseClient(asyncio.Protocol):
     """A client of one completion that keeps the raw answer, with next to no work of its own."""
 
     def __init__(self, body: bytes, stream: ReceivedStream) -> None:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         self._stream = stream
         self._last = b""
