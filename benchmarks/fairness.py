@@ -32,8 +32,9 @@ from testbed.cluster import served
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("flood", "heavy", "lone", "operator")}
 TENANTS = "[tenant.flood]\n[tenant.heavy]\nweight = 3\n[tenant.lone]\n[tenant.operator]\noperator = true\n"
-# Tokens count from when a flood's first answers, which came before all had asked, have ended.
-SETTLE_S = 10.0
+# Tokens count after SETTLE_S, and from when each stream of a flood has ended an answer, but after MOST_SETTLE_S in any
+# case: the first answers came before all had asked.
+SETTLE_S, MOST_SETTLE_S = 10.0, 150.0
 PAUSE_S = 0.5
 
 
@@ -43,7 +44,7 @@ class TenantLoad:
     def __init__(self, target: str, name: str, args: argparse.Namespace) -> None:
         self.first_s: list[float] = []
         self.gaps_s: list[float] = []
-        self.tokens = 0
+        self.tokens = self.answers = 0
         self._client = AsyncClient(target, api_key=KEYS[name])
         self._args = args
         self._draw = random.Random(name)
@@ -59,6 +60,7 @@ class TenantLoad:
                 (self.gaps_s if last_s > sent_s else self.first_s).append(now - last_s)
                 last_s = now
                 self.tokens += len(delta.token_ids)
+        self.answers += 1
 
     async def flood(self) -> None:
         """Asks for ``--concurrency`` answers at any time."""
@@ -85,7 +87,12 @@ async def measured(target: str, args: argparse.Namespace, names: tuple[str, ...]
     """Runs the loads of some tenants for --seconds, after they have settled."""
     loads = {name: TenantLoad(target, name, args) for name in names}
     tasks = [asyncio.create_task(load.one_by_one() if name == "lone" else load.flood()) for name, load in loads.items()]
+    until_s = time.monotonic() + MOST_SETTLE_S
     await asyncio.wait(tasks, timeout=SETTLE_S)
+    while time.monotonic() < until_s and any(
+        load.answers < args.concurrency for name, load in loads.items() if name != "lone"
+    ):
+        await asyncio.wait(tasks, timeout=PAUSE_S)
     for load in loads.values():
         load.first_s, load.gaps_s, load.tokens = [], [], 0
     done, _ = await asyncio.wait(tasks, timeout=args.seconds)
