@@ -74,7 +74,7 @@ class AnswerFormats:
 
     def check(self, options: ToolOptions, structured: bool = False) -> None:
         """Raises InvalidRequest where answers cannot call these tools, or cannot be ``structured``."""
-        text = "this gateway was installed without formats of answers (docs/rooms.md)"
+        text = "this gateway reads no formats of answers"
         if options.asks_for_calls:
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         if structured:
