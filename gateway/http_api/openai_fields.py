@@ -677,7 +677,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         )
         raise refused(field, f"the body holds more than {too_many}")
     parsed: T = _decoded(without_halves(body), READ_AS.get(kind, kind), "")
-    for name, spelled in _required_fields(kind):
+    for name, spelled in _required_fields(kind):  # type: ignore[arg-type]
         value = getattr(parsed, name)
         if isinstance(value, Raw) and not given(value):
             raise refused(spelled, REQUIRED, "missing_required_parameter")
