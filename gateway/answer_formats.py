@@ -1,4 +1,4 @@
-"""Defines the seam at which rooms read more than plain text in answers, and make answers follow grammars."""
+"""Defines the seam at which formats read more than plain text in answers, and make answers follow grammars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = "none"
 
 
 class AskedOutput:
-    """Says what the answers to one request may hold besides content. Rooms extend it."""
+    """Says what the answers to one request may hold besides content. The formats of answers extend it."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Defines the seam at which a room lets requests name adapters. Other components know adapters by their digests
+"""Defines the seam at which requests may name adapters. Other components know adapters by their digests
 only.
 """
 
@@ -111,7 +111,7 @@ class AdapterOptions:
 
 
 class AdapterMakers(NamedTuple):
-    """Makes the adapters of a gateway, for the room of adapters. ``check`` raises ConfigError for --lora-modules that
+    """Makes the adapters of a gateway. ``check`` raises ConfigError for --lora-modules that
     cannot be read; ``make`` loads these adapters, which reads files, and raises ConfigError as well."""
 
     check: Callable[[Sequence[str]], object]

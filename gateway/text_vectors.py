@@ -1,4 +1,4 @@
-"""Defines the seam at which a room makes vectors of texts (embeddings), scores of pairs and labels of texts, for the
+"""Defines the seam at which pooling makes vectors of texts (embeddings), scores of pairs and labels of texts, for the
 doors that ask for them."""
 
 from __future__ import annotations

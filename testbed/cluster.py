@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import itertools
 import os
 import pathlib
@@ -27,6 +26,7 @@ from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
+from testbed.forks import shared_forks
 from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
@@ -265,16 +265,9 @@ def _start(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path
 
 
 def _fork(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> HostProcess:
-    """Starts a cluster as a fork, and its fork server, too, where its workers have one thread each. In a tree without
-    fork servers it is started as a program."""
-    try:
-        # Nothing here needs that module, which goes with the room of fork servers.
-        forks = importlib.import_module("testbed.forks")
-    except ModuleNotFoundError:
-        return _start(command, environ, log)
+    """Starts a cluster as a fork, and its fork server, too, where its workers have one thread each."""
     imported_in = child_environ(environ, "") | compute_environ(1)
-    process: HostProcess = forks.shared_forks(imported_in).start(command, environ, log)
-    return process
+    return shared_forks(imported_in).start(command, environ, log)
 
 
 @contextlib.contextmanager

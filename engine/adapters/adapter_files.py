@@ -507,7 +507,7 @@ class AdapterFiles:
         weights = {f"{name}.weight": found for name, found in known.items()}
         weights |= {f"{module}.{name}": found for module, own in parameters.items() for name, found in own.items()}
         wanted |= {name: found for name, found in weights.items() if config.is_parameter(name)}
-        # Of the names that routers and gates have here, a class of transformers has one or none.
+        # A class of transformers has at most one module under these names of routers and gates.
         kinds = {_kind(found) for found in adapted}
         missing = next(
             (

@@ -2,7 +2,7 @@
 made.
 
 open_domain --cpu------> HostDomain: segments are anonymous files
-     '--------a device-> what a room enters at DEVICE_DOMAIN
+     '--------a device-> CudaDomain (pillion.kvstore.gpu.cuda_domain)
 """
 
 from __future__ import annotations

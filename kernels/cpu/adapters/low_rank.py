@@ -36,7 +36,7 @@ from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 SLOT = RecordLayout(
     "slot",
     pointers=(
-        # Of the layers of experts, each of these has what belongs to the first expert, then that of the next.
+        # In a layer of experts each of these arrays holds the part of the first expert, then that of the next one.
         "a",  # a has tiles of A, whose outputs are the ranks of all pairs in turn
         "b",  # b has a tile of B for each 16 packed outputs of the layer
         # This is int32 [tiles of B]: for each tile, the bytes from the beginning of a row of shrunk inputs to the

@@ -142,7 +142,7 @@ def test_it_is_the_same_tenant() -> None:
 
 
 def test_workers_keep_what_is_in_the_background_apart() -> None:
-    """As the gateway does, so that a tenant's batch is not held against its other requests."""
+    """Workers count a tenant's batch apart, so that it is not held against the tenant's other requests."""
     flows = {flow_of(tenant, "model") for tenant in (A, HIDDEN, OPEN)}
     assert len(flows) == 3
     assert NO_FLOW in flows

@@ -1,4 +1,4 @@
-"""Who gives way at a full door: the least urgent of those that wait, of the tenant furthest above its share."""
+"""Where the gateway is full, the least urgent waiting request of the tenant furthest above its share gives way."""
 
 from __future__ import annotations
 
