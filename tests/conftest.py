@@ -29,8 +29,8 @@ pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.suppor
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Without this variable, which the pillion command sets for itself, gRPC's core writes to standard error what its threads
-# see of connections that end: into the output of a run, and into that of programs whose output tests compare.
+# Without this variable, which the pillion command sets for itself, gRPC's core writes to standard error what its
+# threads see of connections that end: into the output of a run, and into that of programs whose output tests compare.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Programs that tests start buffer what they print to a pipe, wherever the tests run: a program that forks before it has
 # flushed, or is ended by a signal, fails for everybody or for nobody.
