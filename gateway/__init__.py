@@ -6,7 +6,6 @@ gateway_server.py   the gateway as a component: ports, heartbeat, draining
 boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
 named_adapters.py   what requests may name as adapters
-text_vectors.py     what makes vectors of texts
 answer_formats.py   what answers hold besides content
 http_api/           OpenAI's HTTP API
 anthropic/          Anthropic's Messages, at the same port

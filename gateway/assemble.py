@@ -43,6 +43,7 @@ from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.planning.forecast import forecaster_of
 from pillion.gateway.pooling.pooling_pages import pooling_routes
 from pillion.gateway.pooling.text_servicer import text_calls
+from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.prefix_pins.prefix_servicer import prefix_calls
 from pillion.gateway.prefix_pins.prefixes_api import prefix_routes
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
@@ -125,9 +126,10 @@ async def serve_models(
     gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead)
     beside = BesideRequests(Batches(gateway, flags), AdapterUpkeep(adapters), read_ahead, retentions)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
+    vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.
     servicer = GatewayServicer(  # type: ignore[abstract]
-        gateway, {**prefix_calls(gateway), **text_calls(gateway), **adapter_calls(gateway)}
+        gateway, {**prefix_calls(gateway), **text_calls(gateway, vectors), **adapter_calls(gateway)}
     )
 
     def more_routes(calls: ModelCalls, core: Sequence[Route]) -> list[Route]:
@@ -136,7 +138,7 @@ async def serve_models(
             *anthropic_routes(calls, flags),
             *responses_routes(calls, flags),
             *prefix_routes(calls, flags),
-            *pooling_routes(calls, flags),
+            *pooling_routes(calls, vectors),
         ]
         # The lines of a batch may call the pages before them.
         return [*found, *beside.batches.routes(calls, (*core, *found)), *adapter_routes(calls)]

@@ -26,7 +26,6 @@ class Seam(Generic[T]):
 # stands before a head gets the inputs of layers of its rows, which are computed again from there. Forced tokens are
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "gateway.vectors": ("pillion.gateway.pooling.vectors:GatewayVectors",),
     "engine.models.encoders": ("pillion.engine.encoders.encoder_parser:ENCODER_PARSER",),
     "engine.backends.encoders": ("pillion.engine.encoders.encoder_backend:load_encoder",),
     "engine.worker.features": (

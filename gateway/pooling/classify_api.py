@@ -9,15 +9,13 @@ import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
-from pillion.gateway.pooling.vectors import GatewayVectors
-from pillion.gateway.text_vectors import LabelledTexts
+from pillion.gateway.pooling.vectors import GatewayVectors, LabelledTexts
 from pillion.types import GenerateRequest
 
 _EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
@@ -37,9 +35,9 @@ class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
     use_activation: bool | None = None
 
 
-def classify_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+def classify_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
     """Returns the pages of labels for the table of the HTTP port."""
-    api = ClassifyApi(calls)
+    api = ClassifyApi(calls, vectors)
     page = Endpoint("POST", api.classify, calls.gateway.tenant_of, ClassifyBody, example=_EXAMPLE, in_batches=True)
     return [Route(path, page) for path in ("/v1/classify", "/classify")]
 
@@ -48,9 +46,9 @@ class ClassifyApi:
     """Handles the calls for labels; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handler raises
     into responses."""
 
-    def __init__(self, calls: ModelCalls) -> None:
+    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
         self._calls = calls
-        self._vectors = GatewayVectors(calls.gateway)
+        self._vectors = vectors
 
     async def classify(self, call: HttpCall) -> None:
         """Tells the labels of texts apart."""

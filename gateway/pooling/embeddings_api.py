@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.chat_messages import read_messages
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
@@ -21,8 +20,7 @@ from pillion.gateway.http_api.openai_fields import given, parse
 from pillion.gateway.http_api.openai_requests import template_kwargs
 from pillion.gateway.http_api.sampling_body import Int
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
-from pillion.gateway.pooling.vectors import GatewayVectors
-from pillion.gateway.text_vectors import EmbeddedTexts
+from pillion.gateway.pooling.vectors import EmbeddedTexts, GatewayVectors
 from pillion.types import ChatOptions, GenerateRequest
 
 _EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
@@ -59,9 +57,9 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
     normalize: Raw = Raw()
 
 
-def embedding_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+def embedding_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
     """Returns the page of vectors for the table of the HTTP port."""
-    api = EmbeddingsApi(calls)
+    api = EmbeddingsApi(calls, vectors)
     page = Endpoint("POST", api.embeddings, calls.gateway.tenant_of, EmbeddingsBody, example=_EXAMPLE, in_batches=True)
     return [Route("/v1/embeddings", page)]
 
@@ -70,9 +68,9 @@ class EmbeddingsApi:
     """Handles the calls for vectors; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers
     raise into responses."""
 
-    def __init__(self, calls: ModelCalls) -> None:
+    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
         self._calls = calls
-        self._vectors = GatewayVectors(calls.gateway)
+        self._vectors = vectors
 
     async def embeddings(self, call: HttpCall) -> None:
         """Makes the vectors of texts."""

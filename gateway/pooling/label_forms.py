@@ -22,9 +22,8 @@ import numpy as np
 
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, Internal
-from pillion.gateway.pooling.pooling_files import read_json
+from pillion.gateway.pooling.pooling_files import Vector, read_json
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows, Pooling
-from pillion.gateway.text_vectors import Vector
 
 MAX_LABEL_CHARS = 512
 

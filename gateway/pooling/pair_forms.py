@@ -28,9 +28,8 @@ import numpy as np
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.label_forms import label_rows, sigmoid
-from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json, tokenizer_bound
+from pillion.gateway.pooling.pooling_files import Vector, modules_of, prompts_of, read_json, tokenizer_bound
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
-from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
@@ -44,6 +43,14 @@ _QWEN3_TEXT = (
     "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Holds two texts that are scored together: what is asked, and what may answer it."""
+
+    query: str
+    document: str
 
 
 class ScoreKind(enum.Enum):

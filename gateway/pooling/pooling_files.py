@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError
 from pillion.gateway.request.admitted_request import Pooling
 
+Vector = npt.NDArray[np.float32]
 # A file that describes pooling is no larger than this.
 MAX_FILE_BYTES = 2**20
 _MODE = "pooling_mode_"

@@ -17,17 +17,16 @@ import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.pooling.pair_forms import TextPair
 from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
-from pillion.gateway.pooling.vectors import GatewayVectors
-from pillion.gateway.text_vectors import ScoredPairs, TextPair
+from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
 from pillion.types import GenerateRequest
 
 _RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
@@ -111,9 +110,9 @@ class AskedPairs:
     names: Mapping[str, str]
 
 
-def rerank_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+def rerank_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
     """Returns the routes of the pages that score pairs, for the HTTP port's table."""
-    api = RerankApi(calls)
+    api = RerankApi(calls, vectors)
 
     def page(
         path: str, handler: Callable[[HttpCall], Awaitable[None]], body: type, example: Mapping[str, Any]
@@ -132,9 +131,9 @@ class RerankApi:
     """Handles the calls for scores; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers raise
     into responses."""
 
-    def __init__(self, calls: ModelCalls) -> None:
+    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
         self._calls = calls
-        self._vectors = GatewayVectors(calls.gateway)
+        self._vectors = vectors
 
     async def rerank(self, call: HttpCall) -> None:
         """Answers a call that orders documents, in vLLM's and Jina's form."""

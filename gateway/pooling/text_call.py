@@ -21,15 +21,17 @@ from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRe
 from pillion.gateway.admission.shared_quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.pooling.pooling_files import Vector
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import too_long
-from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 from pillion.weighted_limit import WeightedLimit
 
+# This cut keeps as many tokens of each text as the model takes, as vLLM's truncate_prompt_tokens has it.
+CUT_TO_MODEL = -1
 # A call has at most this many texts, or pairs of texts.
 MAX_TEXTS = 2048
 # So many texts of a call are in the gateway at once: enough to fill steps, and few beside the streams of others.

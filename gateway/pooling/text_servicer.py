@@ -9,10 +9,10 @@ from typing import Any
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.grpc_api.gateway_servicer import GrpcCall, caller, parsed, timeout_of
+from pillion.gateway.pooling.pair_forms import TextPair
 from pillion.gateway.pooling.text_call import MAX_TEXTS
-from pillion.gateway.pooling.vectors import GatewayVectors
+from pillion.gateway.pooling.vectors import EmbeddedTexts, GatewayVectors
 from pillion.gateway.request.validation import check_texts_message, request_label
-from pillion.gateway.text_vectors import EmbeddedTexts, TextPair
 from pillion.net.rpc import MAX_MESSAGE_BYTES
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
@@ -22,18 +22,18 @@ from pillion.v1 import common_pb2, gateway_pb2
 VALUE_BYTES, ID_BYTES = 4, 5
 
 
-def text_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
+def text_calls(gateway: Gateway, vectors: GatewayVectors) -> Mapping[str, GrpcCall]:
     """Returns the gRPC calls about vectors and scores by their names."""
-    calls = TextCalls(gateway)
+    calls = TextCalls(gateway, vectors)
     return {"Embed": GrpcCall(calls.embed, raw=True), "Score": GrpcCall(calls.score, raw=True)}
 
 
 class TextCalls:
     """Serves the gRPC calls about vectors and scores; a call's end cancels what is left of its texts."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, vectors: GatewayVectors) -> None:
         self._gateway = gateway
-        self._vectors = GatewayVectors(gateway)
+        self._vectors = vectors
 
     async def embed(self, request: bytes, context: Any) -> gateway_pb2.EmbedResponse:
         """Makes the vectors of texts. The ``request`` is a serialized EmbedRequest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,12 +21,19 @@ from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.label_forms import LabelForm, read_label_form
-from pillion.gateway.pooling.pair_forms import PairForm, PairText, ScoreKind, cosine, named_reranker, read_pair_form
-from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
+from pillion.gateway.pooling.pair_forms import (
+    PairForm,
+    PairText,
+    ScoreKind,
+    TextPair,
+    cosine,
+    named_reranker,
+    read_pair_form,
+)
+from pillion.gateway.pooling.pooling_files import Vector, VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
 from pillion.gateway.request.admitted_request import PooledRows
-from pillion.gateway.text_vectors import EmbeddedTexts, LabelledTexts, ScoredPairs, TextPair, Vector
-from pillion.types import ChatMessage, ChatOptions, GenerateRequest
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
 # An error names at most so many of a checkpoint's prompts.
 _LISTED_PROMPTS = 16
@@ -42,8 +49,43 @@ _NO_ANSWER = ChatOptions(add_generation_prompt=False)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedTexts:
+    """Holds the vectors of texts in their order, the token ids of each, the tokens of all, and the model's name."""
+
+    vectors: list[Vector]
+    token_ids: list[tuple[int, ...]]
+    usage: Usage
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPairs:
+    """Holds the scores of pairs in their order, the tokens of all, and the model's name. A larger score says that the
+    document answers the query better: a cosine from -1 to 1, or a probability, as the checkpoint has it."""
+
+    scores: list[float]
+    usage: Usage
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Holds what a classifier says of texts in their order.
+
+    Attributes:
+        values: for each text [labels], a probability of each label, or its logit where these were asked for.
+        labels: the labels' names, in the order of the values.
+    """
+
+    values: list[Vector]
+    labels: tuple[str, ...]
+    usage: Usage
+    model: str
+
+
 class GatewayVectors:
-    """Implements :class:`pillion.gateway.text_vectors.TextVectors`, whose docstring has the contract."""
+    """Makes the vectors and labels of texts, and the scores of pairs, as requests of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -63,6 +105,19 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> EmbeddedTexts:
+        """Returns the vector of each request's text or token ids; the requests differ in these alone.
+
+        Args:
+            dimensions: how many values of each vector are wanted, from its first one on; None: all.
+            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
+            cut_tokens: a text with more tokens loses those after its first ones, and keeps the special tokens that its
+                tokenizer adds; CUT_TO_MODEL: more than the model takes; None: such a text is refused.
+            timeout_s: time for all texts together; None for no limit.
+            tenant, parent, entry: those of :meth:`Gateway.generate`.
+
+        Raises what Gateway.generate raises, for the first text that fails; the others are cancelled. A wrong field
+        begins with ``inputs[n]``. InvalidRequest is raised where the checkpoint pools otherwise than is supported.
+        """
         _check_count(len(requests))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         model = entry or await self._gateway.find_entry(requests[0].model, tenant)
@@ -90,6 +145,18 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> ScoredPairs:
+        """Returns the score of each pair, as the checkpoint makes scores.
+
+        Args:
+            shared: has the model, salt, priority and id of all requests.
+            instruction: what a reranker is told to look for; None: what its checkpoint says.
+            cut_tokens: as :meth:`embed` has it, for each text that is computed; where query and document are one text,
+                the document is cut so that the whole has so many tokens.
+            document_tokens: a document with more tokens loses those after its first ones; None: none is cut.
+
+        The other arguments, and what is raised, are those of :meth:`embed`; a wrong field begins with
+        ``inputs[n].query`` or ``inputs[n].document``, or ``inputs[n]`` for both together.
+        """
         _check_count(len(pairs))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         model = entry or await self._gateway.find_entry(shared.model, tenant)
@@ -122,6 +189,14 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> LabelledTexts:
+        """Returns what a classifier says of each request's text or token ids.
+
+        Args:
+            activated: whether values are probabilities, as the checkpoint's problem_type has it, and not logits.
+
+        The other arguments, and what is raised, are those of :meth:`embed`; InvalidRequest is raised for a model that
+        is no classifier.
+        """
         _check_count(len(requests))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         model = entry or await self._gateway.find_entry(requests[0].model, tenant)

@@ -61,7 +61,6 @@ from pillion.offline.vllm_options import (
     refused_method,
     translated,
 )
-from pillion.rooms import entered_one
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
 
@@ -436,11 +435,10 @@ async def _score_all(
     cut_tokens: int | None,
 ) -> list[ScoringRequestOutput]:
     """Returns the scores of all pairs."""
-    from pillion.gateway.text_vectors import VECTORS, TextPair
+    from pillion.gateway.pooling.pair_forms import TextPair
 
-    vectors = entered_one(VECTORS)(cluster.gateway)
     asked = [TextPair(*pair) for pair in pairs]
-    found = await vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
+    found = await cluster.vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
     return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in found.scores]
 
 
@@ -448,10 +446,7 @@ async def _classify_all(
     cluster: OfflineCluster, requests: Sequence[GenerateRequest], activated: bool, cut_tokens: int | None
 ) -> list[ClassificationRequestOutput]:
     """Returns what a classifier says of all texts."""
-    from pillion.gateway.text_vectors import VECTORS
-
-    vectors = entered_one(VECTORS)(cluster.gateway)
-    found = await vectors.classify(requests, activated=activated, cut_tokens=cut_tokens)
+    found = await cluster.vectors.classify(requests, activated=activated, cut_tokens=cut_tokens)
     return [
         ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
         for values in found.values
@@ -466,10 +461,7 @@ async def _embed_all(
     cut_tokens: int | None,
 ) -> list[EmbeddingRequestOutput]:
     """Returns the vectors of all texts."""
-    from pillion.gateway.text_vectors import VECTORS
-
-    vectors = entered_one(VECTORS)(cluster.gateway)
-    found = await vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
+    found = await cluster.vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
     return [
         EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
         for vector, ids in zip(found.vectors, found.token_ids, strict=True)

@@ -111,6 +111,7 @@ class OfflineCluster:
 
     gateway: Any
     entry: Any
+    vectors: Any
     limit: WeightedLimit
 
     def token_text(self, token_id: int) -> str | None:
@@ -161,6 +162,7 @@ async def start_cluster(
     from pillion.engine.backends.step_memory import steps_bytes
     from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.assemble import model_entry
+    from pillion.gateway.pooling.vectors import GatewayVectors
     from pillion.kvstore.assemble import start_kvnode
     from pillion.kvstore.memory.domain import CPU
     from pillion.supervisor.local_cluster import prepare_in_child
@@ -208,7 +210,7 @@ async def start_cluster(
     stack.push_async_callback(worker.stop, STOP_GRACE_S)
     gateway = await _start_gateway(flags, model, entry, LocalRegistry(node, worker.worker), stack)
     await _until_ready(gateway)
-    return OfflineCluster(gateway, entry, WeightedLimit(MAX_ANSWERS_AT_ONCE))
+    return OfflineCluster(gateway, entry, GatewayVectors(gateway), WeightedLimit(MAX_ANSWERS_AT_ONCE))
 
 
 async def _start_gateway(

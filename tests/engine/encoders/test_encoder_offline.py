@@ -14,8 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from pillion import LLM, InvalidRequest, SamplingParams
-from pillion.gateway.text_vectors import VECTORS, TextPair
-from pillion.rooms import entered_one
+from pillion.gateway.pooling.pair_forms import TextPair
 from pillion.types import GenerateRequest
 from tests.engine.encoders.test_encoder import make_encoder
 
@@ -99,8 +98,7 @@ def test_scores_of_pairs_are_the_oracles(tmp_path: pathlib.Path, name: str) -> N
     oracle = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     pairs = [("the sea", "the sea is blue"), ("the sea", "land lies beside it"), ("sky " * 20, "both")]
     with offline(folder) as llm:
-        cluster = llm._thread.cluster
-        vectors = entered_one(VECTORS)(cluster.gateway)
+        vectors = llm._thread.cluster.vectors
         shared = GenerateRequest()
         asked = [TextPair(query, document) for query, document in pairs]
         found = llm._thread.submit(vectors.score(asked, shared)).result()

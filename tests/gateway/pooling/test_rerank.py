@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pillion.config import GatewayFlags
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.pooling_pages import pooling_routes
 from pillion.gateway.pooling.rerank_api import SCORED_FIELDS
 from pillion.gateway.pooling.text_call import MAX_TEXTS
+from pillion.gateway.pooling.vectors import GatewayVectors
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
 from tests.support.http import Reply, call
@@ -153,7 +153,7 @@ async def test_texts_are_cut_to_the_tokens_that_are_wanted() -> None:
 async def test_lines_of_batches_may_be_such_calls() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
-        lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayFlags()))
+        lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
         assert {"/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"} < set(lines.urls)
         body = json.dumps({"text_1": QUERY, "text_2": "x"}).encode()
         reply = await lines.serve("/v1/score", body, OPEN, "line-1")
