@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from pillion.errors import Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape
@@ -72,18 +72,17 @@ class LateWorker:
 class SurvivingNode:
     """One pool over all lives of its node."""
 
-    def __init__(self, policy: str = "lru") -> None:
+    def __init__(self) -> None:
         self.memory = [b""] * NUM_SLOTS
         self.words = MortalWords(table_bytes(NUM_SLOTS) // WORD_BYTES)
         self.ids = itertools.count(1)
-        self.policy = policy
         self.deaths = 0
         SlotTable.create(self.words, b"p" * POOL_ID_BYTES, SHAPE)
         self.begin()
 
     def begin(self) -> None:
         """A life of the node begins; nobody uses the pool."""
-        self.ledger = Ledger(self.ids.__next__, 0, make_policy(self.policy))
+        self.ledger = Ledger(self.ids.__next__, 0, LruEviction())
         self.ledger.shape(NUM_SLOTS)
         table = SlotTable.found(self.words)
         self.kept = SurvivingBlocks(self.ledger, table)

@@ -87,11 +87,11 @@ class Outsider:
 class FollowedLives(MortalLives):
     """Two tokens and ten slots: blocks are shared, evicted, kept over deaths and computed again all the time."""
 
-    @initialize(policy=st.sampled_from(["lru", "lfu"]))
-    def first_life(self, policy: str) -> None:
+    @initialize()
+    def first_life(self) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(block_log, "MAX_MESSAGE_BLOCKS", MESSAGE_BLOCKS)
-        self.node = LoggedNode(policy)
+        self.node = LoggedNode()
         self.followers = [Outsider(), Outsider()]
 
     @rule(seed=st.integers(0, 2**16))

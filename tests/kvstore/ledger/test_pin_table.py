@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pillion.errors import InvalidRequest, Overloaded
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import PoolShares
 from pillion.kvstore.ledger.pin_table import (
@@ -30,8 +30,8 @@ OWNERS = ("a", "b")
 class PinnedPool(ServingPool):
     """A pool with prefix pins, which looks at each eviction whether a block without a pin was left to evict."""
 
-    def __init__(self, policy: str = "lru", num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
-        super().__init__(make_policy(policy), num_slots, PoolShares(*percents))
+    def __init__(self, num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
+        super().__init__(LruEviction(), num_slots, PoolShares(*percents))
         evict = self.ledger.tree.evict
 
         def watched_evict() -> object:
@@ -52,11 +52,9 @@ class PinTableLife(RuleBasedStateMachine):
     """Few texts and slots, two owners and three names, so that chains are shared, replaced, evicted and computed again
     all the time."""
 
-    policy = "lru"
-
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PinnedPool(self.policy)
+        self.pool = PinnedPool()
         self.ledger, self.prefix_pins = self.pool.ledger, self.pool.ledger.prefix_pins
         self.tickets: list[int] = []
         self.now = 0.0
@@ -142,23 +140,14 @@ class PinTableLife(RuleBasedStateMachine):
         assert all(pin.end is None for pin in self.prefix_pins.all.values())
 
 
-class LfuPinTableLife(PinTableLife):
-    policy = "lfu"
-
-
 TestPinTableLife = PinTableLife.TestCase
 TestPinTableLife.settings = settings(max_examples=examples(25), stateful_step_count=30)
-TestLfuPinTableLife = LfuPinTableLife.TestCase
-TestLfuPinTableLife.settings = settings(max_examples=examples(15), stateful_step_count=30)
 
 
 @settings(max_examples=examples(30))
-@given(
-    served=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=6), max_size=30),
-    policy=st.sampled_from(["lru", "lfu"]),
-)
-def test_what_is_pinned_outlives_any_number_of_prompts_that_fit_beside_it(served: list[list[int]], policy: str) -> None:
-    pool = PinnedPool(policy)
+@given(served=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=6), max_size=30))
+def test_what_is_pinned_outlives_any_number_of_prompts_that_fit_beside_it(served: list[list[int]]) -> None:
+    pool = PinnedPool()
     pool.serve(*[1] * 6)
     pin = pool.pin_prefix("a", "x", *[1] * 6)
     for tokens in served:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import PoolShares
 from pillion.kvstore.ledger.pin_table import PrefixPinWish
@@ -24,13 +24,12 @@ class RetainingPool(ServingPool):
 
     def __init__(
         self,
-        policy: str = "lru",
         num_slots: int = NUM_SLOTS,
         percents: tuple[int, int] = PERCENTS,
         shares: PoolShares = PoolShares(),  # noqa: B008
     ) -> None:
         self.now = 0.0
-        self.policy = RetentionEviction(make_policy(policy), *percents, lambda: self.now)
+        self.policy = RetentionEviction(LruEviction(), *percents, lambda: self.now)
         super().__init__(self.policy, num_slots, shares)
         self.policy.bind(self.ledger.tree, num_slots)
 
@@ -49,7 +48,7 @@ class RetainedLives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain = ServingPool(make_policy("lru"))
+        self.plain = ServingPool(LruEviction())
         self.tickets: list[tuple[int, int]] = []
         self.pool = self.make()
 
@@ -101,13 +100,6 @@ class RetainedLives(RuleBasedStateMachine):
         assert self.pool.ledger.available == self.plain.ledger.available
 
 
-class LivesWithLfu(RetainedLives):
-    """A pool whose retentions stand around LFU in place of LRU, beside one without."""
-
-    def make(self) -> RetainingPool:
-        return RetainingPool("lfu")
-
-
 class LivesWithPins(RetainedLives):
     """A pool with retentions in which users pin prefixes, too, beside one without."""
 
@@ -126,10 +118,9 @@ class LivesWithPins(RetainedLives):
         self.pool.ledger.prefix_pins.drop("a", name)
 
 
-for lives in (RetainedLives, LivesWithLfu, LivesWithPins):
+for lives in (RetainedLives, LivesWithPins):
     lives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestRetainedLives = RetainedLives.TestCase
-TestLivesWithLfu = LivesWithLfu.TestCase
 TestLivesWithPins = LivesWithPins.TestCase
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.pin_table import PrefixPinTable, PrefixPinWish
@@ -34,11 +34,11 @@ class StatePool:
     """A ledger with one worker, whose texts leave states of two pages; a block has one token. It tells of each eviction
     whether a search through all states finds the same victim."""
 
-    def __init__(self, num_slots: int = 40, percent: int = 20, policy: str = "lru", pins: bool = False) -> None:
+    def __init__(self, num_slots: int = 40, percent: int = 20, pins: bool = False) -> None:
         self.ledger = Ledger(
             itertools.count(1).__next__,
             0,
-            make_policy(policy),
+            LruEviction(),
             PoolShares(75, 50, percent),
         )
         self.states = self.ledger.states
@@ -203,15 +203,12 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
 @given(steps=STEPS, percent=st.sampled_from([0, 10, 25, 100]))
 @settings(max_examples=examples(100))
-def test_any_life_evicts_what_a_search_finds(
-    policy: str, steps: list[ServedText | tuple[str, int]], percent: int
-) -> None:
+def test_any_life_evicts_what_a_search_finds(steps: list[ServedText | tuple[str, int]], percent: int) -> None:
     """Whatever is served, held, let go, dropped out of turn and needed: the books are right, each victim is the one
     that a search through all states finds, and the order that is shown is the order in which blocks go."""
-    pool, tickets = StatePool(30, percent, policy), []
+    pool, tickets = StatePool(30, percent), []
     for step in steps:
         if isinstance(step, ServedText):
             ticket = pool.open(prompt(*step.tokens), [at for at in step.keep if at <= len(step.tokens)])

@@ -34,9 +34,9 @@ KILLS = 1_000
 class KeptLives(MortalLives):
     """Two tokens and ten slots, so that blocks are shared, evicted and computed again all the time."""
 
-    @initialize(policy=st.sampled_from(["lru", "lfu"]))
-    def first_life(self, policy: str) -> None:
-        self.node = SurvivingNode(policy)
+    @initialize()
+    def first_life(self) -> None:
+        self.node = SurvivingNode()
 
     @rule(number=st.integers(0, 1), blocks=st.integers(1, 4))
     def lease(self, number: int, blocks: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pillion.kvstore.ledger.eviction import LruEviction, make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
@@ -95,8 +95,8 @@ class ScriptedMemory(HostMemory):
 class SpillHost:
     """A pool with memory, a spiller and an index that believes what it is told."""
 
-    def __init__(self, tiers: Sequence[Tier], policy: str = "lru") -> None:
-        self.node = LedgerDriver(make_policy(policy), NUM_SLOTS)
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.node = LedgerDriver(LruEviction(), NUM_SLOTS)
         self.ledger = self.node.ledger
         self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
@@ -154,8 +154,8 @@ async def begin_copy(host: SpillHost) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[SpillHost]:
-    host = SpillHost(tiers, policy)
+async def running(*tiers: Tier) -> AsyncIterator[SpillHost]:
+    host = SpillHost(tiers)
     task = asyncio.create_task(host.spiller.run())
     yield host
     host.go_on.set()
@@ -193,11 +193,10 @@ async def test_without_tiers_the_front_goes() -> None:
         assert len(host.index) == 12
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-async def test_victims_are_kept_below(policy: str) -> None:
+async def test_victims_are_kept_below() -> None:
     """Bytes, parent and segment as they were, last blocks before heads, and the index hears of nothing gone."""
     tier = ScriptedTier()
-    async with running(tier, policy=policy) as host:
+    async with running(tier) as host:
         host.serve(*range(9))
         host.serve(*range(9, 17))
         await until("five blocks below", lambda: len(tier) == 5 and not host.spiller.busy)
@@ -368,7 +367,7 @@ async def test_through_a_real_disk(tmp_path: Path) -> None:
     disk = await open_disk_tier(
         DiskFolder(tmp_path), namespace=bytes(32), block_bytes=BLOCK_BYTES, disk_bytes=40 * 4096
     )
-    async with running(disk, policy="lfu") as host:
+    async with running(disk) as host:
         for turn in range(60):
             host.serve(0, 1, turn % 7, turn % 5, turn)
             await until("the spiller to catch up", lambda: host.free * 100 >= LOW * NUM_SLOTS)
