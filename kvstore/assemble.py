@@ -20,7 +20,7 @@ from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
-from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.retention_eviction import RetentionEviction
 from pillion.kvstore.memory.domain import CPU, Domain, HostDomain
@@ -57,7 +57,7 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
     directory = NodeDirectory(flags)
     memory = (SurvivingMemory if flags.keeper_socket else NodeMemory)(flags, open_domain)
     retaining = RetentionEviction(
-        make_policy(flags.eviction_policy),
+        LruEviction(),
         flags.max_retained_percent,
         flags.max_tenant_retained_percent,
         time.monotonic,

@@ -148,7 +148,6 @@ REASONING_PARSER_CHOICES = (
     "seed_oss",
     "step3",
 )
-EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
     "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
@@ -633,7 +632,6 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
     )
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
-    eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
     max_pinned_percent: int = flag(
         50,
         "Share of the pool that prefixes may have that users pin (pillion cache pin).",

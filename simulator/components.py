@@ -54,7 +54,6 @@ def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
         heartbeat_ms=shape.heartbeat_ms,
         heartbeat_timeout_ms=shape.timeout_ms,
         kv_pool_bytes=shape.slots * layout_of(BLOCK_TOKENS).block_bytes,
-        eviction_policy=shape.eviction,
         kv_transport="grpc",
         fetch_timeout_ms=1000,
         disk_path=disk_path,

@@ -2,7 +2,7 @@
 
     ledger.py         Ledger: slots, holders, tickets, commits. Read its module docstring first.
     tree.py           BlockTree: committed blocks by hash and parent, protected by pins on the last blocks of chains.
-    eviction.py       EvictionPolicy and its implementations LRU and LFU: which block leaves first.
+    eviction.py       EvictionPolicy, and LRU: which block leaves first.
     waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
     integrity.py      check_integrity: the proof that everything adds up (I4).
     pin_table.py      PrefixPinTable: the prefix pins of a pool and their quotas, and that they leave last.

@@ -55,7 +55,6 @@ class Block:
         retained: retentions that end with the block plus its retained children.
         idle_since_s: when it lost its last protection, where retentions are kept.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
-        uses, child_uses, score: written by :class:`pillion.kvstore.ledger.eviction.LfuEviction` alone.
     """
 
     slot: int
@@ -71,9 +70,6 @@ class Block:
     retained: int = 0
     idle_since_s: float = 0.0
     checksum: int = 0
-    uses: int = 0
-    child_uses: int = 0
-    score: int = 0
 
 
 @dataclass(slots=True)

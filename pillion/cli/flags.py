@@ -49,9 +49,15 @@ OTHER_VARIABLES = {
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
 
-# These flags are taken for one release, with one warning each, and have no effect; what is said of each stands beside
-# it.
-GONE = {"ignored_fields": "a field that is not known has no effect, and the answer's header x-pillion-ignored names it"}
+# These flags are taken for one release, with one warning each, and have no effect. Beside each stand the flags that it
+# belonged to, and what is said of it.
+GONE: dict[str, tuple[type, str]] = {
+    "ignored_fields": (
+        config.GatewayFlags,
+        "a field that is not known has no effect, and the answer's header x-pillion-ignored names it",
+    ),
+    "eviction_policy": (config.KVNodeFlags, "the blocks that were used last leave memory last"),
+}
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {"top": "`pillion status`, the page at /ui of a gateway with --ui, and the Grafana dashboards show it"}
@@ -236,19 +242,17 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
         help="TOML file with any of these flags as keys.",
     )
     made = [flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]]
-    gone = map(_gone_option, GONE) if issubclass(cls, config.GatewayFlags) else ()
+    gone = [_gone_option(name, about) for name, (owner, about) in GONE.items() if issubclass(cls, owner)]
     return options(file, *made, *gone)
 
 
-def _gone_option(name: str) -> Callable[[F], F]:
+def _gone_option(name: str, about: str) -> Callable[[F], F]:
     """Returns the option of a flag that has no effect any more. It stands in no help."""
 
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         # A supervisor has said it for the components that it started with its environment.
         if value and "PILLION_PARENT_PID" not in os.environ:
-            click.echo(
-                f"Warning: {option_name(name)} has no effect and goes with the next release: {GONE[name]}", err=True
-            )
+            click.echo(f"Warning: {option_name(name)} has no effect and goes with the next release: {about}", err=True)
 
     return click.option(
         option_name(name),
@@ -318,7 +322,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
     spelled = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
-    repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}.union(GONE)
+    repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
     for key, value in table.items():
         name = key.replace("-", "_")
         name = spelled.get(name, name)
@@ -327,7 +331,9 @@ def read_config(path: str) -> dict[str, Any]:
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} is there twice")
-        if name in repeatable:
+        if name in GONE:
+            value = value if isinstance(value, list) else [value]
+        elif name in repeatable:
             if isinstance(value, str) and name == "served_model_name":
                 value = [value]
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):

@@ -28,7 +28,7 @@ GROUPS = {
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size device cpu share_cores core_lending_table first_core enforce_eager drain_timeout_s"
     " fence_kill_after_s fork_server standby",
-    "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
+    "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent"
     " max_pinned_percent max_tenant_pinned_percent max_retained max_tenant_retained state_percent"
     " low_watermark high_watermark hand_over host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool"
     " keeper_socket max_kv_followers",

@@ -1,4 +1,4 @@
-"""Eviction policies against the real tree and ledger: the chain rule, what is known, and what each policy is for."""
+"""Eviction against the real tree and ledger: the chain rule, and what is known."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.errors import ConfigError, Internal
+from pillion.errors import Internal
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import MAX_USES, EvictionPolicy, LfuEviction, LruEviction, make_policy
+from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION, Block
 from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
-
-POLICIES = ("lru", "lfu")
 
 
 def prompt(*tokens: int) -> list[bytes]:
@@ -59,15 +57,6 @@ class LedgerDriver:
         return self.ledger.tree.by_hash[prompt(*tokens)[-1]]
 
 
-def test_policies_have_names() -> None:
-    made = [make_policy(name) for name in POLICIES]
-    assert [type(policy) for policy in made] == [LruEviction, LfuEviction]
-    with pytest.raises(ConfigError, match="lru, lfu"):
-        make_policy("random")
-    with pytest.raises(ConfigError, match="--eviction-policy arc: this policy was removed"):
-        make_policy("arc")
-
-
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("serve"), st.lists(st.integers(0, 1), min_size=1, max_size=6)),
@@ -80,13 +69,12 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
 @given(steps=STEPS)
 @settings(max_examples=examples(60))
-def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) -> None:
+def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
     protects is known, and the order that is shown is the order in which blocks go."""
-    node, tickets = LedgerDriver(make_policy(name), 12), []
+    node, tickets = LedgerDriver(LruEviction(), 12), []
     for what, value in steps:
         policy = node.ledger.tree.policy
         if what in ("serve", "open"):
@@ -116,9 +104,8 @@ def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) 
     assert len(node.ledger.tree.policy) == 0
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_remembered_of_what_is_gone(name: str) -> None:
-    policy = make_policy(name)
+def test_nothing_is_remembered_of_what_is_gone() -> None:
+    policy = LruEviction()
     node = LedgerDriver(policy, 8)
     for first in range(100):
         node.serve(first, 1, 2)
@@ -130,9 +117,8 @@ def test_nothing_is_remembered_of_what_is_gone(name: str) -> None:
         policy.pop()
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_only_a_cached_leaf_leaves_out_of_turn(name: str) -> None:
-    node = LedgerDriver(make_policy(name), 8)
+def test_only_a_cached_leaf_leaves_out_of_turn() -> None:
+    node = LedgerDriver(LruEviction(), 8)
     node.serve(1, 2)
     held = node.open(prompt(3))
     for tokens in ((1,), (3,)):
@@ -145,37 +131,3 @@ def test_only_a_cached_leaf_leaves_out_of_turn(name: str) -> None:
     assert len(node.ledger.free) == 6
     node.close(held)
     check_integrity(node.ledger)
-
-
-def test_what_was_used_twice_outlives_a_scan() -> None:
-    """LRU's weakness: a long document that is read once pushes everything else out."""
-    policies: list[tuple[EvictionPolicy, bool]] = [(LfuEviction(), True), (LruEviction(), False)]
-    for policy, stays in policies:
-        node = LedgerDriver(policy, 8)
-        node.serve(1, 2, 3)
-        node.serve(1, 2, 3)
-        for page in range(8):
-            node.serve(100 + page)
-        assert node.has(1, 2, 3) == stays
-
-
-def test_a_parent_counts_the_uses_of_all_its_children() -> None:
-    """Even of those that ended while another ticket still protected it."""
-    policy = LfuEviction()
-    node = LedgerDriver(policy, 16)
-    held = node.open(prompt(1))
-    for child in (2, 3, 4):
-        node.serve(1, child)
-    node.close(held)
-    assert node.block(1).uses == 3
-    assert node.block(1, 2).uses == 1
-
-
-def test_lfu_forgets_old_fame() -> None:
-    """However often it was used once: after enough others went by, it goes."""
-    node = LedgerDriver(LfuEviction(), 4)
-    for _ in range(1000):
-        node.serve(1)
-    for other in range(2, 5 + 4 * MAX_USES):
-        node.serve(other)
-    assert not node.has(1)

@@ -27,7 +27,7 @@ from pillion.cli.flags import (
     without_flags,
 )
 from pillion.cli.help_groups import COMMANDS, GROUPS, OPTIONS, group_of
-from pillion.config import DecodeFlags, GatewayFlags, ModelFlags, ServeFlags
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
 from tests.support.drafts import guessing
 
@@ -172,6 +172,25 @@ def test_a_flag_that_is_gone_is_taken_with_one_warning(tmp_path: pathlib.Path) -
         result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None, **env})
         assert (result.exit_code, result.stderr.count("--ignored-fields has no effect")) == (0, 1), result.output
     assert "ignored" not in CliRunner().invoke(command, ["--help"]).output.replace("x-pillion-ignored", "")
+
+
+def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text('eviction-policy = "lfu"')
+
+    def output(flags: type, argv: list[str]) -> str:
+        @click.command()
+        @flag_options(flags)
+        def command(**values: Any) -> None:
+            assert flags(**values)
+
+        result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None})
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    for argv in (["--eviction-policy=lfu"], [f"--config={file}"]):
+        assert output(KVNodeFlags, argv).count("--eviction-policy has no effect") == 1
+    assert output(GatewayFlags, [f"--config={file}"]) == ""
 
 
 def value_of(field: Any) -> st.SearchStrategy[Any]:

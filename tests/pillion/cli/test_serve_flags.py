@@ -197,7 +197,7 @@ def test_every_flag_is_declared_once() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("PILLION_EVICTION_POLCY", "PILLION_EVICTION_POLCY; did you mean PILLION_EVICTION_POLICY?"),
+        ("PILLION_MAX_NUM_SEQ", "PILLION_MAX_NUM_SEQ; did you mean PILLION_MAX_NUM_SEQS?"),
         ("PILLION_XYZZY", "PILLION_XYZZY"),
     ],
 )
@@ -225,6 +225,6 @@ def test_every_variable_that_the_code_names_is_known() -> None:
 @pytest.mark.parametrize("role", [*COMPONENTS, "serve", "demo", "prepare"])
 def test_an_unknown_key_is_refused_by_name(tmp_path: pathlib.Path, role: str) -> None:
     file = tmp_path / "pillion.toml"
-    file.write_text('eviction-polcy = "lfu"\n')
-    with pytest.raises(ConfigError, match=r"unknown key 'eviction-polcy'; did you mean eviction-policy\?"):
+    file.write_text("max-num-seq = 8\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'max-num-seq'; did you mean max-num-seqs\?"):
         CliRunner().invoke(cli, [role, "--config", str(file)], standalone_mode=False, catch_exceptions=False)
