@@ -94,7 +94,7 @@ INTRO = """# Models
 <!-- written by docs/models_page.py; run `make dashboards` -->
 
 {families} families of transformers' decoder-only models of text are served: their layers are options of one description
-([019](decisions/019-families.md)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
+([models](decisions/models.md#one-decoder-a-row-for-each-family)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
 `config.json` that its family does not know, and that is not off, is refused by its name before weights are read. The
 third column has the keys that most other families refuse, the fourth those that this one refuses of transformers' own.
 
@@ -109,7 +109,7 @@ a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA ada
 of their own, and of one for each kind that several share.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
-([055](decisions/055-pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,
+([pooling](decisions/pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,
 vectors of texts are served, and classifiers (`ForSequenceClassification`, `tests/engine/models/test_vector_head.py`).
 
 A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes
@@ -118,7 +118,7 @@ A model is read in each form in which transformers 5 saves it: with the names of
 unless its config says that the head is the embedding. Experts' matrices that have their inputs as rows in some files,
 and their outputs in others (`qwen3_vl_moe`), are told apart by their shapes.
 
-Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
+Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
 workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
 guess for workers of one process, and hybrid models guess as draft models

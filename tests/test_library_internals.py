@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/library-internals.md"
+PAGE = ROOT / "lab/docs/library-internals.md"
 FOLDERS = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service", "simulator")
 # Private by their names alone: documented, or of named tuples.
 DOCUMENTED = {"_exit", "_replace", "_asdict", "_make"}
@@ -115,9 +115,9 @@ def test_what_pillion_relies_on_is_there(library: str, place: str, find: Callabl
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     tested = next((pin for pin in pins if pin.startswith(f"{library}==")), "Python 3.11 to 3.13")
     assert hasattr(found, name), (
-        f"{library} {version} has no {place}.{name} any more; it was there in {tested}: see docs/{PAGE.name}"
+        f"{library} {version} has no {place}.{name} any more; it was there in {tested}: see lab/docs/{PAGE.name}"
     )
-    assert f"`{place}.{name}`" in PAGE.read_text(), f"docs/{PAGE.name} does not say what {place}.{name} is for"
+    assert f"`{place}.{name}`" in PAGE.read_text(), f"lab/docs/{PAGE.name} does not say what {place}.{name} is for"
 
 
 def private_names() -> set[str]:
@@ -141,4 +141,4 @@ def private_names() -> set[str]:
 
 def test_no_other_private_name_is_used() -> None:
     known = {name for _, _, _, names in RELIED_ON for name in names}
-    assert private_names() - known == set(), f"a public way, or a row in RELIED_ON and in docs/{PAGE.name}"
+    assert private_names() - known == set(), f"a public way, or a row in RELIED_ON and in lab/docs/{PAGE.name}"

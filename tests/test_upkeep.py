@@ -68,7 +68,7 @@ def test_each_benchmark_has_a_claim() -> None:
 
 def test_the_page_of_sources_names_what_is_there() -> None:
     for named in re.findall(
-        r"`((?:tests|engine|gateway|kvstore|kernels|benchmarks)/[^`]+)`", (ROOT / "docs/seeds.md").read_text()
+        r"`((?:tests|engine|gateway|kvstore|kernels|benchmarks)/[^`]+)`", (ROOT / "lab/docs/seeds.md").read_text()
     ):
         path, _, test = named.partition("::")
         assert (ROOT / path).exists(), f"{named}: there is no such file"

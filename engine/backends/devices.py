@@ -12,7 +12,7 @@ from pillion.rooms import Seam, entered_one
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
 # On a CPU a step has these tokens where no flag says otherwise: it computes so long for each token that larger steps
-# gain nothing (docs/decisions/051-budgets.md). In an LLM prompts come all at once, and nobody waits for single tokens.
+# gain nothing (docs/decisions/scheduling.md). In an LLM prompts come all at once, and nobody waits for single tokens.
 CPU_DECODE_TOKENS = 256
 CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
 

@@ -8,7 +8,7 @@ has written, and writes one of the other two in turn, so the base outlives wrong
     guesses  read B, write C     read C, write A     read A, write C   ...
 
 So tokens that were guessed right are computed once more, as known tokens: a few rows of the next first pass. KV is
-worth nothing without a state at its end, and a draft keeps none for others (docs/decisions/054-states.md has what that
+worth nothing without a state at its end, and a draft keeps none for others (docs/decisions/states.md has what that
 takes of a pool). So the chain has no ticket, its blocks are not committed, and each stream's draft reads the prompt
 from its beginning. Sans-IO but for the passes (I9).
 """

@@ -1,7 +1,7 @@
 """Says what layers carry from token to token, beside keys and values: their states. Imports no torch.
 
 A state is float32, whatever type a model has: it is added to with every token. A model's state has those of its layers,
-one after the other, and takes some slots of the pool (docs/decisions/054-states.md).
+one after the other, and takes some slots of the pool (docs/decisions/states.md).
 """
 
 from __future__ import annotations

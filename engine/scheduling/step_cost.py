@@ -63,7 +63,7 @@ LEAST_EVEN_SHARE = 0.25
 AUTO_TARGET_STEPS = 2.5
 # Where a budget is chosen by what steps cost, a step that delays no stream takes at most LONGEST_STEP_S: so long a
 # prompt waits that comes just after another one's step has begun. The budget is a power of 2 within these bounds
-# (docs/decisions/051-budgets.md has what each costs).
+# (docs/decisions/scheduling.md has what each costs).
 LONGEST_STEP_S = 0.3
 LEAST_SUITABLE_TOKENS, MOST_SUITABLE_TOKENS = 512, 8192
 

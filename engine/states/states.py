@@ -20,7 +20,7 @@ the worker runs the steps in their order.
 Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
 block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some, and
 where there are none nothing more is kept: memory comes first, and a state that is not kept is computed (I1).
-docs/decisions/054-states.md has the reasons. Sans-IO (I9).
+docs/decisions/states.md has the reasons. Sans-IO (I9).
 """
 
 from __future__ import annotations

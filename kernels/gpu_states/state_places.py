@@ -1,4 +1,4 @@
-"""Finds a sequence's state in slots of the pool (docs/decisions/054-states.md), and describes what kernels read of a
+"""Finds a sequence's state in slots of the pool (docs/decisions/states.md), and describes what kernels read of a
 step beside its rows.
 
 A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how

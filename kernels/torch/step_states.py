@@ -1,4 +1,4 @@
-"""Brings the states of a step's sequences from slots of the pool and back (docs/decisions/054-states.md).
+"""Brings the states of a step's sequences from slots of the pool and back (docs/decisions/states.md).
 
 A sequence's state is float32, that of each layer after the one before, and lies in as many slots as it takes, which may
 be anywhere. A step reads it in some slots and writes it into others: nothing is lost if the step counts for less.

@@ -1,4 +1,4 @@
-"""Adds models whose layers carry a state to simulated fleets (docs/decisions/054-states.md).
+"""Adds models whose layers carry a state to simulated fleets (docs/decisions/states.md).
 
 fleet_states.py  what the room enters: nodes, index and steps of a fleet whose model has states
 state_store.py   the blocks and states of a KV node, in the production ledger

@@ -15,7 +15,7 @@ import pillion
 from pillion.simulator import seams
 
 ROOT = Path(pillion.__file__).parent
-PAGE = "docs/library-internals.md"
+PAGE = "lab/docs/library-internals.md"
 
 
 def replaced() -> list[tuple[str, str]]:

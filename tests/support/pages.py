@@ -15,7 +15,9 @@ import click
 from pillion.cli.app import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+_DOCS = sorted(
+    path.relative_to(ROOT).as_posix() for folder in ("docs", "lab/docs") for path in (ROOT / folder).rglob("*.md")
+)
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", *_DOCS)
 # What a block may be called: code that is run, data that is parsed, and text for the eye.
 LANGUAGES = ("python", "sh", "json", "toml", "yaml", "text")

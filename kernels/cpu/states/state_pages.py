@@ -1,4 +1,4 @@
-"""Finds a sequence's state in slots of the pool (docs/decisions/054-states.md).
+"""Finds a sequence's state in slots of the pool (docs/decisions/states.md).
 
 A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how
 many bytes after its begin (:mod:`pillion.engine.models.state_layout`).
