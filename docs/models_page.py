@@ -19,8 +19,6 @@ from transformers.models.auto.modeling_auto import (
 from pillion.engine.models.config_keys import known_keys
 from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.llama_layer import PRE_NORMS
-from tests.support.families import FAMILIES as CASES
-from tests.support.hybrids import HYBRIDS
 
 PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
 
@@ -93,45 +91,34 @@ INTRO = """# Models
 
 <!-- written by docs/models_page.py; run `make dashboards` -->
 
-{families} families of transformers' decoder-only models of text are served: their layers are options of one description
-([models](decisions/models.md#one-decoder-a-row-for-each-family)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
+{families} families of transformers' decoder-only models of text are served. The layers of each are options of one
+description ([why](decisions/models.md)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
 `config.json` that its family does not know, and that is not off, is refused by its name before weights are read. The
-third column has the keys that most other families refuse, the fourth those that this one refuses of transformers' own.
+third column has those of transformers' own keys that are refused unless they are off.
 
-Each case of the table runs beside transformers in float32 (`tests/engine/models/test_families.py`): logits at split
-points, in mixed steps and greedily, on torch and on the CPU kernels, and on two ranks (`tests/engine/ranks`). `make
-test` runs some of that, `make test-long` all. The first case of each family also runs with `--quantization` int8 and
-int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
-a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
-(`tests/engine/adapters/test_peft.py`). Models whose values are keys (Gemma 4 with
-`attention_k_eq_v`) have no adapters yet. In a real cluster an answer goes on, with the tokens of transformers, after a
-`kill -9` of its decode worker (`tests/cluster/test_families.py`): of every family whose blocks or layers are of a kind
-of their own, and of one for each kind that several share.
+Each family runs beside transformers in float32 (`tests/engine/models/test_families.py`): logits at split points, in
+mixed steps and greedily, on torch and on the CPU kernels, on two ranks, with quantized weights, with KV in 8 bits, with
+several answers to one prompt, and with a LoRA adapter. In a real cluster an answer goes on, with the tokens of
+transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`). Models whose values are keys
+(Gemma 4 with `attention_k_eq_v`) have no adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
-([pooling](decisions/pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,
-vectors of texts are served, and classifiers (`ForSequenceClassification`, `tests/engine/models/test_vector_head.py`).
+([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers
+(`ForSequenceClassification`) are served.
 
-A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes
-(`save_original_format=False`), in shards, without its head, and as the text model alone of one of text and pictures
-(`tests/engine/checkpoints/test_saved_forms.py`, for each case of the table). Without a head it gives vectors alone,
-unless its config says that the head is the embedding. Experts' matrices that have their inputs as rows in some files,
-and their outputs in others (`qwen3_vl_moe`), are told apart by their shapes.
+A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes,
+in shards, without its head, and as the text model alone of one of text and pictures
+(`tests/engine/checkpoints/test_saved_forms.py`). Without a head it gives vectors alone, unless its config says that the
+head is the embedding.
 
 Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
-and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
-workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
-guess for workers of one process, and hybrid models guess as draft models
-(`tests/engine/states/test_offline_guesses.py`). Their quantized checkpoints are served
-(`tests/engine/quantized/test_quantized_states.py`) and, by workers of one process, adapters of their attention, MLPs
-and layers with states (`tests/engine/adapters/test_peft.py`), and KV in 8 bits. On one GPU they run without adapters,
-KV in 8 bits and models that guess; its kernels have run in Triton's interpreter alone
-(`tests/gpu/test_gpu_hybrids.py`).
-Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
-own node, on another one, on disk or in a bucket (`tests/cluster/test_states_on_nodes.py`).
+and on torch's operators under every split policy, by workers of several [ranks](tensor-parallelism.md) and
+[stages](pipeline-parallelism.md), and on one GPU. Workers of one process on the CPU also serve their adapters, KV in 8
+bits, draft models and EAGLE-3 heads. Their prompts go on from states that are kept at the ends of prompts and answers,
+on the worker's node, on another one, on disk or in a bucket.
 
-| model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
-|---|---|---|---|---|"""
+| model_type | layers, beside Llama's | refused unless off |
+|---|---|---|"""
 AFTER = """
 Of models of text and pictures the text model is served: {text}. Saved alone, these text models give vectors: {alone}.
 Other names of what is served: {same}.
@@ -256,13 +243,8 @@ def refused(name: str, family: ModelFamily) -> set[str]:
 def render() -> str:
     """Return the whole page."""
     lines = [INTRO.format(families=len(FAMILIES))]
-    cases: dict[str, list[str]] = {}
-    for case, config in (CASES | HYBRIDS).items():
-        cases.setdefault(config.get("model_type", "llama"), []).append(case)
     for name, family in sorted(FAMILIES.items()):
-        common = known_keys(set(), ())
-        own, off = _words(family.own - common), _words(refused(name, family))
-        lines.append(f"| {name} | {options(family)} | {own} | {off} | {', '.join(cases.get(name, []))} |")
+        lines.append(f"| {name} | {options(family)} | {_words(refused(name, family))} |")
     text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
     lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
