@@ -33,7 +33,8 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, load_c
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.ranks.cpu_rank import CpuRankBackend, RankMeeting
+from pillion.engine.ranks.cpu_rank import CpuRankBackend
+from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
@@ -81,8 +82,10 @@ class RankBench:
         """SUMS_EACH sums in one program, over the record of a step of ``rows`` rows."""
         backend, model = self.steps.backend, self.steps.backend.model
         backend.forward(self.steps.decode(rows, BLOCK_SIZE))
-        builder, meeting = rank_builder(model), RankMeeting(model.shard)
-        return backend.again([meeting.sum(builder, builder.hidden, add=True)[1] for _ in range(SUMS_EACH)])
+        builder = rank_builder(model)
+        meeting = RankMeeting(model.shard, builder.config, builder.layout.num_kv_heads)
+        rows = builder.hidden, builder.rows_of, builder.when
+        return backend.again([meeting.sum(*rows, add=True)[1] for _ in range(SUMS_EACH)])
 
     def gloo_sums(self, rows: int) -> Callable[[], None]:
         """SUMS_EACH sums by gloo, each with its addition."""

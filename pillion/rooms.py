@@ -43,7 +43,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "gateway.adapters": ("pillion.gateway.adapters.adapter_names:ADAPTER_NAMES",),
     "engine.backends.gpu.adapters": ("pillion.engine.gpu_adapters.gpu_adapters:GpuAdapters",),
     "engine.backends.ranks": ("pillion.engine.ranks.rank_loading:Ranks",),
-    "engine.backends.cpu.meeting": ("pillion.engine.ranks.cpu_rank:RankMeeting",),
     "engine.ranks.gpu": ("pillion.engine.gpu_ranks.gpu_rank_loading:GpuRanks",),
     "engine.backends.stages": ("pillion.engine.stages.stage_loading:Stages",),
     "engine.stages.gpu": ("pillion.engine.gpu_stages.gpu_stage_loading:GpuStages",),
@@ -54,13 +53,10 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.checkpoints.format": ("pillion.engine.quantized.formats.table:format_of",),
     "engine.checkpoints.files": ("pillion.engine.quantized.gguf_files:GgufFiles",),
     "engine.checkpoints.quantizer": ("pillion.engine.quantized.quantizer:quantize_folder",),
-    "engine.backends.cpu.few_bits": ("pillion.engine.quantized.few_bit_rows:rows_of",),
-    "kernels.cpu.few_bits": ("pillion.kernels.cpu.few_bits.few_bit_products:FEW_BIT_PRODUCTS",),
     "engine.backends.devices": ("pillion.engine.backends.gpu.gpu_devices:Gpus",),
     "engine.backends.loader": ("pillion.engine.backends.gpu.gpu_loading:load_gpu_worker",),
     "kvstore.client.map_pool": ("pillion.kvstore.gpu.mapped_memory:map_pool",),
     "engine.backends.gpu.states": ("pillion.engine.gpu_states.gpu_states:GpuStates",),
-    "kernels.gpu.specs": ("pillion.kernels.gpu_states.state_specs:build_specs",),
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs a rank on the CPU kernels: the operations by which its program meets those of other ranks, and its backend.
+"""Runs a rank on the CPU kernels: the backend of its share of the model.
 
 Each rank's backend works over the same pool. All run each forward pass at the same time, with the same batch and the
 same adapters in the same slots: a rank waits in it for the others. Rank 0 alone gets logits; it copies blocks before
@@ -8,8 +8,6 @@ its forward pass begins. Where a rank fails, all do: a step raises BackendLost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,70 +16,11 @@ import torch
 from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import BackendLost, StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
-from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard
-from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember, logit_row_bytes, partial_row_bytes
+from pillion.engine.ranks.rank_meeting import LOGITS, MEETING, PARTIAL, PARTIALS, WORDS
+from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember
 from pillion.errors import Internal
-from pillion.kernels.cpu.ranks.rank_sums import MeetRanks, ProjectionSquares, SumRanks
-from pillion.kernels.cpu.runtime.program import Buffer, Operation, Program
-
-# Buffers in the memory that ranks share: a rank's own partials and those of all ranks, by turn, the logits, and the
-# words of the waits. A rank's own memory has what its kernels read about its waits.
-PARTIAL, PARTIALS, LOGITS, WORDS, MEETING = (
-    f"rank.{name}" for name in ("partial", "partials", "logits", "words", "meeting")
-)
-
-
-class RankMeeting:
-    """Makes the sums and waits of one program of the rank ``shard``, a
-    :class:`pillion.engine.backends.cpu.cpu_operations.CpuMeeting`."""
-
-    def __init__(self, shard: ModelShard) -> None:
-        self._shard, self._number = shard, 0
-
-    def _wait(self) -> dict[str, Any]:
-        """Returns the arguments of every operation that waits for other ranks. The waits of a step are numbered one
-        after the other."""
-        self._number += 1
-        words, meeting = (Buffer(name, 1, "int64", "steps") for name in (WORDS, MEETING))
-        return {"words": words, "meeting": meeting, "rank": self._shard.rank, "number": self._number}
-
-    def sum(
-        self, builder: OperationBuilder, out: Buffer, *, add: bool = False, factor: float = 1.0
-    ) -> tuple[Buffer, Operation]:
-        """Returns the buffer for this rank's partial rows, and the sum over all ranks."""
-        wait, stride = self._wait(), partial_row_bytes(builder.config)
-        turn, width = self._number % TURNS, -(-builder.config.hidden_size // 32) * 32
-        partial = Buffer(f"{PARTIAL}{turn}", width, "float32", builder.rows_of, row_bytes=stride)
-        values = {
-            **wait,
-            "partials": replace(partial, name=f"{PARTIALS}{turn}"),
-            "out": out,
-            "width": min(width, out.width),
-            "row_stride": stride,
-            "out_stride": out.stride,
-            "factor": factor,
-        }
-        return partial, Operation(SumRanks(self._shard.size, add, builder.rows_of), values, builder.when)
-
-    def squares(self, builder: OperationBuilder, qkv: Buffer, out: Buffer) -> list[Operation]:
-        """Returns the squares of this rank's queries and keys, and the sum over all ranks. Several ranks may have the
-        same KV heads: the first of them counts their keys."""
-        config, shard = builder.config, self._shard
-        partial, total = self.sum(builder, out)
-        sharers = max(1, shard.size // builder.layout.num_kv_heads)
-        spec = ProjectionSquares(config.head_dim, config.num_heads, config.num_kv_heads, shard.rank % sharers == 0)
-        values = {"qkv": qkv, "out": partial, "qkv_stride": qkv.stride, "out_stride": partial.stride}
-        return [Operation(spec, values), total]
-
-    def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
-        """Returns the buffer for the rank's logits, beside those of the other ranks."""
-        return replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
-
-    def end(self) -> Operation:
-        """Returns the operation that ends a step: a wait for all ranks."""
-        return Operation(MeetRanks(self._shard.size), self._wait())
+from pillion.kernels.cpu.runtime.program import Program
 
 
 class CpuRankBackend(CpuBackend):

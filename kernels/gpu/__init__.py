@@ -9,6 +9,7 @@
     launch.py          checks that launchers share, and facts about the device
     interpreter.py     makes Triton's interpreter quicker, in which tests run without a GPU
     tuned.py           constants of kernels by architecture, from tuning/*.json
+    build_spec.py      describes a use of a kernel for such a build
     build.py           builds all kernels ahead of time, without a GPU, and checks registers and spills
     gpu_reference.py   the smaller kernels in plain torch: the oracle of their tests
 

@@ -10,41 +10,43 @@ test of results would show a spill.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from pillion.rooms import Seam, entered
+from pillion.kernels.gpu import blocks
+from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
+from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.products import low_rank_product, quantized_product
+from pillion.kernels.gpu.rows import embedding, gated, norms
+from pillion.kernels.gpu.sampling import gpu_sampling, sampling_cuts, sampling_edits, sampling_masks
+from pillion.kernels.gpu_states import state_specs
 
-ARCHITECTURES = (80, 90)
 # One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
 # Capabilities").
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-# A thread has at most this many registers.
-MAX_REGISTERS = 255
 MODULES = (
-    "attention.kv_write",
-    "attention.latent_attention",
-    "attention.latent_write",
-    "attention.paged_attention",
-    "blocks",
-    "products.low_rank_product",
-    "products.quantized_product",
-    "rows.embedding",
-    "rows.gated",
-    "rows.norms",
-    "sampling.gpu_sampling",
-    "sampling.sampling_cuts",
-    "sampling.sampling_edits",
-    "sampling.sampling_masks",
+    kv_write,
+    latent_attention,
+    latent_write,
+    paged_attention,
+    blocks,
+    low_rank_product,
+    quantized_product,
+    embedding,
+    gated,
+    norms,
+    gpu_sampling,
+    sampling_cuts,
+    sampling_edits,
+    sampling_masks,
+    state_specs,
 )
 
 # Kernels with these names (shell patterns) need nearly the same resources as others, so only ``--all`` builds them.
@@ -97,33 +99,6 @@ RARE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSpec:
-    """Describes one kernel with the constants of one use.
-
-    Attributes:
-        kernel: the jitted function.
-        signature: types of its arguments that are not constexpr, as ``triton.tools.compile`` reads them: ":16" marks
-            multiples of 16, which Triton finds out when it launches.
-        constants: values of all constexpr arguments and, as at a launch, ``num_warps`` (4) and ``num_stages`` (2).
-        max_registers: limit per thread.
-        max_spill_bytes: limit of local memory and stack per thread.
-        architectures: those for which the kernel is built.
-    """
-
-    name: str
-    kernel: Any
-    signature: str
-    constants: Mapping[str, Any]
-    max_registers: int = MAX_REGISTERS
-    max_spill_bytes: int = 0
-    architectures: tuple[int, ...] = ARCHITECTURES
-
-
-# A room's function lists the specs of its own kernels.
-MORE_KERNELS = Seam[Callable[[], list[BuildSpec]]]("kernels.gpu.specs")
-
-
 @dataclass(frozen=True, slots=True)
 class BuildResult:
     """Holds the resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
@@ -174,10 +149,8 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """Lists the specs of every module, and those of rooms, whose names contain ``only``; without ``rare``, only common
-    kernels."""
-    every = [importlib.import_module(f"pillion.kernels.gpu.{name}").build_specs for name in MODULES]
-    specs = [spec for listed in (*every, *entered(MORE_KERNELS)) for spec in listed() if only in spec.name]
+    """Lists the specs of every module whose names contain ``only``; without ``rare``, only common kernels."""
+    specs = [spec for module in MODULES for spec in module.build_specs() if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 

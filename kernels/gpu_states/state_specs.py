@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu_states import gpu_convolutions, gpu_delta_rule, gpu_gates, gpu_state_spaces
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape

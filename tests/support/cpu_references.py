@@ -11,7 +11,8 @@ from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu
 from pillion.engine.models.layers import clamped_swiglu, xielu
 from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.products.gemm import GATED
-from pillion.kernels.cpu.products.packing import PackedWeight, unpack
+from pillion.kernels.cpu.products.packed_weight import PackedWeight
+from pillion.kernels.cpu.products.packing import unpack
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.reference import RaggedBatch, paged_attention, write_kv

@@ -458,7 +458,7 @@ class LayerEmitter:
         adds = not normed and (self._adds_up or not plain_sum)
         if builder.meeting is not None:
             factor = operation.scale if adds and isinstance(operation, AddToResidual) else 1.0
-            out, total = builder.meeting.sum(builder, out, add=adds, factor=factor)
+            out, total = builder.meeting.sum(out, builder.rows_of, builder.when, add=adds, factor=factor)
             after.append(total)
             adds = False
         if isinstance(operation, AddUp) and operation.norm is not None:
@@ -476,7 +476,7 @@ class LayerEmitter:
         squares = None
         if kind == "projection" and builder.meeting is not None:
             squares = builder.buffer("squares", 2, "float32")
-            yield from builder.meeting.squares(builder, qkv, squares)
+            yield from builder.meeting.squares(qkv, squares, builder.rows_of, builder.when)
         spec = RotateWrite(
             shape.head_dim,
             config.num_heads,

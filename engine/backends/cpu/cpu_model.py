@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_layer import MAX_PARTIAL_ROWS, LayerEmitter
-from pillion.engine.backends.cpu.cpu_operations import MEETING, AdaptedProducts, OperationBuilder
+from pillion.engine.backends.cpu.cpu_operations import AdaptedProducts, OperationBuilder
 from pillion.engine.backends.cpu.cpu_weights import PackedMatrices
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale, rounded
@@ -32,6 +32,7 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig, TokenInputs
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
+from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -39,7 +40,6 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.rows.rows import AddPositions, Embed, GroupMaxima, LargestTokens, SoftCapScale
 from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
-from pillion.rooms import entered_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def plan_model(
 
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     config, weights, shard = builder.config, builder.weights, builder.shard
-    meeting = None if shard.whole else entered_one(MEETING)(shard)
+    meeting = None if shard.whole else RankMeeting(shard, config, builder.layout.num_kv_heads)
     builder = replace(builder, meeting=meeting, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
     mine, layers = shard.own_layers(config), layers_of(config)
@@ -140,7 +140,7 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
     config, tokens = builder.config, builder.shard.vocabulary(builder.config.vocab_size)
     out, total = builder.hidden, None
     if builder.meeting is not None:
-        out, total = builder.meeting.sum(builder, builder.hidden)
+        out, total = builder.meeting.sum(builder.hidden, builder.rows_of, builder.when)
     values = {
         "table": builder.weights.tensors["embedding"],
         "hidden": out,

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,31 +17,13 @@ from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin
+from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS
+from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
-from pillion.rooms import Seam, entered_one
-
-
-class CpuMeeting(Protocol):
-    """Lets the program of one part of a model exchange rows with those of the other parts (the room "ranks"). An object
-    belongs to one program: its calls come in the order of the operations."""
-
-    def sum(
-        self, builder: OperationBuilder, out: Buffer, *, add: bool = False, factor: float = 1.0
-    ) -> tuple[Buffer, Operation]:
-        """Returns the buffer for this part's rows, and the sum over all parts that ends in ``out``, or is added to it
-        with a factor."""
-
-    def squares(self, builder: OperationBuilder, qkv: Buffer, out: Buffer) -> list[Operation]:
-        """Returns the operations from qkv to the squares of all parts' queries and keys."""
-
-    def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
-        """Returns the buffer for the logits that this process computes."""
-
-    def end(self) -> Operation:
-        """Returns the operation that ends a step, when all parts have written their KV and their logits."""
 
 
 class ExpertGroups(NamedTuple):
@@ -64,9 +46,6 @@ class AdaptedProducts(Protocol):
         kernel of that product, and its further arguments; None if no adapter may change it."""
 
 
-MEETING = Seam[Callable[[ModelShard], CpuMeeting]]("engine.backends.cpu.meeting")
-
-
 class MatrixRows(NamedTuple):
     """Says how rows are multiplied by a matrix: as ``x``, with ``sums`` of their inputs, after ``operations``.
     ``zeros`` says whether the rows are codes with zero points."""
@@ -75,10 +54,6 @@ class MatrixRows(NamedTuple):
     sums: Buffer | None = None
     zeros: bool = False
     operations: Sequence[Operation] = ()
-
-
-# The room's function prepares rows for the product with a matrix in few bits.
-FEW_BIT_ROWS = Seam[Callable[["OperationBuilder", CpuLinear, Buffer], MatrixRows]]("engine.backends.cpu.few_bits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +75,7 @@ class OperationBuilder:
     model_heads: int
     rows_of: str = "tokens"
     adapters: AdaptedProducts | None = None
-    meeting: CpuMeeting | None = None
+    meeting: RankMeeting | None = None
     growth: torch.Tensor | None = None
     wanted: bool = False
     keeps_states: bool = False
@@ -219,7 +194,7 @@ class OperationBuilder:
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
         if linear.order is not None or linear.row_codes is not None or linear.offsets:
-            ready = entered_one(FEW_BIT_ROWS)(self, linear, x)
+            ready = _rows_for_codes(self, linear, x)
             yield from ready.operations
         x, sums = ready.x, ready.sums
         spec = spec_type(
@@ -275,3 +250,52 @@ class OperationBuilder:
             "factor": factor,
         }
         return Operation(NormAdd(self.rows_of), values, self.when)
+
+
+def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
+    """Makes the operations that a matrix needs for its inputs: to reorder them, to round them to codes, and to sum them
+    up by groups."""
+    operations, sums, row_codes = [], None, linear.row_codes
+    if linear.order is not None:
+        ordered = builder.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
+        values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
+        values |= {"x_stride": x.stride, "out_stride": ordered.stride}
+        operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
+        x = ordered
+    if row_codes is not None:
+        operation = _coded(builder, linear, x)
+        x, sums = operation.values["out"], operation.values["constants"]
+        operations.append(operation)
+    if linear.offsets and sums is None:
+        groups = -(-linear.depth // linear.group)
+        sums = builder.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
+        values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.group}
+        values |= {"x_stride": x.stride, "sums_stride": sums.stride}
+        operations.append(Operation(SumInputs(builder.bf16, builder.rows_of, x.each), values, builder.when))
+    zeros = linear.kind == INT8_DOTS and row_codes is not None and row_codes.has_zeros
+    return MatrixRows(x, sums, zeros, operations)
+
+
+def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
+    """Makes the operation that rounds ``x`` for the matrix: to codes for a product in integers, else to the numbers
+    that they stand for."""
+    row_codes, depth, as_codes = linear.row_codes, linear.depth, linear.kind == INT8_DOTS
+    assert row_codes is not None
+    out = builder.buffer(f"{'codes' if as_codes else 'rounded'}{depth}x{x.each}", depth, x.dtype, x.each)
+    constants = None
+    if as_codes:
+        out = replace(out, dtype="int8")
+        constants = builder.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
+    values = {
+        "x": x,
+        "out": out,
+        "constants": constants,
+        "depth": depth,
+        "x_stride": x.stride,
+        "out_stride": out.stride,
+        "constants_stride": 0 if constants is None else constants.stride,
+        "scale": row_codes.scale,
+        "zero": row_codes.zero,
+    }
+    spec = CodeInputs(row_codes.scheme, x.dtype != "float32", builder.rows_of, x.each, as_codes)
+    return Operation(spec, values, builder.when)

@@ -232,7 +232,7 @@ class StateEmitter:
         builder = self._builder
         assert groups.shared is not None
         assert builder.meeting is not None
-        partial, total = builder.meeting.sum(builder, out)
+        partial, total = builder.meeting.sum(out, builder.rows_of, builder.when)
         values = {
             "x": x,
             "gates": gates,

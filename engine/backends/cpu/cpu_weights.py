@@ -39,13 +39,12 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.few_bits import few_bit_packing
 from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
 from pillion.kernels.cpu.products.packing import (
-    PLAIN_TYPES,
-    PackedWeight,
+    KINDS,
     exact_kind,
-    few_bits,
-    kinds,
     pack_bias,
     pack_gated,
     pack_gated_bias,
@@ -121,8 +120,7 @@ class PackedMatrices:
         """Returns the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
         them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
-        known = kinds()
-        kind, offsets = known[numbers.pop("kind") % len(known)], numbers.pop("offsets") != 0
+        kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
         row_codes = self._row_codes(name)
@@ -134,7 +132,7 @@ class PackedMatrices:
         )
         if kind not in PLAIN_TYPES:
             rounded = row_codes is not None
-            sound = sound and few_bits(kind).sound(kind, linear.depth, linear.group, rounded=rounded)
+            sound = sound and few_bit_packing.sound(kind, linear.depth, linear.group, rounded=rounded)
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -347,9 +345,8 @@ class MatrixPacker:
             # Matrices whose inputs are reordered are widened for experts: a step gathers the inputs of all rows in one
             # order, but each expert has its own.
             return self.wide, False
-        packer = few_bits(quantized[0].coding)
-        kind = packer.kind_of(matrices, self.wide)
-        return kind, any(packer.has_offsets(matrix, kind) for matrix in quantized)
+        kind = few_bit_packing.packed_kind(matrices, self.wide)
+        return kind, any(few_bit_packing.has_offsets(matrix, kind) for matrix in quantized)
 
     def norm(self, name: str, norm: RmsNorm | LayerNorm) -> None:
         # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
@@ -374,7 +371,7 @@ class MatrixPacker:
         if row_codes is not None:
             numbers = ROW_SCHEMES.index(row_codes.scheme), row_codes.scale, row_codes.zero
             self.writer.tensor(name + ".row_codes", torch.tensor(numbers, dtype=torch.float32))
-        kind = kinds().index(first.kind)
+        kind = KINDS.index(first.kind)
         values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
         for field, value in zip(_NUMBERS, values, strict=True):
             self.writer.number(f"{name}.{field}", value)

@@ -1,4 +1,4 @@
-"""Lays out matrices in few bits for the products of :mod:`pillion.kernels.cpu.few_bits.few_bit_products`. Panels and
+"""Lays out matrices in few bits for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and
 tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
 
     int8_dots  [N / 32]: float32 scales [2 tiles][16], int32 sums of each output's codes, float32 offsets where the
@@ -24,7 +24,7 @@ from pillion.kernels.cpu.few_bits.codes import (
     pack_codes,
     unpack_codes,
 )
-from pillion.kernels.cpu.products.packing import PackedWeight, in_turn
+from pillion.kernels.cpu.products.packed_weight import PackedWeight, in_turn
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS, TOTALS_BYTES
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, row_codes_of, same_order
 
@@ -43,6 +43,15 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
         return dots_constants_bytes(offsets) + depth * PANEL_COLUMNS
     constants = -(-depth // group) * PANEL_COLUMNS * CODE_KINDS[kind].constant_bytes * (2 if offsets else 1)
     return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
+
+
+def sound(kind: str, depth: int, group: int, *, rounded: bool) -> bool:
+    """Returns whether the kernels can work with these sizes. ``rounded`` says whether rows become codes."""
+    if depth % DEPTH_MULTIPLE:
+        return False
+    if kind == INT8_DOTS:
+        return rounded and depth < MAX_DOT_INPUTS + DEPTH_MULTIPLE
+    return 0 < group <= MAX_GROUP_INPUTS and group % DEPTH_MULTIPLE == 0
 
 
 def dots_constants_bytes(offsets: bool) -> int:

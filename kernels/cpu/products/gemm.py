@@ -17,11 +17,15 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from pillion.kernels.cpu.few_bits.codes import CODE_KINDS, UNIT_INPUTS
+from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, dots_constants_bytes
+from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS
+from pillion.kernels.cpu.few_bits.quantized_tiles import CodedProduct, CodedRows
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
-from pillion.kernels.cpu.products.packing import PLAIN_TYPES, few_bits
+from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 
 LAYOUT = RecordLayout(
@@ -77,7 +81,7 @@ class Gemm(KernelSpec):
     """Multiplies x by packed weights.
 
     Attributes:
-        weights: one of :func:`pillion.kernels.cpu.products.packing.kinds`.
+        weights: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
         rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` it is the type that
             rows had before they became codes.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
@@ -142,7 +146,11 @@ class GemmBody:
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
         self.x_stride, self.out_stride = args.number("x_stride"), args.number("out_stride")
         self.pairs = args.number("pairs")
-        self.panels: Panels = Panels(self) if spec.weights in PLAIN_TYPES else few_bits(spec.weights).panels(self)
+        self.panels: Panels
+        if spec.weights in PLAIN_TYPES:
+            self.panels = Panels(self)
+        else:
+            self.panels = DotPanels(self) if spec.weights == INT8_DOTS else CodedPanels(self)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
         if spec.epilogue == "gated_clamped":
@@ -306,6 +314,76 @@ class Panels:
                 mine = sums + row * TOTALS_BYTES
                 totals = self.totals(mine, weights, begin + row)
                 body.finish(begin + row, panel, totals, out, constants)
+
+
+class DotPanels(Panels):
+    """Multiplies rows of int8 codes by panels of int8 codes, whose sums are integers."""
+
+    def __init__(self, body: GemmBody) -> None:
+        self.before_bytes = dots_constants_bytes(body.spec.offsets)
+        super().__init__(body)
+
+    def tile_kind(self) -> TileKind:
+        return TileKind(INT8_DOTS, "int8")
+
+    def totals(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
+        k, args, spec = self.body.k, self.body.call.args, self.body.spec
+        about = args.pointer("input_sums") + row * args.number("input_sums_stride")
+        scale, shift, zero, sum_ = (about + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
+        found = []
+        for half in range(2):
+            at = half * VECTOR_BYTES
+            total = k.load_quads(sums + at) + k.broadcast_quad(shift)
+            if spec.zeros:
+                total = total - k.broadcast_quad(zero) * k.load_quads(panel + (TOTALS_BYTES + at))
+            value = k.real_lanes(total) * k.broadcast(scale) * k.load(panel + at)
+            if spec.offsets:
+                value = k.fma(k.load(panel + (2 * TOTALS_BYTES + at)), k.broadcast(sum_), value)
+            found.append(value)
+        return found
+
+
+class CodedPanels(Panels):
+    """Multiplies rows by panels of codes, group by group."""
+
+    def __init__(self, body: GemmBody) -> None:
+        spec, args = body.spec, body.call.args
+        self.body = body
+        self.coded = CodedProduct(body.k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
+        self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
+        self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
+
+    def most_rows(self) -> int:
+        return self.coded.most_rows(self.coded.widens)
+
+    def multiply(
+        self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
+    ) -> None:
+        body, coded = self.body, self.coded
+        args, zero = body.call.args, body.k.int(0)
+        begin = cut.begin(cut.first)
+        sums, sums_stride = args.pointer("input_sums"), args.number("input_sums_stride")
+        rows = CodedRows(
+            x=body.x + begin * body.x_stride,
+            x_stride=body.x_stride,
+            weights=weights,
+            weights_stride=zero,
+            constants=weights,
+            constants_stride=zero,
+            input_sums=sums + begin * sums_stride,
+            input_sums_stride=sums_stride,
+            group_units=self.group_units,
+            units=self.units,
+            ahead=ahead,
+            ahead_stride=zero,
+            ahead_step=zero,
+            totals=body.call.scratch,
+        )
+
+        def finish(row: Int, totals: Ptr) -> None:
+            body.finish(begin + row, panel, loaded(body.k, totals), out, constants)
+
+        coded.multiply(cut.begin(cut.last) - begin, rows, weights, body.call.scratch, finish)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu import fp8
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES

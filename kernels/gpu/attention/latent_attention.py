@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
-from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import (

@@ -20,7 +20,7 @@ import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
-from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
     arch_of,

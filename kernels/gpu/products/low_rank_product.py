@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import check, check_tensor
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting

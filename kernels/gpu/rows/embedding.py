@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 

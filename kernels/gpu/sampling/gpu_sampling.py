@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, random_words
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.sampling.sampling_device import (
     FIELDS,

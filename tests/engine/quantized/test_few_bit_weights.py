@@ -11,7 +11,7 @@ from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.few_bits import few_bit_products
+from pillion.kernels.cpu.few_bits import few_bit_packing
 from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -33,6 +33,6 @@ def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
         weights.linear("layers.0.o")
     weights.tensors["layers.0.o.row_codes"] = codes
     # Sums of more products than this leave 32 bits.
-    monkeypatch.setattr(few_bit_products, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
+    monkeypatch.setattr(few_bit_packing, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
     with pytest.raises(ConfigError, match="do not fit together"):
         weights.linear("layers.0.o")

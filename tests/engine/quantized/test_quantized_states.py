@@ -10,7 +10,7 @@ from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.kernels.cpu.products.packing import PLAIN_TYPES
+from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver

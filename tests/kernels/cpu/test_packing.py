@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.packing import (
-    PLAIN_TYPES,
     pack_bias,
     pack_gated,
     pack_gated_bias,

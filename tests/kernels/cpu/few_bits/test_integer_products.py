@@ -16,7 +16,8 @@ from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInp
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
-from pillion.kernels.cpu.products.packing import PackedWeight, pack_gated, pack_linear
+from pillion.kernels.cpu.products.packed_weight import PackedWeight
+from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close

@@ -1,0 +1,76 @@
+"""Makes the operations by which the CPU program of one rank meets those of the others: sums of partial rows, and
+waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.ranks.rank_memory import TURNS, logit_row_bytes, partial_row_bytes
+from pillion.kernels.cpu.ranks.rank_sums import MeetRanks, ProjectionSquares, SumRanks
+from pillion.kernels.cpu.runtime.program import Buffer, Operation
+
+# Buffers in the memory that ranks share: a rank's own partials and those of all ranks, by turn, the logits, and the
+# words of the waits. A rank's own memory has what its kernels read about its waits.
+PARTIAL, PARTIALS, LOGITS, WORDS, MEETING = (
+    f"rank.{name}" for name in ("partial", "partials", "logits", "words", "meeting")
+)
+
+
+class RankMeeting:
+    """Makes the sums and waits of one program of the rank ``shard``; its calls come in the order of the operations.
+
+    Args:
+        config: the shape of the rank's own layers.
+        num_kv_heads: the KV heads of the whole model.
+    """
+
+    def __init__(self, shard: ModelShard, config: ModelConfig, num_kv_heads: int) -> None:
+        self._shard, self._config, self._num_kv_heads = shard, config, num_kv_heads
+        self._number = 0
+
+    def _wait(self) -> dict[str, Any]:
+        """Returns the arguments of every operation that waits for other ranks. The waits of a step are numbered one
+        after the other."""
+        self._number += 1
+        words, meeting = (Buffer(name, 1, "int64", "steps") for name in (WORDS, MEETING))
+        return {"words": words, "meeting": meeting, "rank": self._shard.rank, "number": self._number}
+
+    def sum(
+        self, out: Buffer, rows_of: str, when: str, *, add: bool = False, factor: float = 1.0
+    ) -> tuple[Buffer, Operation]:
+        """Returns the buffer for this rank's partial rows, and the sum over all ranks, which ends in ``out``, or is
+        added to it with a factor. ``rows_of`` and ``when`` are those of the operations before it."""
+        wait, stride = self._wait(), partial_row_bytes(self._config)
+        turn, width = self._number % TURNS, -(-self._config.hidden_size // 32) * 32
+        partial = Buffer(f"{PARTIAL}{turn}", width, "float32", rows_of, row_bytes=stride)
+        values = {
+            **wait,
+            "partials": replace(partial, name=f"{PARTIALS}{turn}"),
+            "out": out,
+            "width": min(width, out.width),
+            "row_stride": stride,
+            "out_stride": out.stride,
+            "factor": factor,
+        }
+        return partial, Operation(SumRanks(self._shard.size, add, rows_of), values, when)
+
+    def squares(self, qkv: Buffer, out: Buffer, rows_of: str, when: str) -> list[Operation]:
+        """Returns the squares of this rank's queries and keys, and the sum over all ranks. Several ranks may have the
+        same KV heads: the first of them counts their keys."""
+        config, shard = self._config, self._shard
+        partial, total = self.sum(out, rows_of, when)
+        sharers = max(1, shard.size // self._num_kv_heads)
+        spec = ProjectionSquares(config.head_dim, config.num_heads, config.num_kv_heads, shard.rank % sharers == 0)
+        values = {"qkv": qkv, "out": partial, "qkv_stride": qkv.stride, "out_stride": partial.stride}
+        return [Operation(spec, values), total]
+
+    def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
+        """Returns the buffer for the rank's logits, beside those of the other ranks."""
+        return replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
+
+    def end(self) -> Operation:
+        """Returns the operation that ends a step: a wait for all ranks."""
+        return Operation(MeetRanks(self._shard.size), self._wait())
