@@ -96,7 +96,7 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py
 
 release-protos: setup-dev ## Keep the shape of the last release's protos, from the commit that the changelog names
-	$(BIN)/python -m testbed.release
+	$(BIN)/python -m lab.testbed.release
 
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
 	$(BIN)/python -m pillion.client._generate
@@ -109,15 +109,15 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, capacity, cpu_profile, cpu_service, drafts, edge, kernel_share, kvstore, lora, pauses, pooling, quantization, ranks, structured, tiers, tracing, upgrade or warm_restart
-	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+	$(BIN)/python -m lab.benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+	$(GPU_PYTHON) -m lab.benchmarks.gpu $(ARGS)
 
 tune-gpu: ## Search the GPU kernels' constants on this machine's GPU and write them to kernels/gpu/tuning (ARGS=kernels)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m benchmarks.gpu.tune $(ARGS)
+	$(GPU_PYTHON) -m lab.benchmarks.gpu.tune $(ARGS)
 
 setup-clients: $(VENV)/.clients ## The environment of other people's clients, of PyPI and npm, that the long tests run
 
@@ -130,13 +130,13 @@ compose-check: setup-dev ## docker-compose.yml by its schema, as processes, and 
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
 
 load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does
-	$(BIN)/python -m benchmarks.load_test --model "$$MODEL" $(ARGS)
+	$(BIN)/python -m lab.benchmarks.load_test --model "$$MODEL" $(ARGS)
 
 simulate: setup-dev ## The cluster in simulated time with faults: COUNT (1000) schedules, or that of SEED with its history
-	$(BIN)/python -m pillion.simulator $(if $(SEED),--seed $(SEED),--count $(or $(COUNT),1000)) $(ARGS)
+	$(BIN)/python -m lab.simulator $(if $(SEED),--seed $(SEED),--count $(or $(COUNT),1000)) $(ARGS)
 
 soak: setup-dev ## Load for MINUTES; fails when memory, files, slots or Redis keys grow
-	$(BIN)/python -m benchmarks.soak --model "$$MODEL" --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m lab.benchmarks.soak --model "$$MODEL" --minutes $(MINUTES) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

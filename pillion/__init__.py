@@ -16,9 +16,9 @@ All components share:
 
 - `rooms`: the table of what features add to the core at its seams.
 
-Operators meet `cli`, `supervisor`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
-`decode_service`, `engine`, `kvstore`, `kernels`) and their `simulator` are links to folders at the root of the
-repository; nothing here but `cli`, `supervisor` and `offline` imports them, and those do so inside functions.
+Operators meet `cli`, `supervisor`, `loadgen`. The servers themselves (`gateway`, `prefill_service`, `decode_service`,
+`engine`, `kvstore`, `kernels`) are links to folders at the root of the repository; nothing here but `cli`, `supervisor`
+and `offline` imports them, and those do so inside functions.
 """
 
 from importlib import import_module

@@ -58,7 +58,7 @@ CLUSTERS = (
     "tests/core/",
     "tests/gpu/test_cluster.py",
     "tests/gpu/test_states_cluster.py",
-    "tests/benchmarks/test_gpu.py",
+    "tests/lab/benchmarks/test_gpu.py",
     "tests/deploy/test_compose.py",
     "tests/deploy/test_rollout.py",
     "tests/pillion/offline/",
@@ -70,8 +70,8 @@ CLUSTERS = (
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (
-    "tests/benchmarks/test_gpu.py",
-    "tests/simulator/test_campaign.py",
+    "tests/lab/benchmarks/test_gpu.py",
+    "tests/lab/simulator/test_campaign.py",
     "tests/cluster/test_pages.py",
     "tests/cluster/test_parity.py",
     "tests/cluster/test_long_context.py",

@@ -26,7 +26,7 @@ from pillion import config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRODUCT = ("pillion", "gateway", "engine", "kernels", "kvstore", "decode_service", "prefill_service")
-LABORATORY = ("lab", "simulator", "testbed", "benchmarks")
+LABORATORY = ("lab",)
 # Programs write these files: the stubs of the protos, and the SDK's blocking client from its asyncio one.
 GENERATED = (re.compile(r"pillion/v1/"), re.compile(r"pillion/client/client\.py"))
 # A moved line has at least this many characters, for shorter ones stand everywhere.

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "lab/docs/library-internals.md"
-FOLDERS = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service", "simulator")
+FOLDERS = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service", "lab")
 # Private by their names alone: documented, or of named tuples.
 DOCUMENTED = {"_exit", "_replace", "_asdict", "_make"}
 

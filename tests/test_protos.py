@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 
-from testbed.release import DESCRIPTORS, descriptors, last_release, take_out
+from lab.testbed.release import DESCRIPTORS, descriptors, last_release, take_out
 from tests.support.kept_protos import broken_promises
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

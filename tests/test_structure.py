@@ -15,8 +15,9 @@ import pytest
 from tests.support.source_facts import facts_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "simulator")
-ALL = (*PRODUCT, "benchmarks", "testbed", "tests")
+PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
+SIMULATED = ("lab/simulator", "lab/fleets", "lab/fleet_states")
+ALL = (*PRODUCT, "lab", "tests")
 # Folders at the root that are imported as pillion.NAME: by their own name they would be a second copy.
 LINKED = PRODUCT[1:]
 IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}
@@ -84,7 +85,7 @@ def test_a_circle_is_found() -> None:
 
 def test_no_import_circle() -> None:
     """Type-only and lazy imports count: a reader meets them like any other."""
-    known = modules(*PRODUCT, "benchmarks", "testbed")
+    known = modules(*PRODUCT, "lab")
     graph = {
         name: {other for other in imported(path, known) if other in known and other != name}
         for name, path in known.items()
@@ -108,7 +109,7 @@ def test_a_folder_is_imported_by_one_name(name: str) -> None:
 
 
 def packages() -> list[pathlib.Path]:
-    return [path for path in modules(*PRODUCT, "testbed").values() if path.name == "__init__.py"]
+    return [path for path in modules(*PRODUCT, "lab").values() if path.name == "__init__.py"]
 
 
 def test_a_package_has_a_map() -> None:
@@ -131,7 +132,7 @@ def sans_io() -> list[pathlib.Path]:
 
     return [
         path
-        for path in modules(*PRODUCT).values()
+        for path in modules(*PRODUCT, *SIMULATED).values()
         if path.name != "__init__.py"
         and (says(path, r"sans-io|\(I9\)") or says(path.parent / "__init__.py", r"everything here is sans-io"))
     ]
@@ -235,7 +236,7 @@ def test_pages_cite_headings_that_are_there() -> None:
 
 def test_pages_cite_files_that_are_there() -> None:
     pages = all_pages()
-    known = tuple(f"{name}/" for name in (*PRODUCT, "benchmarks", "testbed", "tests", "docs", "deploy", "examples"))
+    known = tuple(f"{name}/" for name in (*PRODUCT, "lab", "tests", "docs", "deploy", "examples"))
     missing = []
     for page in pages:
         text = page.read_text()
@@ -253,7 +254,7 @@ def test_a_sampling_field_is_named_in_five_files(name: str) -> None:
     """Its row and its number in the proto, the arrays of a step, and each place that computes with it are enough."""
     fields = ("id", "attr", "arg", "value", "name")
     named = {"protos/pillion/v1/common.proto"}
-    for module, path in modules(*PRODUCT).items():
+    for module, path in modules(*PRODUCT, "lab").items():
         source = path.read_text()
         nodes = ast.walk(ast.parse(source)) if name in source else ()
         if any(getattr(node, field, None) == name for node in nodes for field in fields):

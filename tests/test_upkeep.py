@@ -55,11 +55,11 @@ def test_each_benchmark_has_a_claim() -> None:
     named = set(re.findall(r"[a-z0-9_]+(?:-[a-z0-9_]+)*", " ".join(re.findall(r"`([^`]+)`", page))))
     programs = {
         path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
+        for path in (ROOT / "lab/benchmarks").glob("*.py")
         if 'if __name__ == "__main__"' in path.read_text() and "ArgumentParser" in path.read_text()
     }
     assert sorted(programs - named - WITHOUT_FIGURE) == []
-    kept = {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")} - {"load_test", "soak"}
+    kept = {path.stem for path in (ROOT / "lab/benchmarks/results").glob("*.json")} - {"load_test", "soak"}
     assert sorted(kept - named) == []
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| command |")]
     assert [row for row in rows if not re.search(r" \| [ABCDES], \d\d \| (the same|[^|]*`[a-z_]+)[^|]* \|$", row)] == []
@@ -68,7 +68,7 @@ def test_each_benchmark_has_a_claim() -> None:
 
 def test_the_page_of_sources_names_what_is_there() -> None:
     for named in re.findall(
-        r"`((?:tests|engine|gateway|kvstore|kernels|benchmarks)/[^`]+)`", (ROOT / "lab/docs/seeds.md").read_text()
+        r"`((?:tests|engine|gateway|kvstore|kernels|lab)/[^`]+)`", (ROOT / "lab/docs/seeds.md").read_text()
     ):
         path, _, test = named.partition("::")
         assert (ROOT / path).exists(), f"{named}: there is no such file"

@@ -40,14 +40,14 @@ import numpy as np
 import pytest
 from google.protobuf.message import Message
 
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.tiny_model import save_model
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.gateway import boxed_process
 from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.tokens import chat_template
 from pillion.kvstore.index import index
-from testbed.conditions import WITHIN_S
-from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.http import call
 

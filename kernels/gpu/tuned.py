@@ -6,7 +6,7 @@ A file ``tuning/sm_90.json`` maps a kernel's name to a list of entries, looked t
 
 The first entry whose ``when`` agrees with the given facts is used. ``measured`` has the figures, the device and the
 date, and is null for entries that were never measured. Nothing is tuned when a server starts:
-``python -m benchmarks.gpu.tune`` measures on a device and writes the file.
+``python -m lab.benchmarks.gpu.tune`` measures on a device and writes the file.
 """
 
 from __future__ import annotations

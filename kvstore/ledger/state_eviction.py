@@ -8,8 +8,8 @@ or T's four when T is gone, or the pages of a state that lacks one. Useless bloc
 before their heads. The next to leave is the state with the smallest product of its rank, 1 for the state that lost its
 protection first, the square of what it saves for each block that it frees, and the part of the states of its kind that
 texts went on from: what is used again is mostly what was used lately (Marconi, arXiv 2411.19379, weights both, too;
-``python -m benchmarks.state_hits`` chose the square). A state frees its pages; at a chain's end it frees its gap, too.
-States that no request holds leave in this order before useless blocks where they have more than their share of the
+``python -m lab.benchmarks.state_hits`` chose the square). A state frees its pages; at a chain's end it frees its gap,
+too. States that no request holds leave in this order before useless blocks where they have more than their share of the
 pool.
 
 The kinds are four: whether the chain goes on after a state, and whether a text has gone on from it already. So the pool

@@ -8,7 +8,6 @@
     talk.py, chat.py     generate, status; chat
     bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
     events_command.py    events (a room's)
-    simulate_command.py  simulate; the fleet is :mod:`pillion.simulator.fleet`
     certs.py, keys.py    certificates for development, API keys
     accuracy_table.py    the table of prepare --quantization
     adapters_command.py  adapters

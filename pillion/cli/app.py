@@ -23,7 +23,6 @@ from pillion.cli.events_command import events
 from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, option, option_name, options
 from pillion.cli.keeper_command import keeper
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
-from pillion.cli.simulate_command import simulate
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
@@ -50,14 +49,19 @@ def _open_standard_descriptors() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line. Every error that is not a defect is one line on standard error."""
+    """Runs the command line of ``pillion``."""
+    run_command(cli, argv, "pillion")
+
+
+def run_command(command: click.Command, argv: list[str] | None, name: str) -> None:
+    """Runs a command line, and ends the process. Every error that is not a defect is one line on standard error."""
     # Whoever starts this process may ignore the signal, and then the kernel would not tell how its children end.
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _open_standard_descriptors()
     spare_loopback()
     try:
-        code = cli.main(argv, prog_name="pillion", standalone_mode=False)
+        code = command.main(argv, prog_name=name, standalone_mode=False)
     except click.Abort:
         code = EXIT_INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
@@ -65,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         code = EXIT_USAGE
     except click.ClickException as error:
         # The printed line names the command whose --help to read.
-        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pillion"
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
     except PillionError as error:
@@ -98,7 +102,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in (adapters, bench, cache, events, keeper, simulate):
+for command in (adapters, bench, cache, events, keeper):
     cli.add_command(command)
 
 

@@ -60,7 +60,10 @@ GONE: dict[str, tuple[type, str]] = {
 }
 
 # These commands are gone, with what does their work.
-GONE_COMMANDS = {"top": "`pillion status`, the page at /ui of a gateway with --ui, and the Grafana dashboards show it"}
+GONE_COMMANDS = {
+    "simulate": "`python -m lab.fleets` in a clone of the repository takes the same options",
+    "top": "`pillion status`, the page at /ui of a gateway with --ui, and the Grafana dashboards show it",
+}
 
 # In a file these flags may be tables.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")

@@ -10,7 +10,7 @@ import click
 COMMANDS = {
     "Run a cluster": "serve demo prepare models",
     "Use a running cluster": "chat generate status cache adapters events",
-    "Measure and plan": "bench simulate",
+    "Measure and plan": "bench",
     "Keys and certificates": "keys certs",
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",

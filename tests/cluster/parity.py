@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from lab.testbed.plain_model import plain_folder
 from pillion import AsyncClient, ChatMessage, Delta
 from pillion.kvstore.ledger.integrity import check_integrity
-from testbed.plain_model import plain_folder
 from tests.support.components import Components, running_components
 from tests.support.oracle import Expected, Oracle, first_difference
 

@@ -29,6 +29,12 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+from lab.testbed.cluster import ServedCluster, served, words_of
+from lab.testbed.conditions import WITHIN_S, result_of, wait_for
+from lab.testbed.faults.board import hook_environment
+from lab.testbed.forks import ForkedComponent, shared_forks
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import BOS, EOS, save_model
 from pillion import Client
 from pillion.errors import PillionError
 from pillion.gateway.formats.model_formats import choose_formats
@@ -49,12 +55,6 @@ from pillion.types import (
     Tool,
     ToolOptions,
 )
-from testbed.cluster import ServedCluster, served, words_of
-from testbed.conditions import WITHIN_S, result_of, wait_for
-from testbed.faults.board import hook_environment
-from testbed.forks import ForkedComponent, shared_forks
-from testbed.ports import free_port
-from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
 from tests.support.drafts import guessing
 from tests.support.patches import PATCH, PATCHED

@@ -24,13 +24,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import ServedCluster, served
+from lab.testbed.conditions import WITHIN_S, result_of, wait_for
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
 from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
-from testbed.cluster import ServedCluster, served
-from testbed.conditions import WITHIN_S, result_of, wait_for
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter, make_virtual
 from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from testbed.conditions import until
-from testbed.tiny_model import save_model
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from tests.support.agent_turns import AgentTurns, compact
 from tests.support.components import running_components
 from tests.support.http import call

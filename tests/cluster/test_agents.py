@@ -1,7 +1,7 @@
 """Agents and their libraries, as docs/agents.md sets them up, do a task with tools on real components.
 
-The model's answers are written beforehand (testbed/scripted_model.py), so each client has to call its own tools, send
-their results, and print the last answer.
+The model's answers are written beforehand (lab/testbed/scripted_model.py), so each client has to call its own tools,
+send their results, and print the last answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.scripted_model import called, save_scripted_model, thought
 from pillion.types import ChatMessage, GenerateRequest
-from testbed.conditions import WITHIN_S
-from testbed.scripted_model import called, save_scripted_model, thought
 from tests.cluster.test_tools import CLIENTS, ROOT
 from tests.support.components import Components, running_components
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 import tempfile
 
+from lab.testbed.tiny_model import save_model
 from pillion import Delta
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 
 PROMPT = list(range(2, 91))

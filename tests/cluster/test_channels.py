@@ -13,12 +13,12 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from lab.testbed.cluster import served
+from lab.testbed.conditions import WITHIN_S, result_of, until, wait_for
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.gateway.formats.harmony import HARMONY_MARKS
-from testbed.cluster import served
-from testbed.conditions import WITHIN_S, result_of, until, wait_for
-from testbed.ports import free_port
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 
 TEMPLATE = (

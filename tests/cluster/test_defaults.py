@@ -15,9 +15,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, FinishReason, SamplingParams
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 
 TOKENS = 12

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lab.testbed.cluster import served
+from lab.testbed.conditions import WITHIN_S, wait_for
+from lab.testbed.otlp import Receiver, collecting
+from lab.testbed.ports import free_ports
+from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.observability import telemetry
-from testbed.cluster import served
-from testbed.conditions import WITHIN_S, wait_for
-from testbed.otlp import Receiver, collecting
-from testbed.ports import free_ports
-from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.cluster
 

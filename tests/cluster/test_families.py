@@ -20,6 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import AMID_STEPS, PATIENT_MS
+from lab.testbed.conditions import WITHIN_S, until, within
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.faults.points import BY_NAME
+from lab.testbed.redis import running_redis
 from pillion import AsyncClient, Delta
 from pillion.cli.flags import to_argv
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags
@@ -30,11 +35,6 @@ from pillion.kvstore.node.kv_node import KVNode
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import preloaded_modules
 from pillion.supervisor.standbys.fork_server import ForkServer
-from testbed.cluster import AMID_STEPS, PATIENT_MS
-from testbed.conditions import WITHIN_S, until, within
-from testbed.faults.board import FaultBoard, hook_environment
-from testbed.faults.points import BY_NAME
-from testbed.redis import running_redis
 from tests.support.components import until_known
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of

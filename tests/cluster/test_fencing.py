@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from lab.testbed.cluster import ServedCluster, alive, served, words_of
+from lab.testbed.conditions import result_of, wait_for
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
 from pillion.types import Delta
-from testbed.cluster import ServedCluster, alive, served, words_of
-from testbed.conditions import result_of, wait_for
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import needs_kernels
 
 pytestmark = pytest.mark.cluster

@@ -26,16 +26,16 @@ import pydantic
 import pytest
 import redis
 
+from lab.testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
+from lab.testbed.conditions import WITHIN_S, wait_for
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import save_model
 from pillion import Client, Delta, StructuredOutputs
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.kvstore.index import redis_keys
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
-from testbed.conditions import WITHIN_S, wait_for
-from testbed.ports import free_port
-from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
 
 pytestmark = pytest.mark.cluster

@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import wait_for
+from lab.testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
+from lab.testbed.networks import HostNetwork, missing, network
+from lab.testbed.tiny_model import byte_prompt, save_model
+from lab.testbed.wire import LinkRule
 from pillion import Client
-from testbed.conditions import wait_for
-from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
-from testbed.networks import HostNetwork, missing, network
-from testbed.tiny_model import byte_prompt, save_model
-from testbed.wire import LinkRule
 from tests.support.adapters import make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from lab.testbed.tiny_model import save_model
 from pillion import Delta
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 
 pytestmark = pytest.mark.long

@@ -15,9 +15,9 @@ import pytest_asyncio
 import torch
 import transformers
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import BOS, EOS, save_model
 from pillion.errors import InvalidRequest
-from testbed.conditions import until
-from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.components import Components, running_components
 from tests.support.http import call
 

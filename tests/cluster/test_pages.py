@@ -26,15 +26,16 @@ import pytest
 import yaml
 from google.protobuf import json_format
 
+from lab.fleets.__main__ import simulate
+from lab.testbed.cluster import READY_TIMEOUT_S
+from lab.testbed.conditions import WITHIN_S, wait_for
+from lab.testbed.ports import free_port, free_ports
 from pillion.cli.app import cli
 from pillion.cli.certs import make_certs
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.v1 import gateway_pb2
-from testbed.cluster import READY_TIMEOUT_S
-from testbed.conditions import WITHIN_S, wait_for
-from testbed.ports import free_port, free_ports
 from tests.support.adapters import write_adapter
 from tests.support.pages import (
     LANGUAGES,
@@ -72,7 +73,7 @@ NOT_RUN = {
     "pillion kvnode": "a component of several hosts",
     "pillion events": "it goes on until it is killed; tests/kvstore/events/test_followers.py runs it",
     "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
-    "pillion simulate": "a minute of computing; tests/pillion/cli/test_simulate.py runs it small",
+    "python -m lab.fleets": "a minute of computing; tests/lab/fleets/test_command.py runs it small",
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
 }
 ELSEWHERE = "example.org"
@@ -83,8 +84,8 @@ SMALL = {"random": "--input-len 8 --output-len 4", "chats": "--turns 2 --think-s
 FOREIGN_FLAGS = {
     *("--scale", "--build-arg", "--build", "--profile"),  # docker
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
-    *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; benchmarks.gpu
-    *("--careful", "--mutate"),  # pillion.simulator
+    *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; lab.benchmarks.gpu
+    *("--careful", "--mutate"),  # lab.simulator
     "--chat-template-path",  # vLLM's example of a chat
 }
 # What the code of a page prints, among the rest.
@@ -283,7 +284,7 @@ def test_no_command_hides_from_these_tests(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_within_sentences_names_what_exists(page: str) -> None:
-    known = flags_of(cli) | FOREIGN_FLAGS
+    known = flags_of(cli) | flags_of(simulate) | FOREIGN_FLAGS
     for code in inline_code(page):
         if code.startswith("pillion "):
             # A command, perhaps with options; brackets stand for what may be left out.

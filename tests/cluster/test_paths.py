@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, Delta
-from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference

@@ -14,11 +14,11 @@ import anthropic
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, NotFound, Overloaded
 from pillion.errors import InvalidRequest
 from pillion.gateway.admission.api_keys import hash_of
-from testbed.conditions import WITHIN_S, until
-from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model

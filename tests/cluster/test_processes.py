@@ -23,6 +23,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from lab.testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
+from lab.testbed.conditions import WITHIN_S, result_of, wait_for
+from lab.testbed.nested_forks import FORKED
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
 from pillion.config import ModelFlags
 from pillion.core_lending_table import CoreLendingTable
@@ -33,10 +37,6 @@ from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.supervisor.standbys import fork_server
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
-from testbed.conditions import WITHIN_S, result_of, wait_for
-from testbed.nested_forks import FORKED
-from testbed.tiny_model import byte_prompt, save_model
 from tests.faults.leftovers import NewTracebacks
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import PATIENT_MS
+from lab.testbed.conditions import within
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.checkpoints.prepare import prepare
@@ -29,9 +32,6 @@ from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
-from testbed.cluster import PATIENT_MS
-from testbed.conditions import within
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 from tests.support.shown_workers import ShownWorkers, at_rest

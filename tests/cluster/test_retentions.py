@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
-from testbed.conditions import until
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.components import Components, running_components
 from tests.support.http import call
 

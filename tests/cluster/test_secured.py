@@ -16,17 +16,17 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, ServedCluster
+from lab.testbed.conditions import WITHIN_S, until, wait_for
+from lab.testbed.ports import free_port
+from lab.testbed.redis import running_redis
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, Client, Unauthenticated, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, ServedCluster
-from testbed.conditions import WITHIN_S, until, wait_for
-from testbed.ports import free_port
-from testbed.redis import running_redis
-from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 

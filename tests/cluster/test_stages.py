@@ -16,6 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import PATIENT_MS
+from lab.testbed.conditions import until, within
+from lab.testbed.random_adapter import random_adapter
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.adapters.adapter_weights import bits_of
@@ -36,10 +40,6 @@ from pillion.observability import metric_catalog as names
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.speculative_config import parse_speculative_config
 from pillion.types import Delta, GenerateRequest, SamplingParams
-from testbed.cluster import PATIENT_MS
-from testbed.conditions import until, within
-from testbed.random_adapter import random_adapter
-from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference

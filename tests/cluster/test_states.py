@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import AMID_STEPS, ServedCluster, served
+from lab.testbed.conditions import wait_for
 from pillion import AsyncClient, Delta
-from testbed.cluster import AMID_STEPS, ServedCluster, served
-from testbed.conditions import wait_for
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model, tokens_of

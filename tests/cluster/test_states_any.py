@@ -18,15 +18,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import until, wait_for
+from lab.testbed.eagle_heads import save_head
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.faults.points import BY_NAME
+from lab.testbed.hosts import hosts
 from pillion import AsyncClient, Delta
 from pillion.engine.drafts import draft_control
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.speculative_config import parse_speculative_config
-from testbed.conditions import until, wait_for
-from testbed.eagle_heads import save_head
-from testbed.faults.board import FaultBoard, hook_environment
-from testbed.faults.points import BY_NAME
-from testbed.hosts import hosts
 from tests.support.components import running_components
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS

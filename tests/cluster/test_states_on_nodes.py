@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import wait_for
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.faults.points import BY_NAME
+from lab.testbed.hosts import Hosts, hosts
+from lab.testbed.s3_service import CREDENTIALS, S3Service
 from pillion import Client, Delta
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.conditions import wait_for
-from testbed.faults.board import FaultBoard, hook_environment
-from testbed.faults.points import BY_NAME
-from testbed.hosts import Hosts, hosts
-from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference

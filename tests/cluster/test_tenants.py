@@ -15,11 +15,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.net.rpc import open_channel
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 from tests.gateway.http_api.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.components import Components, running_components
 from tests.support.fuzz import malformed, send

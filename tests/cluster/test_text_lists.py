@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.cluster import ServedCluster, served
+from lab.testbed.conditions import wait_for
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
-from testbed.cluster import ServedCluster, served
-from testbed.conditions import wait_for
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.text_streams import wait_until_texts_reach
 
 pytestmark = pytest.mark.cluster

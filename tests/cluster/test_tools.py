@@ -18,10 +18,10 @@ import pydantic
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, SamplingParams, Tool
 from pillion.client.outputs import OutputCollector
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

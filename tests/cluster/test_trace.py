@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from lab.testbed.tiny_model import save_model
 from pillion import FinishReason
 from pillion.observability import telemetry
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import pytest
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import READY_TIMEOUT_S
+from lab.testbed.conditions import wait_for
+from lab.testbed.hosts import Hosts, hosts
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound
-from testbed.cluster import READY_TIMEOUT_S
-from testbed.conditions import wait_for
-from testbed.hosts import Hosts, hosts
-from testbed.ports import free_port
-from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.conditions import wait_for
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.faults.points import BY_NAME
+from lab.testbed.hosts import Hosts, hosts
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
 from pillion.adapter_folders import ADAPTERS
-from testbed.conditions import wait_for
-from testbed.faults.board import FaultBoard, hook_environment
-from testbed.faults.points import BY_NAME
-from testbed.hosts import Hosts, hosts
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import wait_for
+from lab.testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
+from lab.testbed.ports import free_port
+from lab.testbed.release import install, last_release
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
 from pillion._version import PROTOCOL, VERSION
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
-from testbed.conditions import wait_for
-from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
-from testbed.ports import free_port
-from testbed.release import install, last_release
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import make_adapter
 from tests.support.alerts import PROMTOOL, check_alerts
 from tests.support.hybrids import HYBRIDS

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Locator, Route
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion.gateway.admission.api_keys import hash_of
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 from tests.support.browser import SeenPage, running_browser, seen_page
 from tests.support.components import Components, running_components
 from tests.support.fake_components import running_fake_cluster

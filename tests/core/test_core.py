@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import AMID_STEPS, ServedCluster, served
+from lab.testbed.conditions import wait_for
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
-from testbed.cluster import AMID_STEPS, ServedCluster, served
-from testbed.conditions import wait_for
-from testbed.ports import free_port
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.oracle import Oracle, first_difference
 
 pytestmark = pytest.mark.cluster

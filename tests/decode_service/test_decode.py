@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.streams import stream_session
 from pillion.engine.worker import worker_epoch
@@ -18,7 +19,6 @@ from pillion.errors import Internal
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import WITHIN_S, until
 from tests.support.ahead_backend import AheadBackend
 from tests.support.drafts import guessing
 from tests.support.fake_backend import FakeBackend, greedy

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from lab.testbed.conditions import until
 from pillion.engine.streams import stream_session
 from pillion.engine.worker import tickets, worker_epoch
 from pillion.kvstore.hashing import chain_hashes
 from pillion.v1.decode_pb2 import Sibling
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import until
 from tests.support.fake_backend import greedy
 from tests.support.workers import (
     BLOCK,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
+from lab.testbed.conditions import loop_turns, until
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.prefill_service.prefill_run import PrefillRun
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1.decode_pb2 import Sibling
-from testbed.conditions import loop_turns, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 

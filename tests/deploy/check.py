@@ -19,9 +19,9 @@ import tempfile
 import time
 import urllib.request
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion import AsyncClient
 from pillion.types import ClusterStatus
-from testbed.conditions import WITHIN_S, until
 from tests.deploy.on_engine import serve_on_engine
 from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
 from tests.support.compose_run import ComposeRun

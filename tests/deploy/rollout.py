@@ -19,9 +19,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from testbed.cluster import PATIENT_MS
-from testbed.conditions import until
-from testbed.tiny_model import save_model
+from lab.testbed.cluster import PATIENT_MS
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from tests.support.charts import render
 from tests.support.docker_engine import DockerEngine, own_engine, running_engine
 from tests.support.kube_runtime import DockerRuntime, PodRuntime, ProcessRuntime

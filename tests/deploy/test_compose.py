@@ -17,11 +17,11 @@ import psutil
 import pytest
 import yaml
 
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_export import Exports
-from testbed.ports import free_port
-from testbed.tiny_model import save_model
 from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.deploy.on_engine import serve_on_engine
 from tests.support.compose import (

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from testbed.faults.points import POINTS
+from lab.testbed.faults.points import POINTS
 from tests.faults import ledger
 from tests.faults.fault_runs import FaultPlan, FaultRecord, FaultRunner, draw
 from tests.faults.places import ROLES, FaultPlace, fault_place

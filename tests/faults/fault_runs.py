@@ -25,9 +25,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
-from testbed.networks import HostNetwork
-from testbed.wire import PERFECT, LinkRule
+from lab.testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
+from lab.testbed.networks import HostNetwork
+from lab.testbed.wire import PERFECT, LinkRule
 from tests.faults.histories import RequestHistory, complaints, read_history
 from tests.faults.places import LOOK_EVERY_S, NETWORK_HOSTS, FaultPlace, roles_in
 from tests.faults.questions import QUESTIONS

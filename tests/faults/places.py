@@ -3,7 +3,7 @@
 small   one worker of each kind, one gateway, standbys
 wide    two workers of each kind, two gateways behind one port, guessed tokens, a disk tier, standbys
 nodes   two KV nodes with their own workers, as on two hosts, two gateways on two ports
-hosts   the same on three hosts of a network, whose links are long, narrow, lossy or cut (testbed/networks.py)
+hosts   the same on three hosts of a network, whose links are long, narrow, lossy or cut (lab/testbed/networks.py)
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from lab.testbed.cluster import alive, proven_status, served
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.hosts import EDGE, hosts
+from lab.testbed.networks import HostNetwork, network
 from pillion import Client
 from pillion.errors import Conflict, PillionError
-from testbed.cluster import alive, proven_status, served
-from testbed.faults.board import FaultBoard, hook_environment
-from testbed.hosts import EDGE, hosts
-from testbed.networks import HostNetwork, network
 from tests.faults import leftovers
 from tests.faults.questions import write_models
 from tests.support.drafts import guessing

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
 from pillion.types import StructuredOutputs
-from testbed.tiny_model import byte_prompt, save_model
 from tests.faults.histories import Ask
 
 ADAPTER = "red"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from testbed.cluster import READY_TIMEOUT_S
-from testbed.faults.points import BY_NAME, POINTS
+from lab.testbed.cluster import READY_TIMEOUT_S
+from lab.testbed.faults.points import BY_NAME, POINTS
 from tests.faults.fault_runs import (
     REQUESTS_WITHIN_S,
     START_WITHIN_S,

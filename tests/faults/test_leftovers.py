@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
+from lab.testbed.cluster import proven_status
+from lab.testbed.redis import RedisServer, running_redis
 from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
 from pillion.kvstore.assemble import start_kvnode
 from pillion.types import ComponentStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import proven_status
-from testbed.redis import RedisServer, running_redis
 from tests.faults import leftovers
 from tests.support.redis_nodes import Chain, fake_nodes
 

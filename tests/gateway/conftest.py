@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from testbed.conditions import WITHIN_S
+from lab.testbed.conditions import WITHIN_S
 
 LIMITS = (
     "gateway.anthropic.anthropic_api.EPHEMERAL_WAIT_S",

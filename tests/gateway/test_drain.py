@@ -15,11 +15,11 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from lab.testbed.conditions import until
 from pillion import AsyncClient, Client, Unavailable
 from pillion.config import GatewayFlags
 from pillion.gateway.assemble import start_gateway
 from pillion.net.rpc import open_channel
-from testbed.conditions import until
 from tests.support.fake_components import BLOCK, FakeCluster, impatient_client, running_fake_cluster, toy_model
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

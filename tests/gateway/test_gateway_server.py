@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until, within
+from lab.testbed.redis import running_redis
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.assemble import start_gateway
@@ -18,8 +20,6 @@ from pillion.supervisor import local_cluster
 from pillion.supervisor.local_cluster import until_prefill_is_known
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, until, within
-from testbed.redis import running_redis
 from tests.support.fake_components import record, running_fake_cluster, short_folder, toy_model
 from tests.support.redis_nodes import patient
 

@@ -17,13 +17,13 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from lab.testbed.conditions import until
 from pillion import AsyncClient, Internal, Overloaded, PermissionDenied, Unauthenticated
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.admission.tenants import Tenant, cache_salt
 from pillion.gateway.http_api.model_calls import MAX_PROMPTS_AT_ONCE
 from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
-from testbed.conditions import until
 from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster
 from tests.support.http import call, request_bytes
 

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import until
 from pillion.errors import Unavailable
 from pillion.net.rpc import open_channel
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 

@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion._version import VERSION
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
-from testbed.conditions import WITHIN_S, until
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
 from tests.support.redis_nodes import patient
 

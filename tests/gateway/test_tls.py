@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion import AsyncClient, ConfigError, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.client import connection
@@ -28,7 +29,6 @@ from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
 from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from lab.testbed.conditions import until
 from pillion._version import PROTOCOL
 from pillion.cli.talk import status_table, version_line
 from pillion.observability import metric_catalog as names
 from pillion.wire.registry import FOREIGN
-from testbed.conditions import until
 from tests.support.fake_components import record, running_fake_cluster
 
 

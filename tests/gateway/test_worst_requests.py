@@ -13,6 +13,7 @@ import grpc
 import msgspec
 import pytest
 
+from lab.testbed.conditions import loop_turns
 from pillion.gateway.anthropic import anthropic_requests
 from pillion.gateway.anthropic.anthropic_requests import messages_request
 from pillion.gateway.http_api.http_errors import ApiError
@@ -25,7 +26,6 @@ from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TokenizerPool
 from pillion.net.rpc import open_channel
 from pillion.types import ChatMessage
 from pillion.v1 import common_pb2, gateway_pb2
-from testbed.conditions import loop_turns
 from tests.support import fake_components
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call

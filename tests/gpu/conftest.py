@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.needs import missing_packages
+from lab.benchmarks.gpu.needs import missing_packages
 
 MISSING = missing_packages()
 LEFT_OUT = ["test_cluster.py", "test_staged_cluster.py", "test_states_cluster.py", "test_surviving_pool.py"]
@@ -31,9 +31,9 @@ def team(own_cache):
 @pytest.fixture(scope="module")
 def prepared(own_cache, tmp_path_factory):
     """A small prepared model in float32."""
+    from lab.testbed.tiny_model import save_model
     from pillion.config import ModelFlags
     from pillion.engine.checkpoints.prepare import prepare
-    from testbed.tiny_model import save_model
 
     folder = save_model(tmp_path_factory.mktemp("model") / "model")
     return prepare(ModelFlags(model=str(folder), dtype="float32"))

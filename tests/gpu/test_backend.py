@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
 from pillion.engine.backends.backend import warm_up_batches
 from pillion.engine.backends.gpu.gpu_backend import SCRATCH_SLOTS
@@ -25,7 +26,6 @@ from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRo
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
 from pillion.types import SamplingParams
-from testbed.tiny_model import save_model
 from tests.support.drafts import guessing
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE

@@ -16,6 +16,9 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from lab.testbed import cluster, fake_cuda
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags
 from pillion.decode_service.decode_server import start_decode
@@ -28,9 +31,6 @@ from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.hashing import chain_hashes
 from pillion.net.rpc import open_channel
 from pillion.v1 import decode_pb2_grpc
-from testbed import cluster, fake_cuda
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.workers import ROOT, Connection, submit_of

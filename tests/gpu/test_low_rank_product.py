@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank, padded_rank
-from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu_model import GpuDriver, gpu_backend
 from tests.support.mixed_adapters import RANKS, mixed_steps, place_adapters, with_adapters

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.backends.gpu.gpu_weights import WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import prepare
@@ -15,7 +16,6 @@ from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import whole_model
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
-from testbed.tiny_model import save_model
 from tests.gpu.test_backend import TOLERANCE
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import DEVICE

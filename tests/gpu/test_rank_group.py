@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from lab.testbed.conditions import WITHIN_S, wait_for
 from pillion.engine.backends.gpu.device_memory import event_on
 from pillion.engine.gpu_ranks import rank_group
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
-from testbed.conditions import WITHIN_S, wait_for
 
 JOIN_S = 120.0
 

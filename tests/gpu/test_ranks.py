@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
-from testbed.tiny_model import save_model
 from tests.gpu.test_backend import close, rows_of
 from tests.gpu.test_quantized_models import FORMATS
 from tests.support.families import SAME_AT_ANY_LENGTH, tokens_of

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from lab.testbed import cluster, fake_cuda
+from lab.testbed.random_adapter import random_adapter
+from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.config import KVNodeFlags, PrefillFlags
 from pillion.engine.adapters.adapter_weights import bits_of
@@ -31,9 +34,6 @@ from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.node.kv_node import KVNode
-from testbed import cluster, fake_cuda
-from testbed.random_adapter import random_adapter
-from testbed.tiny_model import save_model
 from tests.gpu.test_cluster import ANSWER_TOKENS, SHAPE, SMALL, expected
 from tests.support.batches import Sequences
 from tests.support.families import tokens_of

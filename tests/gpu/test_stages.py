@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import result_of
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags, PrefillFlags
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import BackendLost, StepBatch
@@ -28,8 +30,6 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.stage_loading import Stages
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError
-from testbed.conditions import result_of
-from testbed.tiny_model import save_model
 from tests.gpu.test_backend import close
 from tests.gpu.test_quantized_models import FORMATS
 from tests.support.families import FAMILIES, make_model, tokens_of

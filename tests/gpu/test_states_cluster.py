@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed import cluster, fake_cuda
+from lab.testbed.conditions import wait_for
 from pillion import Client
-from testbed import cluster, fake_cuda
-from testbed.conditions import wait_for
 from tests.support.families import make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.hybrids import HYBRIDS

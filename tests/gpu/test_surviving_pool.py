@@ -13,11 +13,11 @@ import tempfile
 
 import pytest
 
+from lab.testbed import fake_cuda
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_segment import map_device
 from pillion.kvstore.hashing import chain_hashes
-from testbed import fake_cuda
-from testbed.fake_cuda import NATIVE, DeviceBytes
 from tests.support.kv_hosts import ROOT
 from tests.support.node_lives import Lives, ended, killed_and_recovered, running_keeper
 
@@ -28,7 +28,7 @@ MAKER = """
 import socket, sys
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 made = DeviceSegment(CudaDriver().device(0), 2**21)
 DeviceBytes(made.mapping).write(0, b"still here")
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [str(made.size_bytes).encode()], [made.fileno()])

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.engine.backends.gpu.gpu_weights import (
     ALIGN_BYTES,
     WeightMemory,
@@ -17,7 +18,6 @@ from pillion.engine.backends.gpu.gpu_weights import (
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
-from testbed.tiny_model import save_model
 from tests.support.gpu import DEVICE
 from tests.support.gpu_model import own_memory
 from tests.support.torch_model import perturb_vectors

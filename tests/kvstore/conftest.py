@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from testbed.conditions import WITHIN_S
-from testbed.redis import RedisServer, running_redis
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.redis import RedisServer, running_redis
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ import grpc
 import pytest
 import torch
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.config import MAX_STEP_TOKENS
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker import worker_epoch
 from pillion.types import FinishReason
 from pillion.v1 import common_pb2, prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Workers, connected, prompt, running_workers, submit_of
 

@@ -7,10 +7,10 @@ import contextlib
 
 import grpc
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Overloaded
 from pillion.v1 import decode_pb2
 from pillion.wire.common import hello_to_pb
-from testbed.conditions import WITHIN_S, until
 from tests.support.text_streams import PROMPT, VectorBackend, ask, read, vector_of
 from tests.support.workers import connected, prompt, running_workers, submit_of
 

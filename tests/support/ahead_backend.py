@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.kvstore.ledger.ledger import Ledger
-from testbed.conditions import WITHIN_S
 from tests.support.fake_backend import FakeBackend
 
 # Longest time that the device takes before, and after, a step: its lateness is what it is there for.

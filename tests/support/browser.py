@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright
 
-from testbed.conditions import WITHIN_S
+from lab.testbed.conditions import WITHIN_S
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # A browser that asks nobody anything by itself. Playwright gives each one an empty profile.

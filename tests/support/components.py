@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from lab.testbed.cluster import PATIENT_MS
+from lab.testbed.conditions import until
+from lab.testbed.redis import running_redis
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from testbed.cluster import PATIENT_MS
-from testbed.conditions import until
-from testbed.redis import running_redis
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 

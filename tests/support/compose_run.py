@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from testbed.cluster import PATIENT_MS
-from testbed.conditions import WITHIN_S
-from testbed.forks import ForkedChild, shared_forks
-from testbed.redis import redis_executable
+from lab.testbed.cluster import PATIENT_MS
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.forks import ForkedChild, shared_forks
+from lab.testbed.redis import redis_executable
 from tests.support.compose import ROOT, ComposeService, Image
 
 # These variables are alike in all containers, and are what imports read of them but for caches, in which no model of

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from testbed.conditions import wait_for
+from lab.testbed.conditions import wait_for
 from tests.support.compose import DOCKERFILE, ROOT
 from tests.support.processes import started
 

@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lab.testbed.conditions import wait_for
+from lab.testbed.ports import free_port
 from pillion import Client
 from pillion.errors import PillionError
 from pillion.types import FinishReason
-from testbed.conditions import wait_for
-from testbed.ports import free_port
 from tests.support.compose import COMPOSE_FILE, read_services
 from tests.support.docker_engine import DockerEngine, NoDockerError
 from tests.support.watched_streams import Doors

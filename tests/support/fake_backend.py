@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_bits
 from pillion.engine.adapters.adapter_weights import AdapterWeights
@@ -25,7 +26,6 @@ from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import States
-from testbed.conditions import WITHIN_S
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97

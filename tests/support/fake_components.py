@@ -20,6 +20,9 @@ from unittest import mock
 import grpc
 import numpy as np
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer, running_redis
+from lab.testbed.toy_tokenizer import TEMPLATE, byte_tokenizer, write_tokenizer
 from pillion import AsyncClient
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -38,9 +41,6 @@ from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
-from testbed.redis import RedisServer, running_redis
-from testbed.toy_tokenizer import TEMPLATE, byte_tokenizer, write_tokenizer
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.models.layer_operations import Experts, LayerTensor, Role
-from testbed.tiny_model import save_model
 from tests.support.torch_model import perturb_vectors
 
 PROMPT_TOKENS = 70

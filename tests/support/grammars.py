@@ -9,8 +9,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from lab.testbed.conditions import wait_for
 from pillion.engine.grammars.grammar_state import GrammarState
-from testbed.conditions import wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE, kv_of, logits_of
 
 # Tokens 0 to 94 are the printable characters of ASCII, 95 is a word of two of them.

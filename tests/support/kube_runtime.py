@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from testbed.forks import ForkedChild
+from lab.testbed.forks import ForkedChild
 from tests.support.charts import Manifest
 from tests.support.compose import ROOT, read_image
 from tests.support.compose_run import launch, local_command

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from testbed.conditions import WITHIN_S
+from lab.testbed.conditions import WITHIN_S
 from tests.support.charts import Manifest, of_kind, pod_of
 from tests.support.kube_runtime import PodProcess, PodRuntime
 

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
 from pillion.kvstore.assemble import start_kvnode
@@ -19,8 +21,6 @@ from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192

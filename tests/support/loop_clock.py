@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from testbed.conditions import loop_turns
+from lab.testbed.conditions import loop_turns
 
 
 async def turn_clock(seconds: float) -> None:

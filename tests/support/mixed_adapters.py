@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from lab.testbed.random_adapter import random_adapter
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from testbed.random_adapter import random_adapter
 from tests.support.torch_model import BackendDriver
 
 # Ranks of queries, keys and values (or of gate and up) of the adapter in each slot; the first one leaves some layers.

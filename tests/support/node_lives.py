@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
+from lab.testbed.conditions import WITHIN_S, until, wait_for
 from pillion.config import KVNodeFlags
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
@@ -26,7 +27,6 @@ from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment
 from pillion.kvstore.pool_survival.slot_table import SlotTable
 from pillion.kvstore.pool_survival.surviving_pool import table_words
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
-from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support.kv_hosts import (
     BLOCK_BYTES,
     KV_HEADS,

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from lab.fleets.__main__ import simulate
 from pillion.cli.app import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -75,6 +76,8 @@ def check_command(words: list[str]) -> None:
     """Raises click.UsageError or AssertionError for a command, a flag, a make target or an extra that is not there."""
     if words[0] == "pillion":
         parse(words[1:])
+    elif words[:3] == ["python", "-m", "lab.fleets"]:
+        simulate.make_context(simulate.name, words[3:])
     elif words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
         assert set(targets) <= make_targets(), f"no such make target: {targets}"

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.kvstore.client.node_client import NodeClient, call_unary
-from testbed.conditions import WITHIN_S
 
 
 @contextlib.contextmanager

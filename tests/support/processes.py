@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from testbed.conditions import WITHIN_S
+from lab.testbed.conditions import WITHIN_S
 
 # Seconds after which a program that waits to be ended ends by itself, should a test run be killed before it does that.
 LIFE_S = 60

@@ -9,12 +9,12 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
-from testbed.toy_tokenizer import byte_tokenizer
 
 MAX_TOKENS = 400
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), eos_token=[257])

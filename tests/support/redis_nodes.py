@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from lab.testbed.conditions import until
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Index, PrefixHit
@@ -13,7 +14,6 @@ from pillion.kvstore.index.redis_writer import AnnounceResult, IndexWriter, Swee
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
 
 ROOT = bytes(32)
 TTL_MS = 60_000

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from lab.testbed.conditions import until
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.links.cluster import Cluster
@@ -15,7 +16,6 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.offline.offline_cluster import EmptyIndex
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
 
 
 class ShownWorkers:

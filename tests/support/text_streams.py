@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from lab.testbed.cluster import ServedCluster
+from lab.testbed.conditions import wait_for
+from lab.testbed.faults.points import BY_NAME
 from pillion import Client
 from pillion.engine.backends.backend import StepBatch
 from pillion.types import FinishReason
-from testbed.cluster import ServedCluster
-from testbed.conditions import wait_for
-from testbed.faults.points import BY_NAME
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, kv_of
 from tests.support.workers import Answer, Connection, Workers, submit_of
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from lab.testbed.conditions import until, wait_for
 from pillion import Client
 from pillion.types import FinishReason
-from testbed.conditions import until, wait_for
 
 STREAM_TIMEOUT_S = 300.0
 # What a client of a steady load waits between an answer and its next request: starts beside it need a processor, too.

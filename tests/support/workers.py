@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.backends.loading import BackendFactory
@@ -30,7 +31,6 @@ from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
-from testbed.conditions import WITHIN_S, until, within
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
 from tests.support.patient_calls import patient_calls
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.config import KVNodeFlags
 from pillion.cores import BACKGROUND_NICENESS
@@ -29,7 +30,6 @@ from pillion.kvstore.client.node_client import call_unary
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
-from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, wait_for
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_process_main import (
@@ -18,7 +19,6 @@ from pillion.engine.adapters.adapter_process_main import (
     WorkPace,
 )
 from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
-from testbed.conditions import WITHIN_S, wait_for
 from tests.support.fake_adapter_jobs import FakeJobs
 
 MEMORY_BYTES = 2**30

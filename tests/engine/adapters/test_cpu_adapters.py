@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from lab.testbed.random_adapter import random_adapter
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError, Internal
-from testbed.random_adapter import random_adapter
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.mixed_adapters import RANKS, mixed_steps, with_adapters

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lab.testbed.random_adapter import random_adapter
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
-from testbed.random_adapter import random_adapter
 from tests.support.families import FAMILIES, FIRST, OF_LATENTS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 

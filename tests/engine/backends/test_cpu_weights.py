@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
 from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
@@ -20,7 +21,6 @@ from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import MAX_STEP_TOKENS, DecodeFlags, ModelFlags, PrefillFlags
 from pillion.engine.backends import step_memory
 from pillion.engine.backends.step_memory import check_host_steps, step_bytes
@@ -20,7 +21,6 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models import layers
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.torch_model import BackendDriver
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.backends import torch_backend
@@ -12,7 +13,6 @@ from pillion.engine.backends.loading import TORCH_BFLOAT16, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
 from pillion.errors import ConfigError, Internal
-from testbed.tiny_model import save_model
 from tests.support.sampling import RowParameters, rows_of
 from tests.support.torch_model import BackendDriver
 

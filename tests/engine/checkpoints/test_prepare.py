@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.loading import precision_notes
@@ -32,7 +33,6 @@ from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import MoeConfig
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.support.published_configs import SERVED
 from tests.support.torch_model import BackendDriver
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
 

@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.tiktoken_files import has_vocabulary, write_tokenizer
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 
 # Texts in the pieces into which they are split.
 TEXTS = (

@@ -12,11 +12,11 @@ import tempfile
 import pytest
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.cluster import AMID_STEPS, ServedCluster, served
+from lab.testbed.conditions import wait_for
+from lab.testbed.draft_models import first_layers, with_quiet_layers
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
-from testbed.cluster import AMID_STEPS, ServedCluster, served
-from testbed.conditions import wait_for
-from testbed.draft_models import first_layers, with_quiet_layers
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.draft_models import first_layers
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.loading import LoadedModel, load_model
@@ -25,8 +27,6 @@ from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
-from testbed.draft_models import first_layers
-from testbed.tiny_model import save_model
 from tests.support.drafts import text_to_guess_for
 from tests.support.oracle import Oracle, first_difference
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.drafts import draft_chains, draft_control, draft_feature
 from pillion.engine.drafts.draft_chains import DraftChains, DraftShape
@@ -22,7 +23,6 @@ from pillion.engine.worker.heartbeat import Heartbeats
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2
-from testbed.conditions import WITHIN_S, loop_turns, until, within
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.workers import (
     BLOCK,

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.eagle_heads import save_head, write_head
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
@@ -31,8 +33,6 @@ from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 from pillion.types import SamplingParams
-from testbed.eagle_heads import save_head, write_head
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.drafts import text_to_guess_for
 from tests.support.eagle_reference import EagleReference

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.conditions import until
 from pillion.engine.drafts import draft_feature
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.speculative_config import SpeculativeConfig
-from testbed.conditions import until
 from tests.engine.drafts.test_draft_service import (
     answered_first,
     answers_of,

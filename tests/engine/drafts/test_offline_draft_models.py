@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.draft_models import first_layers, with_quiet_layers
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, ConfigError, SamplingParams
 from pillion.engine.drafts import draft_control
-from testbed.draft_models import first_layers, with_quiet_layers
-from testbed.tiny_model import save_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

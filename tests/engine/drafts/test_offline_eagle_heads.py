@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.eagle_heads import save_head
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, ConfigError, SamplingParams, StructuredOutputs
 from pillion.engine.drafts import draft_control
-from testbed.eagle_heads import save_head
-from testbed.tiny_model import save_model
 from tests.engine.drafts.test_offline_draft_models import SETTINGS as PLAIN_SETTINGS
 from tests.engine.drafts.test_offline_draft_models import TEXTS
 from tests.support.cpu_model import needs_kernels

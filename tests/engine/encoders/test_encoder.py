@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from lab.testbed.tiny_model import save_tokenizer
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import parse_config
 from pillion.errors import ConfigError, Internal
-from testbed.tiny_model import save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

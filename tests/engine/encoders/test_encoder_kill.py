@@ -8,10 +8,10 @@ import tempfile
 
 import pytest
 
+from lab.testbed.cluster import served
+from lab.testbed.conditions import wait_for
+from lab.testbed.tiny_model import byte_prompt
 from pillion import Client
-from testbed.cluster import served
-from testbed.conditions import wait_for
-from testbed.tiny_model import byte_prompt
 from tests.engine.encoders.test_encoder import make_encoder
 from tests.engine.encoders.test_encoder_offline import pooled_by
 from tests.support.text_streams import wait_until_texts_reach

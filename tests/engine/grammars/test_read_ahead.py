@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import PrepareFlags, ServeFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.supervisor import local_cluster as cluster
-from testbed.tiny_model import save_model
 from tests.support.own_cache import model_cache
 
 

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lab.testbed.plain_model import plain_folder
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
-from testbed.plain_model import plain_folder
 from tests.support.oracle import Oracle, first_difference
 from tests.support.torch_model import BackendDriver
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from lab.testbed.tiny_model import save_tokenizer
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models import families
 from pillion.engine.models.families import ModelFamily
 from pillion.engine.models.llama_layer import llama_layer
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_tokenizer
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import PROMPT_TOKENS, tokens_of
 from tests.support.rank_model import RankGroup

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.families import FAMILIES, TEXT_AS, TEXT_OF
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.support.damaged_weights import CHANGES
 from tests.support.families import tokens_of
 from tests.support.hybrids import StateDriver

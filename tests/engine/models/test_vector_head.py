@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends.loading import load_model
 from pillion.engine.checkpoints.checkpoint import chooses_tokens
@@ -21,7 +22,6 @@ from pillion.engine.checkpoints.weights import load_labels
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.vector_head import VectorHead
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, tokens_of
 from tests.support.torch_model import BackendDriver

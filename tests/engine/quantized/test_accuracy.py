@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lab.testbed.tiny_model import save_model
 from pillion.cli.app import cli
 from pillion.config import ModelFlags
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.quantized.accuracy import Accuracy, TextScorer, compare, windows
-from testbed.tiny_model import save_model
 from tests.support.own_cache import model_cache
 
 

@@ -8,6 +8,7 @@ import zlib
 import pytest
 import torch
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.checkpoints.checkpoint import Checkpoint
@@ -16,7 +17,6 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
-from testbed.tiny_model import save_model
 from tests.support.covering import covering_rows
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver

@@ -6,13 +6,13 @@ from math import inf, nan
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.few_bits import few_bit_packing
-from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

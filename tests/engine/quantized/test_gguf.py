@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
@@ -27,7 +28,6 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.quantized import gguf_files as convert
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain
-from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]

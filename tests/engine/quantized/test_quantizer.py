@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.model_files import weight_files
@@ -16,7 +17,6 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.quantized.quantizer import CODE_RANGES, group_of, quantize_matrix
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
-from testbed.tiny_model import save_model
 from tests.support.examples import examples
 from tests.support.torch_model import BackendDriver
 

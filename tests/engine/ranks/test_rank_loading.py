@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import PrepareFlags
 from pillion.engine.backends.loading import is_ready, make_ready
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.ranks.rank_loading import Ranks, shared_cores
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 
+from lab.testbed.cluster import alive
+from lab.testbed.conditions import until, wait_for, within
 from pillion.engine.adapters.adapter_forms import PlainForm
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, bits_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
@@ -21,8 +23,6 @@ from pillion.errors import ConfigError, Internal
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.wire.attach import AttachReply
 from pillion.wire.json_lines import line_to_bytes
-from testbed.cluster import alive
-from testbed.conditions import until, wait_for, within
 from tests.support import fake_ranks
 from tests.support.batches import Sequences
 from tests.support.fake_backend import greedy

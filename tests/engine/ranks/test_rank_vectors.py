@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lab.testbed.tiny_model import save_model
 from pillion import LLM
 from pillion.config import PrefillFlags
 from pillion.engine.backends.loading import load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 from tests.engine.models.test_vector_head import make_classifier
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of

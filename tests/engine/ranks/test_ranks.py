@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import result_of, wait_for
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
@@ -18,7 +19,6 @@ from pillion.engine.ranks.rank_memory import NEVER
 from pillion.errors import Internal
 from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
 from pillion.kernels.cpu.runtime.program import aligned_bytes
-from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver

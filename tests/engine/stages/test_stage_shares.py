@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, PrefillFlags
 from pillion.engine.backends.loading import load_model
 from pillion.engine.checkpoints.prepare import prepare
@@ -15,7 +16,6 @@ from pillion.engine.stages.stage_loading import Stages
 from pillion.engine.stages.stage_rows import StageRows
 from pillion.engine.stages.stage_shares import StagePlace, layers_of_stage
 from pillion.errors import ConfigError
-from testbed.tiny_model import save_model
 
 
 @given(st.integers(1, 200), st.data())

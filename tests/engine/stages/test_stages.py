@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import result_of
 from pillion.engine.adapters.adapter_weights import AdapterWeights, VirtualTokens
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import Internal
-from testbed.conditions import result_of
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.eagle_heads import save_head
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, RequestOutput, SamplingParams
 from pillion.engine.drafts import draft_control
-from testbed.eagle_heads import save_head
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS

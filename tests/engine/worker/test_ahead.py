@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
-from testbed.conditions import WITHIN_S, loop_turns, until, within
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, prompt, running_workers, submit_of

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
+from lab.testbed.redis import running_redis
 from pillion.config import WorkerFlags
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker import worker_epoch
@@ -23,8 +25,6 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
 from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, loop_turns, until, within
-from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.redis_nodes import patient
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of

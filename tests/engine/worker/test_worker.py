@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until, within
+from lab.testbed.redis import running_redis
 from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.worker import worker as worker_module
@@ -14,8 +16,6 @@ from pillion.engine.worker.worker import WARM_UP_TOKENS
 from pillion.errors import ConfigError
 from pillion.kvstore.index import registry as registry_module
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import WITHIN_S, until, within
-from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
 from tests.support.redis_nodes import patient
 from tests.support.workers import BLOCK, connected, running_workers, submit_of

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.client.client_requests import prompt_request, to_pb
 from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
@@ -30,7 +31,6 @@ from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc
 from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2_grpc
-from testbed.conditions import WITHIN_S, until
 from tests.gateway.batches.test_batches import begun, client_of, ended, lines, said
 from tests.support.adapters import make_adapter, make_virtual
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model

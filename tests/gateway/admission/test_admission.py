@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from lab.testbed.conditions import loop_turns
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission, TenantSlots
 from pillion.gateway.admission.tenants import OPEN, Tenant
@@ -20,7 +21,6 @@ from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
 from pillion.priority import queue_order
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import loop_turns
 
 A, B = Tenant(name="a"), Tenant(name="b")
 

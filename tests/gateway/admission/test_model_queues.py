@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from lab.testbed.conditions import WITHIN_S, loop_turns
 from pillion.errors import Overloaded
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, loop_turns
 
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)
 

@@ -13,6 +13,8 @@ import redis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import Bucket
 from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
@@ -20,8 +22,6 @@ from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
-from testbed.conditions import until
-from testbed.redis import RedisServer, running_redis
 from tests.support.examples import examples
 
 LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from lab.testbed.conditions import loop_turns
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.gateway.batches.batch_machine import BatchMachine
 from pillion.gateway.batches.batch_records import BatchRecord
 from pillion.gateway.batches.batch_runner import BatchRunner, RunningBatch
 from pillion.observability.metrics import Meters
-from testbed.conditions import loop_turns
 
 TENANTS = {"a": Tenant(name="a", weight=2), "b": Tenant(name="b"), "c": Tenant(name="c")}
 RECORD = BatchRecord(

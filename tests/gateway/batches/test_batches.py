@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Batch
 
+from lab.testbed.conditions import until
 from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
@@ -28,7 +29,6 @@ from pillion.gateway.batches.upload_places import TENANT_UPLOADS
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
 from pillion.priority import MAX_PRIORITY
-from testbed.conditions import until
 from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
 from tests.support.http import call, connected, parse_reply, request_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.config import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.gateway.formats.harmony import HARMONY_MARKS
@@ -13,7 +14,6 @@ from pillion.gateway.formats.reasoning import REASONING_ALIASES, REASONING_FORMA
 from pillion.gateway.formats.tool_formats import TOOL_ALIASES, TOOL_FORMATS
 from pillion.gateway.grammars import tool_pieces
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolOptions
-from testbed.toy_tokenizer import byte_tokenizer
 
 TOOLS = ToolOptions(tools=(Tool(name="f"),))
 

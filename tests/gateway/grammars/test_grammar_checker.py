@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import loop_turns
+from lab.testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.gateway.grammars import grammar_checker as module
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.types import StructuredOutputs
-from testbed.conditions import loop_turns
-from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 from tests.support.processes import NewChildren
 
 FIELD = "sampling.structured_outputs"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import OutputFormat
@@ -23,7 +24,6 @@ from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
-from testbed.toy_tokenizer import byte_tokenizer
 
 TOKENIZER = LLTokenizer("byte")
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)

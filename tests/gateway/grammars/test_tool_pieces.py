@@ -16,6 +16,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from lab.testbed.conditions import WITHIN_S, result_of
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
@@ -32,8 +34,6 @@ from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.http_api.custom_tools import InputText, ToolGrammar, custom_tool
 from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings
 from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
-from testbed.conditions import WITHIN_S, result_of
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.grammars import follow
 from tests.support.patches import PATCH, PATCHED
 

@@ -10,8 +10,8 @@ import random
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.net.rpc import open_channel
-from testbed.conditions import WITHIN_S
 from tests.support.fake_components import running_fake_cluster
 from tests.support.fuzz import a_request, malformed, send
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until
 from pillion import Overloaded
 from pillion.gateway.admission.answer_times import AnswerTimes
-from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import Reply, call
 

@@ -12,11 +12,11 @@ import openai
 import pytest
 import uvicorn.server
 
+from lab.testbed.conditions import until
 from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES
-from testbed.conditions import until
 from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster
 from tests.support.http import call, connected, request_bytes, send
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from testbed.conditions import loop_turns, until
+from lab.testbed.conditions import loop_turns, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, data_segments, request_bytes
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from testbed.conditions import WITHIN_S, until
+from lab.testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 

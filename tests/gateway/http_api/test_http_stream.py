@@ -8,9 +8,9 @@ import re
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Overloaded
 from pillion.v1.decode_pb2 import DecodeTimings
-from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 

@@ -14,6 +14,7 @@ import grpc
 import psutil
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import HttpCall
@@ -21,7 +22,6 @@ from pillion.gateway.http_api.http_connection import SMALL_CHUNKS, StrictParser
 from pillion.gateway.tokens.tokenizer import TokenizerPool
 from pillion.kvstore.index import redis_link, redis_url
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call, connected, request_bytes, send
 from tests.support.loop_clock import turn_clock

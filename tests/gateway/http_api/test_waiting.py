@@ -14,9 +14,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import until
 from pillion.errors import InvalidRequest
 from pillion.gateway.http_api.http_call import HttpCall
-from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import connected, parse_reply, request_bytes
 

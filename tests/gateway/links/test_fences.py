@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import LINKS, Cluster
 from pillion.gateway.links.decode_link import DecodeLink
@@ -23,7 +24,6 @@ from pillion.v1.decode_pb2 import Submit
 from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import FakeDecode
 
 PREFILL_RANGE = RunPrefillRequest(

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion import InvalidRequest, Overloaded
 from pillion.gateway.links import decode_link
 from pillion.gateway.links.cluster import Served
 from pillion.net import rpc
 from pillion.v1 import common_pb2, decode_pb2, kvnode_pb2_grpc
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, until
 from tests.gateway.request.test_faults import start_again
 from tests.support.fake_components import FakeCluster, record, running_fake_cluster
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Unavailable
 from pillion.gateway.links import load_exchange
 from pillion.gateway.links.load_exchange import AssignedLoad, LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index import redis_url, shared_loads
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
-from testbed.conditions import until
-from testbed.redis import RedisServer, running_redis
 
 PATIENT_DEADLINE_MS = 30_000
 

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import REFUSALS
 from pillion.config import GatewayFlags
 from pillion.errors import Unavailable
 from pillion.gateway.assemble import start_gateway
@@ -19,8 +21,6 @@ from pillion.net import rpc
 from pillion.observability import metric_catalog as names
 from pillion.v1 import prefill_pb2_grpc
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
-from testbed.redis import REFUSALS
 from tests.support.fake_components import BLOCK, FakeCluster, record, running_fake_cluster, toy_model
 from tests.support.redis_nodes import patient
 

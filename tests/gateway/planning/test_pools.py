@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.conditions import WITHIN_S, until
+from lab.testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import record, running_fake_cluster
 
 

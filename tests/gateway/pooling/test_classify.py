@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from lab.testbed.tiny_model import save_model
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion import LLM, InvalidRequest
 from pillion.errors import ConfigError
 from pillion.gateway.pooling.label_forms import Activation, read_label_form
-from testbed.tiny_model import save_model
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.engine.models.test_vector_head import make_classifier
 from tests.support.fake_components import running_fake_cluster, vector_of
 from tests.support.http import call

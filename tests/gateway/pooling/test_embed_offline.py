@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest, SamplingParams
-from testbed.tiny_model import save_model
 
 TEXTS = ["The sea and the land, " * 8, "x", "The sea and the land, " * 8 + "and the sky"]
 PROMPTS = {"query": "Find a passage that answers this: ", "document": ""}

@@ -10,13 +10,13 @@ import numpy as np
 import openai
 import pytest
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.embeddings_api import embedding_routes
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
 from tests.support.http import Reply, call
 

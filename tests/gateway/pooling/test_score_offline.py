@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest
 from pillion.gateway.pooling.pair_forms import ScoreKind, named_reranker, read_pair_form
 from pillion.gateway.pooling.text_call import TextCall
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
-from testbed.conditions import until
-from testbed.tiny_model import save_model
 
 QUERY = "What is blue, and where does it begin? " * 2
 DOCUMENTS = ["The sea", "The land lies beside it. " * 6, "x", "The sea and the sky"]

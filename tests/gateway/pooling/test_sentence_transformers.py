@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.testbed.tiny_model import EOS, save_model
 from pillion import LLM, InvalidRequest
-from testbed.tiny_model import EOS, save_model
 from tests.engine.encoders.test_encoder import make_encoder
 from tests.engine.encoders.test_encoder_offline import save_words
 

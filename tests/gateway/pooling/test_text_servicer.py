@@ -8,10 +8,10 @@ import pathlib
 import numpy as np
 import pytest
 
+from lab.testbed.conditions import until
 from pillion import Client, DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.pooling.text_call import MAX_STEPS_AT_ONCE, MAX_TEXTS, MAX_TEXTS_AT_ONCE
 from pillion.v1 import gateway_pb2
-from testbed.conditions import until
 from tests.gateway.pooling.test_rerank import QUERY, TEXTS, cosine, ids_of
 from tests.gateway.test_protection import client_of, running_with, write_keys
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, vector_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Delta
 from pillion.gateway.read_ahead import read_ahead
 from pillion.kvstore.transfer import fetch
 from pillion.v1.kvnode_pb2 import PrefetchReply
-from testbed.conditions import until
-from testbed.tiny_model import byte_prompt, save_model
 from tests.support.components import Components, running_components
 
 SLOTS = 64

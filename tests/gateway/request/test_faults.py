@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until, within
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
 from pillion.gateway.links import cluster as links
@@ -18,7 +19,6 @@ from pillion.gateway.request import request_machine, request_runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.kvstore.index.index import PrefixHit
-from testbed.conditions import until, within
 from tests.support.fake_components import (
     FakeCluster,
     FakeDecode,
@@ -59,7 +59,7 @@ def whole(fakes: FakeCluster, deltas: list[Delta], replays: int) -> None:
 
 
 def line_text(fakes: FakeCluster) -> str:
-    from testbed.toy_tokenizer import byte_tokenizer
+    from lab.testbed.toy_tokenizer import byte_tokenizer
 
     return byte_tokenizer().decode(list(fakes.decode.script))
 

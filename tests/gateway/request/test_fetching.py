@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from lab.testbed.conditions import until
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links import cluster as links
@@ -18,7 +19,6 @@ from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client import node_client as client
-from testbed.conditions import until
 from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
 from tests.gateway.request.test_request import hold, kinds, machine, planned
 from tests.support.fake_components import FakeCluster, knows, running_fake_cluster

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import Cancelled, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.outbox import Outbox
@@ -19,7 +20,6 @@ from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText, new_detokenizer, stop_strings
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.request.test_request import EOS, GONE, ack, hold, planned
 from tests.support.examples import examples
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.request import events
 from pillion.kvstore.hashing import chain_hashes, request_root
-from testbed.conditions import until
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
 from tests.support.fake_components import BLOCK, NAMESPACE, FakeCluster, knows, running_fake_cluster
 

@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.conditions import loop_turns
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
@@ -25,7 +26,6 @@ from pillion.types import SamplingParams
 from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import loop_turns
 from tests.support.examples import examples
 
 BLOCK = 4

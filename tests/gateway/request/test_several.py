@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import BrokenGrammar, Internal, NotFound
 from pillion.gateway.request import request_runner
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
-from testbed.conditions import until
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 
 CODEC = byte_tokenizer()

@@ -8,10 +8,10 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from lab.testbed.conditions import until
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.scaling.arrival_history import TICK_S
 from pillion.observability import metric_catalog as names
-from testbed.conditions import until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.planner_components import COST
 

@@ -12,12 +12,12 @@ import sys
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lab.testbed.conditions import loop_turns, until
+from lab.testbed.toy_tokenizer import TEMPLATE
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.tokens import chat_template as module
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.types import ChatMessage, ChatOptions
-from testbed.conditions import loop_turns, until
-from testbed.toy_tokenizer import TEMPLATE
 from tests.support.processes import NewChildren
 
 MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))

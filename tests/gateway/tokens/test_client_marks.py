@@ -12,12 +12,12 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from lab.testbed.toy_tokenizer import write_tokenizer
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.gateway.tokens.template_worker import ClientMarks
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, Tool, ToolCall
-from testbed.toy_tokenizer import write_tokenizer
 from tests.gateway.formats import test_template_calls as call_templates
 from tests.gateway.tokens import test_tool_templates as tool_templates
 

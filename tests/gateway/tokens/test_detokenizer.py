@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 from pillion.gateway.tokens.answer_text import Spellings, new_detokenizer
-from testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 from tests.support.examples import examples
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.gateway.tokens.answer_text import AnswerText, StopMatcher, StopStrings, new_detokenizer, stop_strings
-from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.examples import examples
 
 CODEC = byte_tokenizer()

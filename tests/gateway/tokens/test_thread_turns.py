@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Overloaded
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import SMALL_JOB_BYTES, ThreadTurns
 from pillion.gateway.tokens.tokenizer import JobAbandoned, TokenizerPool, check_wanted
-from testbed.conditions import WITHIN_S, until
 
 A, B = Tenant(name="a"), Tenant(name="b")
 LARGE = SMALL_JOB_BYTES + 1

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.tokens import tokenizer as module
 from pillion.gateway.tokens.tokenizer import MAX_TEMPLATE_BYTES, ModelTokenizer, TokenizerPool
-from testbed.conditions import WITHIN_S, loop_turns, until
-from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257
 MOST = 2**20

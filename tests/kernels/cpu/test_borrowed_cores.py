@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from lab.testbed.conditions import wait_for
 from pillion import core_lending_table
 from pillion.core_lending_table import LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL, CoreLendingTable, CoreShare
 from pillion.errors import ConfigError
@@ -18,7 +19,6 @@ from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 from pillion.kernels.cpu.runtime.thread_pool_code import _DRAWN
-from testbed.conditions import wait_for
 from tests.kernels.cpu.test_thread_pool_threads import child, name_of
 from tests.support.small_kernels import ProgramTable, Remember, Scale, Uneven, WhoAmI, chain, step_with
 

@@ -8,13 +8,13 @@ import threading
 import numpy as np
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, wait_for
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from testbed.conditions import WITHIN_S, wait_for
 from tests.support.small_kernels import CONDITION, Halve, ProgramTable, Remember, Scale, Stray, WhoAmI, chain, step_with
 
 SPECS = [Scale(), Scale(3), WhoAmI(), Stray(), Stray(scratch=True), Remember(), Halve()]

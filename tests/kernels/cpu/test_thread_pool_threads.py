@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
+from lab.testbed.conditions import wait_for
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from testbed.conditions import wait_for
 from tests.support.small_kernels import CONDITION, ProgramTable, Scale, Uneven, WhoAmI, chain, step_with
 
 # Real time that nothing is asked of a pool: what the system charges to this process meanwhile is the test's subject.

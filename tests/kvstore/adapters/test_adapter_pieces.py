@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import InvalidRequest, Unavailable
 from pillion.kvstore.adapters import adapter_pieces
 from pillion.kvstore.adapters.adapter_pieces import next_piece, receive_files
 from pillion.v1.kvnode_pb2 import AdapterPiece
-from testbed.conditions import WITHIN_S, until
 
 
 class SilentSender:

@@ -16,6 +16,7 @@ from typing import cast
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion.cli.flags import to_argv
 from pillion.errors import Conflict, Overloaded, Unavailable
 from pillion.kvstore.client.attachment import Attachment
@@ -32,7 +33,6 @@ from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, ROOT
 from tests.support.node_lives import Lives, ended, parents_of, shared_keeper
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.exchange import node_exchange
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, NUM_SLOTS, KVHost, hosts, prompt
 
 LEAVING: dict[str, Any] = {"hand_over_timeout_s": WITHIN_S, "hand_over_bytes_per_s": 2**40}

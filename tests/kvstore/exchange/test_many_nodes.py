@@ -12,6 +12,8 @@ import random
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer
 from pillion.errors import PillionError
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
@@ -19,8 +21,6 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, hosts, prompt
 from tests.support.redis_nodes import Chain, patient
 

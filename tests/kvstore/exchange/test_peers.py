@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 from pillion.errors import Conflict, DeadlineExceeded, InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.exchange import peers as peers_module
@@ -18,8 +20,6 @@ from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.exchange.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
 from pillion.kvstore.memory.memory import HostMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
-from testbed.conditions import WITHIN_S, loop_turns, until
-from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 4096
 NUM_SLOTS = 32

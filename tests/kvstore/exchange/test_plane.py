@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.exchange import peers, plane
 from pillion.kvstore.exchange.peers import Peer, Peers
@@ -20,8 +22,6 @@ from pillion.kvstore.transfer.nixl import nixl_plane
 from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from testbed.conditions import WITHIN_S, loop_turns, until
-from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 65536
 NUM_SLOTS = 64

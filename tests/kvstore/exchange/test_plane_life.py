@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source
 from pillion.kvstore.exchange.peers import Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.memory.memory import HostMemory
@@ -20,8 +22,6 @@ from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.transfer.nixl import nixl_plane
 from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
-from testbed.conditions import WITHIN_S, until
-from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source
 from tests.support.processes import started
 
 BLOCK_BYTES = 2**18
@@ -46,7 +46,7 @@ async def main():
             print("read", flush=True)
 
 async def peers_pin(peers):
-    from testbed.plane_source import chain_of
+    from lab.testbed.plane_source import chain_of
     peer = await peers.get("source")
     return peer, await peer.pin(b"".join(chain_of(64)[0]), 0, 60.0)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from lab.testbed.redis import RedisServer
 from pillion.errors import InvalidRequest, NotFound
 from pillion.kvstore.exchange.plane_servicer import MAX_PIECE_BYTES, KVPlaneServicer
 from pillion.kvstore.hashing import chain_hashes, split_hashes
@@ -17,7 +18,6 @@ from pillion.kvstore.memory.memory import HostMemory
 from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import BlockPiece, ReadBlocksRequest
 from pillion.wire.attach import AttachHello
-from testbed.redis import RedisServer
 from tests.support.kv_hosts import hosts, prompt
 from tests.support.pools import make_pool
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from lab.testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.gpu.cuda_segment import DeviceMapping
 from pillion.kvstore.gpu.mapped_memory import PoolShards
-from testbed.fake_cuda import DeviceBytes
 from tests.support import kv_hosts
 from tests.support.kv_hosts import BLOCK_BYTES, KV_HEADS, KV_ROWS, PIECE_BYTES
 

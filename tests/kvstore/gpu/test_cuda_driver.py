@@ -12,6 +12,8 @@ import sys
 import pytest
 import torch
 
+from lab.testbed import fake_cuda
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
 from pillion.errors import ConfigError
 from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.gpu.cuda_driver import (
@@ -26,8 +28,6 @@ from pillion.kvstore.gpu.cuda_driver import (
     PitchedCopy,
 )
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment, map_device
-from testbed import fake_cuda
-from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 ROWS = {
@@ -47,7 +47,7 @@ ROWS = {
 CHILD = """
 import sys
 from pillion.kvstore.gpu.cuda_segment import map_device
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 mapped = map_device(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 bytes_ = DeviceBytes(mapped)
 print(bytes_.read(MIB := 2**20, 5).decode(), flush=True)

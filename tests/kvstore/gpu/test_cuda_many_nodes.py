@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed import fake_cuda
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
+from lab.testbed.redis import RedisServer
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.gpu import cuda_domain, cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
@@ -25,10 +29,6 @@ from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import MeetRequest
 from pillion.wire.common import hello_to_pb
-from testbed import fake_cuda
-from testbed.conditions import WITHIN_S, until
-from testbed.fake_cuda import NATIVE, DeviceBytes
-from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NAMESPACE, NUM_SLOTS, KVHost, content, hosts, prompt
 
 CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from lab.testbed import fake_cuda
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.node.kv_node import KVNode
-from testbed import fake_cuda
-from testbed.conditions import WITHIN_S, loop_turns, until
-from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 BLOCK_BYTES = 65536
@@ -31,9 +31,9 @@ NUM_SLOTS = 24
 WORKER = """
 import sys
 from pillion.kvstore.client.attachment import attach
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.client.attachment import attach
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
 a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=60)
 assert len(a.memory) == 0

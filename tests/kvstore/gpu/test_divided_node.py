@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed import fake_cuda
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
+from lab.testbed.redis import RedisServer
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.assemble import start_kvnode
@@ -24,10 +28,6 @@ from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.attach import MAX_SHARDS
-from testbed import fake_cuda
-from testbed.conditions import WITHIN_S
-from testbed.fake_cuda import NATIVE, DeviceBytes
-from testbed.redis import RedisServer
 from tests.support.kv_hosts import (
     BLOCK_BYTES,
     EAGER,

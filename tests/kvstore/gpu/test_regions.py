@@ -16,6 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed import fake_cuda
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.fake_cuda import NATIVE, DeviceBytes
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.assemble import start_kvnode
@@ -30,9 +33,6 @@ from pillion.wire.attach import (
     region_reply_from_line,
 )
 from pillion.wire.json_lines import line_to_bytes
-from testbed import fake_cuda
-from testbed.conditions import WITHIN_S, until
-from testbed.fake_cuda import NATIVE, DeviceBytes
 from tests.support.examples import examples
 
 MIB = 2**20
@@ -43,9 +43,9 @@ KEY, OTHER = hashlib.sha256(b"weights").hexdigest(), hashlib.sha256(b"others").h
 CHILD = """
 import sys
 from pillion.kvstore.gpu.mapped_memory import share_region
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.gpu.mapped_memory import share_region
-from testbed.fake_cuda import DeviceBytes
+from lab.testbed.fake_cuda import DeviceBytes
 region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 60)
 print("fill" if region.must_fill else "ready", flush=True)
 sys.stdin.readline()

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.testbed import fake_cuda
+from lab.testbed.fake_cuda import DeviceBytes
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.gpu import cuda_driver, cuda_memory
 from pillion.kvstore.gpu import shards as divisions
@@ -20,8 +22,6 @@ from pillion.kvstore.gpu.cuda_segment import DeviceSegment
 from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.wire.attach import MAX_SHARDS
-from testbed import fake_cuda
-from testbed.fake_cuda import DeviceBytes
 
 Bytes = npt.NDArray[np.uint8]
 SLOTS = 5

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from lab.testbed import fake_cuda
+from lab.testbed.conditions import until
+from lab.testbed.fake_cuda import NATIVE
 from pillion.errors import ConfigError
 from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.gpu.cuda_domain import CudaDomain
@@ -23,9 +26,6 @@ from pillion.kvstore.pool_survival import surviving_pool
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.kvstore.pool_survival.slot_table import ENTRY_WORDS, HEADER_WORDS
 from pillion.kvstore.pool_survival.surviving_pool import table_words
-from testbed import fake_cuda
-from testbed.conditions import until
-from testbed.fake_cuda import NATIVE
 from tests.support.kv_hosts import BLOCK_BYTES, NUM_SLOTS, ROOT, read_slot, write_slot
 from tests.support.node_lives import Lives, ended, killed_and_recovered, running_keeper, shared_keeper
 

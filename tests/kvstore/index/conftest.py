@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.index import index as index_module
 from pillion.kvstore.index import redis_url, redis_writer, registry
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_link import LEAST_PATIENCE_MS
-from testbed.redis import RedisServer
 
 PATIENT_DEADLINE_MS = 30_000
 # Twice the time that a silent server has before its breaker opens.

@@ -7,14 +7,14 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
-from testbed.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until_found
 
 pytestmark = pytest.mark.usefixtures("patient")

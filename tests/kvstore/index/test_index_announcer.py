@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import announcer as announcer_module
 from pillion.kvstore.index import redis_keys as keys
@@ -19,8 +21,6 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until_found
 
 pytestmark = pytest.mark.usefixtures("patient")

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Index, PrefixHit
 from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer, running_redis
 from tests.kvstore.index.conftest import lengthen_deadlines, shorten_deadlines
 from tests.support.redis_nodes import Chain, fake_nodes, node_record, until_found
 

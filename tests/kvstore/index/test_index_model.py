@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.redis import RedisServer
+from lab.testbed.redis_kinds import running_cluster
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index.index import Index
-from testbed.redis import RedisServer
-from testbed.redis_kinds import running_cluster
 from tests.support.examples import examples
 from tests.support.redis_nodes import Chain, FakeNode
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.redis import RedisServer
+from lab.testbed.redis_kinds import PortServer, running_cluster
 from pillion.errors import Unavailable
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
 from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit, PrefixHits
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.v1.kvnode_pb2 import CommitRun
-from testbed.redis import RedisServer
-from testbed.redis_kinds import PortServer, running_cluster
 from tests.support.redis_nodes import Chain, FakeNode, fake_nodes
 
 pytestmark = pytest.mark.usefixtures("patient")

@@ -11,15 +11,8 @@ from urllib.parse import quote
 import pytest
 from redis.cluster import key_slot
 
-from pillion.errors import Unavailable
-from pillion.kvstore.hashing import SEGMENT_BLOCKS
-from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.announcer import Announcer
-from pillion.kvstore.index.index import Index, PrefixHit
-from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
-from pillion.kvstore.index.registry import Registry
-from testbed.conditions import until
-from testbed.redis_kinds import (
+from lab.testbed.conditions import until
+from lab.testbed.redis_kinds import (
     PortServer,
     SentinelSet,
     TlsServer,
@@ -28,6 +21,13 @@ from testbed.redis_kinds import (
     running_tls,
     tls_server,
 )
+from pillion.errors import Unavailable
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.announcer import Announcer
+from pillion.kvstore.index.index import Index, PrefixHit
+from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
+from pillion.kvstore.index.registry import Registry
 from tests.kvstore.index.conftest import lengthen_deadlines
 from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_record, until_found
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import REFUSALS, RedisServer
 from pillion.errors import Unavailable
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import until
-from testbed.redis import REFUSALS, RedisServer
 from tests.support.redis_nodes import Chain, FakeNode, found, until_found
 
 TTL_MS = 500

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.index.shared_names import SharedNames, StampedValue
-from testbed.redis import RedisServer
 
 DAY_MS = 24 * 3600 * 1000
 

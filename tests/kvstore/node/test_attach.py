@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion._version import PROTOCOL, STATES_PROTOCOL
 from pillion.errors import ConfigError, Conflict, Unavailable
 from pillion.kvstore.client.attachment import attach
@@ -24,7 +25,6 @@ from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node import attach_server
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.wire.attach import MAX_LINE_BYTES, PROCESSES, AttachHello, AttachReply, RegionHello
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.pools import make_pool
 
 BLOCK_BYTES = 4096

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.redis import RedisServer
 from pillion.config import KVNodeFlags
 from pillion.errors import Cancelled, Conflict, NotFound
 from pillion.kvstore.assemble import start_kvnode
@@ -23,8 +25,6 @@ from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node import pool as pool_module
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
-from testbed.conditions import WITHIN_S, until
-from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 
 SLOTS = 20

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer
 from pillion.errors import ConfigError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index import advertise
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import until
-from testbed.redis import RedisServer
 from tests.kvstore.node.test_node import running
 from tests.support.redis_nodes import patient
 from tests.support.workers import running_workers

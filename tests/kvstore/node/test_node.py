@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion.config import KVNodeFlags
 from pillion.errors import (
     Cancelled,
@@ -35,7 +36,6 @@ from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.pools import make_pool
 
 NUM_SLOTS = 20

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from lab.testbed.conditions import loop_turns
 from pillion.errors import Cancelled, InvalidRequest
 from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
-from testbed.conditions import loop_turns
 from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.ports import free_port
+from lab.testbed.redis import RedisServer
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
-from testbed.ports import free_port
-from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 
 

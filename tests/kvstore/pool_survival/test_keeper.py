@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.kvstore.pool_survival import keeper_process
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.keeper_messages import (
@@ -23,7 +24,6 @@ from pillion.kvstore.pool_survival.keeper_messages import (
 from pillion.kvstore.pool_survival.keeper_process import KEPT_WITHOUT_NODE_S, KeeperServer
 from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.json_lines import line_to_bytes
-from testbed.conditions import WITHIN_S
 from tests.support.node_lives import running_keeper
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.client.attachment import Attachment
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
@@ -26,7 +27,6 @@ from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment, locked_places
 from pillion.wire.attach import AttachHello, attach_reply_from_line
 from pillion.wire.json_lines import line_to_bytes
-from testbed.conditions import WITHIN_S, until
 from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, NUM_SLOTS, ROOT
 from tests.support.node_lives import Lives, ended, running_keeper, shared_keeper
 

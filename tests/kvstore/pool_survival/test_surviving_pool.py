@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.errors import ConfigError
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.kvstore.pool_survival.surviving_pool import PLACES_BYTES, SurvivingPool, keep_alive
-from testbed.conditions import WITHIN_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
 

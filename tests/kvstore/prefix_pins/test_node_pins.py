@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.redis import RedisServer
 from pillion.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -20,8 +22,6 @@ from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
 from pillion.net.rpc import RunningServer
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1.kvnode_pb2 import CommitRun
-from testbed.conditions import until
-from testbed.redis import RedisServer
 from tests.support.node_lives import Lives, ended
 
 CHAIN = chain_hashes(bytes(32), (1, 2, 3), 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
@@ -19,7 +20,6 @@ from pillion.kvstore.tiers.disk_tier.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
-from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
 BLOCK_BYTES = 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from lab.testbed.conditions import until
 from pillion.kvstore.gpu.host_tier import HostTier
-from testbed.conditions import until
 from tests.kvstore.ledger.test_eviction import prompt
 from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, begin_copy, running, until_free
 

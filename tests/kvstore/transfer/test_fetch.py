@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.conditions import WITHIN_S, loop_turns
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -23,7 +24,6 @@ from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from testbed.conditions import WITHIN_S, loop_turns
 from tests.support.examples import examples
 
 BLOCK_BYTES = 64

@@ -16,6 +16,7 @@ from itertools import chain
 import click
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, main, with_model
 from pillion.cli.flags import FlagCommand
@@ -42,7 +43,6 @@ from pillion.types import (
     SamplingParams,
     TokenLogprob,
 )
-from testbed.conditions import WITHIN_S
 from tests.support.commands import Run, pillion_commands
 from tests.support.processes import started
 
@@ -191,12 +191,12 @@ def test_each_required_option_and_argument_is_asked_for(command: Run) -> None:
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
             assert f"Missing {missing.param_type_name}" in done.stderr
             asked.add((*words, missing.name))
-    assert {("keys", "add", "tenant"), ("simulate", "trace"), ("certs", "folder"), ("generate", "prompt")} <= asked
+    assert {("keys", "add", "tenant"), ("certs", "folder"), ("generate", "prompt")} <= asked
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
-    from testbed.ports import free_port
-    from testbed.tiny_model import save_model
+    from lab.testbed.ports import free_port
+    from lab.testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
     # On torch no kernel is compiled for this one line.
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_served_is_one_line_with_flag_and_file(tmp_path: 
     """It has no tokenizer, an unknown architecture, or lacks a layer."""
     from safetensors.torch import load_file, save_file
 
-    from testbed.tiny_model import save_model
+    from lab.testbed.tiny_model import save_model
 
     for name in ("bare", "strange", "short"):
         save_model(tmp_path / name)

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.ports import free_port
 from pillion.cli import chat, talk
 from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
 from pillion.client.client import Client
 from pillion.errors import ConfigError, Overloaded, Unavailable
 from pillion.types import ModelInfo
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.conditions import WITHIN_S
-from testbed.ports import free_port
 from tests.pillion.client.test_connection import serving
 from tests.support.processes import started
 

@@ -13,9 +13,9 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+from lab.testbed.ports import free_port
 from pillion.cli.models import ago, size_of
 from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
-from testbed.ports import free_port
 from tests.support.commands import Run, pillion_commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

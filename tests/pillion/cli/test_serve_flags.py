@@ -216,7 +216,7 @@ def test_variables_of_other_programs_are_left_alone() -> None:
 
 def test_every_variable_that_the_code_names_is_known() -> None:
     root = pathlib.Path(__file__).resolve().parents[3]
-    packages = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "simulator")
+    packages = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "lab")
     text = "".join(path.read_text() for package in packages for path in (root / package).rglob("*.py"))
     named = set(re.findall(r"\bPILLION_[A-Z_]*[A-Z]\b", text))
     assert named <= {*map(env_name, known_names()), *OTHER_VARIABLES}

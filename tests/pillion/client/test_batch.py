@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import until
 from pillion import AsyncClient, Client, InvalidRequest, Overloaded, PillionError, RequestOutput, SamplingParams
 from pillion.client.batch import MAX_CONCURRENCY, one_each
-from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 
 

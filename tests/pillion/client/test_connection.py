@@ -17,6 +17,8 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, result_of, until
+from lab.testbed.ports import free_port
 from pillion import (
     AsyncClient,
     Client,
@@ -32,8 +34,6 @@ from pillion.client import connection
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.conditions import WITHIN_S, result_of, until
-from testbed.ports import free_port
 from tests.support.fake_components import running_fake_cluster
 from tests.support.processes import started
 

@@ -15,6 +15,8 @@ import grpc
 import pytest
 import uvicorn
 
+from lab.testbed.otlp import collecting
+from lab.testbed.ports import free_port
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, PillionError, Unauthenticated, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.client import connection
@@ -23,8 +25,6 @@ from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import TargetError
 from pillion.net import listener
 from pillion.net.listener import KnownListener, Listener, find_listener, place_of
-from testbed.otlp import collecting
-from testbed.ports import free_port
 from tests.pillion.client.test_connection import Scripted, server_credentials, serving
 
 

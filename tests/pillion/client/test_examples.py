@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 
-from testbed.tiny_model import save_model
+from lab.testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

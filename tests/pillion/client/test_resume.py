@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.ports import free_port
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from pillion.client import connection, resume
 from pillion.client.connection import (
@@ -28,8 +30,6 @@ from pillion.client.resume import (
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import finish_to_pb
-from testbed.conditions import WITHIN_S, until
-from testbed.ports import free_port
 from tests.pillion.client.test_connection import Scripted, serving, texts
 from tests.support.fake_components import running_fake_cluster
 

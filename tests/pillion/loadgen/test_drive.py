@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
+from lab.testbed.conditions import loop_turns
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.load import LoadSession, Turn
 from pillion.loadgen.target import AnswerMessage, TargetError, TokenCounts
-from testbed.conditions import loop_turns
 
 # So many that no answer ends before it is stopped.
 ENDLESS_TOKENS = 10_000_000

@@ -14,12 +14,12 @@ import tempfile
 import pytest
 import pytest_asyncio
 
-from benchmarks.load_test import complaints, idle_complaints, load_test
+from lab.benchmarks.load_test import complaints, idle_complaints, load_test
+from lab.testbed.cluster import READY_TIMEOUT_S, served
+from lab.testbed.ports import free_port
+from lab.testbed.tiny_model import save_model
 from pillion._version import VERSION
 from pillion.cli.app import main
-from testbed.cluster import READY_TIMEOUT_S, served
-from testbed.ports import free_port
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

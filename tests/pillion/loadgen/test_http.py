@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.testbed.conditions import loop_turns
+from lab.testbed.ports import free_port
 from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.loadgen.openai_target import EventReader, OpenAITarget, message_of
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
-from testbed.conditions import loop_turns
-from testbed.ports import free_port
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 ASK = AnswerRequest(2, ids=(5, 6))

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.ports import free_port
 from pillion.net import addresses, rpc
 from pillion.net.addresses import LOOPBACK, listening_host, spare_loopback
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_export import Exports
 from pillion.supervisor.probes import is_serving, reachable_host
-from testbed.ports import free_port
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from lab.testbed.conditions import until, within
 from pillion.net import rpc
-from testbed.conditions import until, within
 
 NAME = "grpc.health.v1.Health"
 

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded, PillionError, QuotaViolation, Unavailable
 from pillion.net.rpc import RunningServer, from_rpc_error, open_channel, start_server
-from testbed.conditions import WITHIN_S, loop_turns
 
 
 class Echo:

@@ -8,10 +8,10 @@ import pathlib
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, wait_for
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import KeyFile, hash_of
 from pillion.net.watched import Watched
-from testbed.conditions import WITHIN_S, wait_for
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from lab.testbed.conditions import until
 from pillion.observability import metric_catalog as names
 from pillion.observability.loop_watch import LONG_S, WINDOW_S, LongestLately, LoopWatch
 from pillion.observability.metrics import Meters
-from testbed.conditions import until
 from tests.support.loop_clock import turn_clock
 
 

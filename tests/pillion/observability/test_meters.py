@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.otlp import collecting
+from lab.testbed.ports import free_port
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
 from pillion.observability.metrics_export import Exports, MetricsPage
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
-from testbed.conditions import WITHIN_S
-from testbed.otlp import collecting
-from testbed.ports import free_port
 from tests.support.http import data_segments
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from lab.testbed.tiny_model import BOS, EOS, save_model
 from pillion import LLM, ConfigError, InvalidRequest, RequestOutput, SamplingParams
 from pillion.offline.llm import read_options
-from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.oracle import Oracle, first_difference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)

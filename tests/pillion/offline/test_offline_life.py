@@ -12,8 +12,8 @@ import tempfile
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.supervisor.component_process import SERVER_PACKAGES
-from testbed.tiny_model import save_model
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -21,7 +21,7 @@ HEAD = """
 import asyncio, gc, os, signal, sys, threading
 import psutil
 from pillion import LLM, Cancelled, SamplingParams, Unavailable
-from testbed.conditions import wait_for
+from lab.testbed.conditions import wait_for
 
 process = psutil.Process()
 

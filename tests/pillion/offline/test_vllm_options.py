@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, LoRARequest, PermissionDenied, SamplingParams
 from pillion.engine.quantized.quantization import OWN_METHOD
 from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
 from pillion.offline.vllm_options import PRODUCERS, FlexibleArgumentParser, check_producer, producer_of, translated
-from testbed.tiny_model import save_model
 
 SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

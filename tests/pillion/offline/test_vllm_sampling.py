@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest, SamplingParams
 from pillion.types import StructuredOutputs
-from testbed.tiny_model import save_model
 
 PROMPT = "Once upon a time, in a land far away, in a land far away, "
 ALLOWED = tuple(range(60, 100))

@@ -7,8 +7,8 @@ import pathlib
 import subprocess
 import sys
 
+from lab.testbed.conditions import WITHIN_S
 from pillion.supervisor.component_process import MAX_OPEN_FILES
-from testbed.conditions import WITHIN_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 # A KV node that is told to stop as soon as it serves; the program prints how many objects collections pass over, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from lab.testbed.conditions import until
 from pillion.cli.talk import status_table
 from pillion.config import DecodeFlags
 from pillion.gateway.ui.cluster_figures import state_of
@@ -12,7 +13,6 @@ from pillion.observability import metric_catalog as names
 from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.supervisor import Down
 from pillion.wire.registry import DOWN
-from testbed.conditions import until
 from tests.support.fake_components import record, running_fake_cluster
 
 WHY = "decode-9 died 6 times within 60 s"

@@ -13,9 +13,9 @@ import sys
 import psutil
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
-from testbed.conditions import WITHIN_S, until
 from tests.support.processes import STAY, started
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import psutil
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
 from pillion.config import KVNodeFlags
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
@@ -19,7 +20,6 @@ from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
-from testbed.conditions import WITHIN_S, until
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY
 

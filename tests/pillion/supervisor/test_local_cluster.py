@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.cli.console import Notices
 from pillion.cli.flags import env_name
 from pillion.config import DecodeFlags, OfflineFlags, PrefillFlags, PrepareFlags, ServeFlags
@@ -25,7 +26,6 @@ from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.local_cluster import LocalCluster, prepare_in_child, process_specs, threads_per_worker
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
-from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 

@@ -10,15 +10,15 @@ import subprocess
 
 import pytest
 
+from lab.testbed.conditions import until
+from lab.testbed.ports import free_port
+from lab.testbed.redis import running_redis
+from lab.testbed.tiny_model import save_tokenizer
 from pillion.cli.app import cli
 from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster, preflight
 from pillion.supervisor.preflight import ask_redis, wait_for_redis
-from testbed.conditions import until
-from testbed.ports import free_port
-from testbed.redis import running_redis
-from testbed.tiny_model import save_tokenizer
 from tests.support.notices import RecordedNotices
 
 

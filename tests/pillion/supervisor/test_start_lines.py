@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.tiny_model import save_model
 from pillion.config import ServeFlags
 from pillion.engine.backends import loading
 from pillion.engine.backends.devices import resolved
@@ -20,7 +21,6 @@ from pillion.kernels.cpu.language.isa import TABLE
 from pillion.supervisor import start_lines
 from pillion.supervisor.local_cluster import prepared_model
 from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
-from testbed.tiny_model import save_model
 from tests.support import fake_backend
 from tests.support.notices import RecordedNotices
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until, wait_for, within
 from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
-from testbed.conditions import WITHIN_S, loop_turns, until, wait_for, within
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY, started
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns
 from pillion.kvstore.tiers.disk_tier import disk
 from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
-from testbed.conditions import WITHIN_S, loop_turns
 from tests.support.disk import (
     BLOCK_BYTES,
     FILE_BYTES,

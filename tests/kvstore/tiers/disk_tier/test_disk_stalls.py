@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.redis import RedisServer
 from pillion.kvstore.tiers import tier_breaker
 from pillion.kvstore.tiers.disk_tier import disk
 from pillion.kvstore.tiers.disk_tier.disk import READ_THREADS, DiskTier
 from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName
-from testbed.conditions import WITHIN_S, loop_turns, until
-from testbed.redis import RedisServer
 from tests.support.disk import BLOCK_BYTES, Stored, chain, file_of, files_in, loaded, opened
 from tests.support.disk_stalls import stalled
 from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt

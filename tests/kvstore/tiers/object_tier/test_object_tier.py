@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S, until
+from lab.testbed.s3_service import CREDENTIALS, S3Service
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.tiers import tier_breaker
 from pillion.kvstore.tiers.object_tier import object_store, object_tier
 from pillion.kvstore.tiers.object_tier.object_runs import RunLayout
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
 from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
-from testbed.conditions import WITHIN_S, until
-from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, OTHER, Stored
 from tests.support.object_blocks import branched
 

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.testbed.conditions import WITHIN_S
+from lab.testbed.redis import RedisServer
+from lab.testbed.s3_service import CREDENTIALS, S3Service
 from pillion.kvstore.hashing import HASH_BYTES, state_page
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.kvstore.tiers.object_tier import write_through
 from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
-from testbed.conditions import WITHIN_S
-from testbed.redis import RedisServer
-from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.kv_hosts import EAGER, NUM_SLOTS, content, hosts, prompt
 
 pytest.importorskip("obstore")

@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
+from lab.testbed.cluster import alive, words_of
+from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.standbys import fork_server
 from pillion.supervisor.standbys.fork_server import ForkServer
 from pillion.supervisor.standbys.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.supervisor.standbys.standby import Successor
-from testbed.cluster import alive, words_of
-from testbed.conditions import WITHIN_S, until, within
 from tests.support.processes import STAY, NewChildren, started
 
 PILLION = (sys.executable, "-m", "pillion")

@@ -9,11 +9,11 @@ import pathlib
 import psutil
 import pytest
 
+from lab.testbed.cluster import alive
+from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.supervisor.standbys.process_title import WAITING_NAME
 from pillion.supervisor.standbys.standby import Successor
 from pillion.supervisor.supervisor import Supervisor
-from testbed.cluster import alive
-from testbed.conditions import WITHIN_S, until, within
 from tests.pillion.supervisor.test_supervisor import COMPONENT, kill, log_of, spec, until_there
 from tests.support.notices import RecordedNotices
 from tests.support.processes import NewChildren

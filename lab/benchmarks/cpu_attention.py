@@ -1,0 +1,189 @@
+"""Decode attention of usual shapes beside a streaming read of the same bytes in the same pieces, on one thread.
+
+Runs of attention and of the read alternate, layer by layer over a pool larger than the caches. A figure is the least
+time of each layer, summed over layers, because whatever else runs on the machine only adds to it.
+
+"576 of 512 x 16" is DeepSeek V2 Lite's shape with latents: 576 values for all of 16 heads, the first 512 of which are
+the value, too. A second table has what attention's options cost in the shape of gpt-oss: sinks against none, and a
+window against a context of its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from lab.benchmarks.cpu_limits import AttentionRead
+from lab.benchmarks.report import save, show_table
+from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
+from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
+from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+
+BLOCK_SIZE = 16
+POOL_BYTES = 400 * 2**20
+PARTIAL_ROWS = 4096
+# Heads' sizes, query heads of a KV head, KV heads; types of queries and of K and V.
+SHAPES = {"64 x 3": (64, 3, 3), "128 x 4": (128, 4, 8), "128 x 8": (128, 8, 4)}
+LATENTS = {"576 of 512 x 16": (576, 16, 1, 512)}
+# The shape of gpt-oss, its streams, their context, and a window that does not begin where a partition does.
+OPTIONS, STREAMS, CONTEXT, WINDOW = (64, 8, 8), 16, 1200, 1000
+PAIRS, FLOATS = [(True, ""), (True, "int8"), (True, "fp8_e4m3")], [(False, ""), (True, ""), (False, "int8")]
+KINDS = {isa.name: PAIRS if isa.bf16_dot else FLOATS for isa in TABLE}
+# Streams and their tokens of context.
+LOADS = ((16, 264), (16, 1024), (1, 8192))
+
+
+class AttentionBench:
+    """The kernels of one shape over a filled pool of many layers. ``window`` is that of all layers, 0 for none;
+    ``sinks`` says whether they have attention sinks."""
+
+    def __init__(self, isa: str, shape: AttentionShape, kv_heads: int, *, window: int = 0, sinks: bool = False) -> None:
+        self._isa, self._shape, self._heads = BY_NAME[isa], shape, kv_heads
+        self._window, self._sinks = window, torch.zeros(kv_heads * shape.group) if sinks else None
+        self._specs = (
+            Attention(shape, window=window > 0, sinks=sinks),
+            AttentionMerge(shape, window=window > 0, sinks=sinks),
+            AttentionRead(shape),
+        )
+        self._kernels = compile_kernels(self._specs, self._isa)
+        self._thread = ThreadPool(self._kernels, 1)
+        self._layer_bytes = (1 if shape.latents else 2) * kv_heads * shape.piece_bytes
+        self._slots = 1024
+        self._layers = max(1, POOL_BYTES // (self._slots * self._layer_bytes))
+        self._pool = aligned_bytes(self._slots * self._layers * self._layer_bytes, 4096)
+        self._pool.view(np.uint16)[:] = 0x3C00
+        self._order = np.random.default_rng(0).permutation(self._slots).astype(np.int32)
+
+    def seconds(self, streams: int, context: int, rounds: int) -> tuple[float, float]:
+        """Return the seconds of attention over all layers, and of the read."""
+        step, merges, keep = self._step(streams, context)
+        attend, read = [], []
+        for layer in range(self._layers):
+            operations = self._operations(layer, streams)
+            attend.append(self._call(operations[: 1 + merges], step))
+            read.append(self._call(operations[2:], step))
+        best = np.full((2, self._layers), np.inf)
+        for _ in range(rounds + 1):
+            for number, calls in enumerate((attend, read)):
+                for layer, call in enumerate(calls):
+                    begin = time.perf_counter()
+                    call()
+                    best[number, layer] = min(best[number, layer], time.perf_counter() - begin)
+        del keep
+        return float(best[0].sum()), float(best[1].sum())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.close()
+
+    def _step(self, streams: int, context: int) -> tuple[CpuStepRecord, bool, StepBatch]:
+        blocks = -(-context // BLOCK_SIZE)
+        tables = self._order[np.arange(streams * blocks) % self._slots].reshape(streams, blocks).copy()
+        each = np.arange(streams + 1, dtype=np.int32)
+        lengths = np.full(streams, context, np.int32)
+        batch = StepBatch(np.full(streams, 5, np.int32), lengths - 1, each, lengths, tables, each[:-1].copy())
+        counts = row_counts(self._isa, self._shape.group)
+        planner = CpuAttentionPlanner(self._shape.group, counts, self._heads, 1, PARTIAL_ROWS, self._window)
+        plan = planner.plan(batch)
+        step = CpuStepRecord()
+        for name, array in (("items", plan.items), ("merges", plan.merges), ("block_tables", tables)):
+            step.point(name, np.ascontiguousarray(array))
+        step.point_pool(self._pool.ctypes.data, self._pool.nbytes)
+        step.count("table_stride", blocks)
+        step.count("num_items", len(plan.items))
+        step.count("num_merges", len(plan.merges))
+        return step, len(plan.merges) > 0, batch
+
+    def _operations(self, layer: int, streams: int) -> list[Operation]:
+        shape, heads = self._shape, self._heads
+        dtype = torch.bfloat16 if shape.bf16 else torch.float32
+        row_bytes = shape.group * shape.head_dim * shape.element_bytes
+        values: dict[str, Any] = {
+            "queries": torch.full((heads, streams, shape.group, shape.head_dim), 0.01, dtype=dtype),
+            "out": torch.zeros(streams, heads * shape.group * shape.value_dim, dtype=dtype),
+            "partials": torch.zeros(heads, PARTIAL_ROWS, shape.sum_bytes // 4),
+            "sink": aligned_bytes(64),
+            "sinks": self._sinks,
+            "head_stride": streams * row_bytes,
+            "out_stride": heads * shape.group * shape.value_dim * shape.element_bytes,
+            "partial_stride": PARTIAL_ROWS * shape.sum_bytes,
+            "layer_offset": layer * self._layer_bytes,
+            "slot_bytes": self._layers * self._layer_bytes,
+            "piece_bytes": shape.piece_bytes,
+            "value_offset": heads * shape.piece_bytes,
+            "kv_heads": heads,
+            "window": self._window,
+            "scale": shape.head_dim**-0.5,
+            "softcap": 0.0,
+        }
+        return [Operation(spec, {name: values[name] for name in spec.layout.place}) for spec in self._specs]
+
+    def _call(self, operations: list[Operation], step: CpuStepRecord) -> Callable[[], None]:
+        program = Program(operations, self._kernels, Workspace())
+        return lambda: self._thread.run(program.entries, step.words)
+
+
+def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
+    """Return how fast attention with each option is, as a share of the same without."""
+    head_dim, group, kv_heads = OPTIONS
+    shape = AttentionShape(head_dim, group, BLOCK_SIZE, bool(BY_NAME[isa].bf16_dot))
+
+    def seconds(context: int, **options: Any) -> float:
+        bench = AttentionBench(isa, shape, kv_heads, **options)
+        found = bench.seconds(STREAMS, context, rounds)[0]
+        bench.close()
+        return found
+
+    return {
+        "sinks": seconds(CONTEXT) / seconds(CONTEXT, sinks=True),
+        "window": seconds(WINDOW) / seconds(CONTEXT, window=WINDOW),
+    }
+
+
+def main() -> None:
+    """Measure, print, write results/cpu_attention.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = [isa.name for isa in TABLE if set(isa.needs) <= host_features()]
+    parser.add_argument("--kernels", nargs="+", default=here, choices=here, help="rows that this processor can run")
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for isa in args.kernels:
+        for name, (head_dim, group, kv_heads, *latents) in (SHAPES | LATENTS).items():
+            for bf16, codes in KINDS[isa][:1] if latents else KINDS[isa]:
+                shape = AttentionShape(head_dim, group, BLOCK_SIZE, bf16, codes, *latents)
+                bench = AttentionBench(isa, shape, kv_heads)
+                found = {f"{many} at {context}": bench.seconds(many, context, args.rounds) for many, context in LOADS}
+                bench.close()
+                shares = {load: read / attend for load, (attend, read) in found.items()}
+                kind = codes or ("bfloat16" if bf16 else "float32")
+                rows.append({"kernels": isa, "heads": name, "kv": kind, "share_of_read": shares})
+                print(isa, name, kind, {load: round(share, 2) for load, share in shares.items()}, flush=True)
+    table = Table(title="decode attention: share of the rate of a streaming read")
+    for heading in ("kernels", "head x group", "K and V", *rows[0]["share_of_read"]):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [f"{share:.2f}" for share in row["share_of_read"].values()]
+        table.add_row(row["kernels"], row["heads"], row["kv"], *cells)
+    show_table(table)
+    options = {isa: cost_of_options(isa, args.rounds) for isa in args.kernels}
+    costs = Table("kernels", "with sinks", "with a window", title="share of the rate without")
+    for isa, found_rates in options.items():
+        costs.add_row(isa, *(f"{share:.2f}" for share in found_rates.values()))
+    show_table(costs)
+    save("cpu_attention", {"rounds": args.rounds, "rows": rows, "options": options})
+
+
+if __name__ == "__main__":
+    main()

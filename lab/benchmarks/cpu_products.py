@@ -1,0 +1,186 @@
+"""Products with weights in few bits beside bfloat16 and beside a streaming read of the same bytes.
+
+A program is the products of some layers of Llama-3.2-1B's shape, one matrix after the other, as a step runs them: with
+one row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet
+machine:
+
+    python -m lab.benchmarks.cpu_products --rows 1,4,16,32,256
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from lab.benchmarks.cpu_limits import PeakDots, ReadAll
+from lab.benchmarks.cpu_steps import PEAK_ROUNDS
+from lab.benchmarks.report import show_table
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, KINDS
+from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES
+from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
+from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.products.packing import panel_bytes
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+
+# Outputs and inputs of a layer's products: queries, keys and values; attention's output; gate and up; down.
+SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+# Kinds of weights, inputs of a group, and whether groups have offsets.
+CASES = (
+    ("bf16", 0, False),
+    (INT8_DOTS, 0, False),
+    ("int8", 512, False),
+    ("int8_half", 32, False),
+    ("fp8_e4m3", 128, False),
+    ("int4", 128, False),
+    ("int4", 128, True),
+    ("int4_half", 32, False),
+    ("uint4_half", 32, True),
+    ("int4", 32, True),
+    ("nf4", 64, False),
+    ("fp4_e2m1", 16, False),
+    ("fp4_e2m1_half", 32, False),
+)
+
+
+def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Operation:
+    """Return a product of random weights, whose scales are numbers that are neither 0 nor denormal."""
+    (columns, depth), rows = shape, len(x)
+    pairs = columns // PANEL_COLUMNS
+    size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
+    weights = aligned_bytes(size)
+    # Each byte is a code, and four of them are a float32 of about 1, whatever place they have.
+    weights[:] = np.random.default_rng(0).integers(0x3C, 0x3F, size, np.uint8)
+    # A row of codes has its constants where other rows have sums of groups.
+    groups = -(-depth // group) if group else ROW_CONSTANTS_BYTES // 4
+    if spec.weights == INT8_DOTS:
+        x = x.to(torch.int8)
+    values = {
+        "x": x[:, :depth],
+        "weights": weights,
+        "input_sums": torch.ones(rows, groups),
+        "bias": None,
+        "out": torch.zeros(rows, columns),
+        "group_starts": None,
+        "x_stride": x.stride(0) * x.element_size(),
+        "depth": depth,
+        "pairs": pairs,
+        "out_stride": columns * 4,
+        "num_groups": 1,
+        "group_bytes": size,
+        "inputs": group,
+        "input_sums_stride": 4 * groups,
+        "factor": 1.0,
+        "alpha": 0.0,
+        "limit": 0.0,
+        "above": 0.0,
+        "below": 0.0,
+    }
+    return Operation(spec, values)
+
+
+def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
+    """Return a call of a program for so many rows."""
+    program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
+    step.count("num_tokens", rows)
+    return lambda: pool.run(program.entries, step.words)
+
+
+def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Return the milliseconds of each call's quickest run; the calls take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            best[name] = min(best[name], (time.perf_counter() - begin) * 1000)
+    return best
+
+
+def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: ThreadPool, threads: int) -> float:
+    """Return the most G operations/s of products that never leave the registers."""
+    values = {"sink": np.ones(16 * threads, np.float32), "rounds": PEAK_ROUNDS}
+    found = fastest_ms({peak.rows: runner([Operation(peak, values)], kernels, pool, 1)}, 5)[peak.rows]
+    return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
+
+
+def main() -> None:
+    """Print a table for each number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", default="1,16,256")
+    parser.add_argument("--row-type", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    isa = choose_isa(args.kernels, host_features())
+    if isa is None:
+        raise ConfigError("there are no kernels for this processor")
+    specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
+    read = ReadAll()
+    peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
+    kernels = compile_kernels([*specs.values(), read, *peaks], isa)
+    pool = ThreadPool(kernels, args.threads)
+    assert {kind for kind, _, _ in CASES} <= {"bf16", *KINDS}
+    alone = {peak.rows: _registers_alone(peak, isa, kernels, pool, args.threads) for peak in peaks}
+    print(", ".join(f"registers alone: {rate:.0f} G operations/s of {rows}" for rows, rate in alone.items()))
+    for rows in map(int, args.rows.split(",")):
+        dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
+        # A row has an odd number of cache lines, as in a worker's buffers, so that rows do not share places in a cache.
+        x = torch.randn(rows, max(depth for _, depth in SHAPES) + 64 // dtype.itemsize).to(dtype)
+        calls, sizes = {}, {}
+        for case, spec in specs.items():
+            kind, group, offsets = case
+            name = f"{kind}{f', groups of {group}' * bool(group)}{', offsets' * offsets}"
+            products = [operation(spec, shape, group, x) for _ in range(args.layers) for shape in SHAPES]
+            calls[name] = runner(products, kernels, pool, rows)
+            sizes[name] = sum(product.values["group_bytes"] for product in products)
+            if kind == "bf16":
+                sink = np.ones(16 * 256, np.float32)
+                reads = [
+                    Operation(
+                        read, {"data": product.values["weights"], "sink": sink, "bytes": product.values["group_bytes"]}
+                    )
+                    for product in products
+                ]
+                calls["a streaming read"], sizes["a streaming read"] = runner(reads, kernels, pool, rows), sizes[name]
+        found = fastest_ms(calls, args.repeats)
+        rate = sizes["a streaming read"] / found["a streaming read"]
+        table = Table(title=f"{rows} rows of {args.row_type}, {isa.name}, {args.threads} threads, {args.layers} layers")
+        for heading in (
+            "weights",
+            "ms",
+            "G operations/s",
+            "GB/s",
+            "share of the read's rate",
+            "bf16's time / this time",
+        ):
+            table.add_column(heading, justify="right")
+        for name, middle in found.items():
+            speed = sizes[name] / middle
+            work = 0 if "read" in name else 2e-6 * args.layers * rows * sum(math.prod(shape) for shape in SHAPES)
+            cells = (
+                f"{middle:.3f}",
+                f"{work / middle:.0f}",
+                f"{speed / 1e6:.1f}",
+                f"{speed / rate:.2f}",
+                f"{found['bf16'] / middle:.2f}",
+            )
+            table.add_row(name, *cells)
+        show_table(table)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

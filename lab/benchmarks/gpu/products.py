@@ -1,0 +1,156 @@
+"""Products by matrices in few bits, and by adapters: few rows wait for the weights, many for arithmetic.
+
+Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
+rows are compared with the rate of the plain product of the same shape. Adapters stand beside the plain product that
+they add to: ``of_plain`` is their time over its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lab.benchmarks.gpu.bench import Bench, Row, rotations, spread
+from lab.benchmarks.gpu.calls import ATOL, RTOL, KernelCase
+from lab.benchmarks.gpu.shapes import shape_of
+from pillion.engine.adapters.adapter_rows import adapted_runs
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+
+# Coding, group (0: one scale for each output), and whether there are offsets.
+KINDS: dict[str, tuple[str, int, bool]] = {
+    "int4 in groups of 128": ("uint4", 128, True),
+    "int4 in groups of 32": ("int4", 32, False),
+    "nf4 in groups of 64": ("nf4", 64, False),
+    "int8": ("int8", 0, False),
+    "fp8 in blocks of 128": ("fp8_e4m3", 128, False),
+}
+FEW_ROWS, MANY_ROWS = (1, 16, 64), (512, 2048)
+ADAPTERS, ADAPTER_RANK = 8, 16
+# Outputs that are compared with plain torch.
+CHECKED_OUTPUTS = 256
+
+
+def run(bench: Bench) -> None:
+    """Measure a layer's products for each kind of matrix."""
+    shapes = shape_of(bench.smoke).products
+    few, many = ((2,), (20,)) if bench.smoke else (FEW_ROWS, MANY_ROWS)
+    bandwidth = bench.bandwidth
+    rates = {(name, rows): bench.product_rate(rows, *shapes[name]) for name in shapes for rows in (*few, *many)}
+    for kind in KINDS:
+        for product, (inputs, outputs) in shapes.items():
+
+            def measure(kind: str = kind, product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+                for rows in (*few, *many):
+                    case, name = product_case(bench, kind, inputs, outputs, rows), f"{kind}, {product}, {rows} rows"
+                    case.verify()
+                    times = bench.time(case.calls)
+                    flops, rate = 2.0 * rows * inputs * outputs, rates[product, rows]
+                    if rows in many:
+                        bench.report_flops(name, times, flops, rate)
+                        continue
+                    share = case.moved_bytes / bandwidth / times.median_s
+                    more = {**spread(times), "gb_per_s": case.moved_bytes / times.median_s / 1e9}
+                    more["speedup"] = flops / rate / times.median_s
+                    bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
+
+            bench.attempt(f"{kind}, {product}", measure)
+    for product, (inputs, outputs) in shapes.items():
+
+        def measure_adapters(product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+            for rows in (*few, *many):
+                case = adapters_case(bench, inputs, outputs, rows)
+                case.verify()
+                times = bench.time(case.calls)
+                plain_s = 2.0 * rows * inputs * outputs / rates[product, rows]
+                share = case.moved_bytes / bandwidth / times.median_s
+                more = {**spread(times), "of_plain": times.median_s / plain_s}
+                name = f"{ADAPTERS} adapters of rank {ADAPTER_RANK}, {product}, {rows} rows"
+                bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
+
+        bench.attempt(f"adapters, {product}", measure_adapters)
+
+
+def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
+    """Make a matrix of random codes that are numbers."""
+    coding, group, shifted = KINDS[kind]
+    numbers = (~CODINGS[coding].isnan()).nonzero().flatten().to(torch.uint8)
+    codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
+    group = group or inputs
+    scales = torch.rand(outputs, -(-inputs // group)) / 100
+    return QuantizedMatrix(coding, codes, scales, group, -8 * scales if shifted else None)
+
+
+@functools.lru_cache(maxsize=2)
+def _packed(
+    kind: str, inputs: int, outputs: int, device: torch.device, smoke: bool
+) -> tuple[QuantizedMatrix, list[PackedMatrix]]:
+    """Make a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
+    from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
+
+    matrix = random_matrix(kind, inputs, outputs)
+    packed = pack(matrix)
+    read = sum(part.numel() * part.element_size() for part in packed.parts.values())
+    return matrix, [
+        PackedMatrix(packed.kind, **{name: part.to(device, copy=True) for name, part in packed.parts.items()})
+        for _ in range(rotations(read, smoke))
+    ]
+
+
+def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) -> KernelCase:
+    """Make a case of random rows by a matrix and by copies of it."""
+    from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
+
+    matrix, copies = _packed(kind, inputs, outputs, bench.device, bench.smoke)
+    read = sum(part.numel() * part.element_size() for part in copies[0].parts.values())
+    left = torch.randn(rows, inputs, device=bench.device).bfloat16()
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    product = QuantizedProduct(copies, rows, torch.bfloat16, bench.device)
+
+    def verify() -> None:
+        product(left, copies[0], None, out)
+        checked = matrix.rows(slice(0, CHECKED_OUTPUTS)).dequantize(torch.bfloat16).to(bench.device)
+        wanted = left.float() @ checked.float().T
+        # Sums of as many terms as there are inputs are compared by their size.
+        torch.testing.assert_close(
+            out[:, : len(checked)].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max())
+        )
+
+    calls = [functools.partial(product, left, copy, None, out) for copy in copies]
+    return KernelCase(calls, read + 2.0 * rows * (inputs + outputs), verify)
+
+
+def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
+    """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
+    from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank
+
+    layer = LayerSlot(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)
+    row_slots = np.arange(rows, dtype=np.int32) % ADAPTERS
+    numbers, runs = adapted_runs(row_slots, RUN_ROWS)
+    used = min(rows, ADAPTERS)
+    read = 2.0 * used * layer.values
+    record = RunRecord(torch.from_numpy(runs).to(bench.device), torch.from_numpy(numbers).to(bench.device))
+    slots = [
+        (torch.randn(ADAPTERS, layer.values, device=bench.device) / ADAPTER_RANK).bfloat16()
+        for _ in range(rotations(int(read), bench.smoke))
+    ]
+    x = (torch.randn(rows, inputs, device=bench.device) / inputs**0.5).bfloat16()
+    out = torch.zeros(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    shrunk = torch.zeros(rows, ADAPTER_RANK, dtype=torch.bfloat16, device=bench.device)
+
+    def verify() -> None:
+        out.zero_()
+        add_low_rank(x, slots[0], layer, record, shrunk, out)
+        for row in range(min(rows, ADAPTERS)):
+            a = slots[0][row, : layer.b_at].view(ADAPTER_RANK, inputs).float()
+            b = slots[0][row, layer.b_at :].view(outputs, ADAPTER_RANK).float()
+            wanted = b @ (a @ x[row].float()).bfloat16().float()
+            torch.testing.assert_close(out[row].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max()))
+
+    calls = [functools.partial(add_low_rank, x, each, layer, record, shrunk, out) for each in slots]
+    return KernelCase(calls, read + 2.0 * rows * (inputs + 2 * outputs), verify)

@@ -1,0 +1,45 @@
+"""One section in a process of its own, so that an error on the device cannot harm other sections.
+
+python -m lab.benchmarks.gpu.section NAME --rows FILE [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+from lab.benchmarks.gpu.bench import Bench
+
+# The sections in the order in which they run, with the seconds that each may take.
+SECTIONS = {
+    "attention": 150,
+    "step": 150,
+    "prefill": 90,
+    "small": 120,
+    "products": 240,
+    "line": 150,
+    "ranks": 90,
+    "mps": 270,
+    "e2e": 580,
+}
+
+
+def main() -> int:
+    """Run the section. A failure becomes a row of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=tuple(SECTIONS))
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    # SIGTERM raises here, so that MPS or a cluster of the section ends with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    bench = Bench(smoke=args.smoke, rows=args.rows)
+    bench.attempt(args.name, lambda: importlib.import_module(f"lab.benchmarks.gpu.{args.name}").run(bench))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Decode steps of the whole model, launched one ahead as in a worker, against the bytes that they have to read.
+
+    limit = (weights + KV of all streams) / copy bandwidth
+
+With many streams the products take longer than reading their weights, and their kernels do not overlap with attention.
+Then the second limit, the sum of the kernels' own limits, is the reachable one.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from lab.benchmarks.gpu.bench import Bench, Row
+from lab.benchmarks.gpu.model import Pace, RandomModel, RunningBackend
+from lab.benchmarks.gpu.shapes import Tables, decodes
+from pillion.engine.backends.backend import StepBatch
+
+TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
+# The first steps compile kernels that no graph holds.
+WARM_STEPS = 5
+STEPS = 60
+
+
+def run(bench: Bench) -> None:
+    """Measure each number of streams, with CUDA graphs and without."""
+    batches, context = ((2,), 20) if bench.smoke else ((1, 32, 256), 1024)
+    warm, steps = (0, 2) if bench.smoke else (WARM_STEPS, STEPS)
+    bandwidth = bench.bandwidth
+    rates = _rates(bench, batches)
+    room = context + warm + steps
+    model = RandomModel(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
+    bench.report(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
+    for eager in (False, True):
+        kind = "eager" if eager else "graphs"
+        # The rest of the pool's blocks is spare.
+        running = model.backend(max(batches) * (room + 32), eager=eager)
+        for batch in batches:
+            name = f"decode step, {batch} x {context}, {kind}"
+
+            def measure(batch: int = batch, name: str = name, running: RunningBackend = running) -> None:
+                pace = running.pace(decode_steps(running.tables, batch, context, warm + steps))
+                size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
+                parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
+                _report(bench, name, pace.after(warm), size / bandwidth, parts_s)
+
+            bench.attempt(name, measure)
+        running.close()
+
+
+def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
+    """Measure the FLOP/s of products with a layer's largest weights, by the number of rows."""
+    inputs, outputs = (32, 96) if bench.smoke else (4096, 28672)
+    return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
+
+
+def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) -> float:
+    """Return the sum of the products' limits: reading the weights or computing, whichever takes longer."""
+    head = 2.0 * batch * model.shape.hidden * model.shape.vocab
+    return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)
+
+
+def decode_steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
+    """Return ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
+    last = tables.batch(decodes(batch, context + count))
+    unknown = -1 - np.arange(batch, dtype=np.int32)
+    found = []
+    for step in range(count):
+        contexts = np.full(batch, context + step, np.int32)
+        found.append(
+            StepBatch(
+                token_ids=unknown if step else last.token_ids,
+                positions=contexts - 1,
+                query_starts=last.query_starts,
+                context_lens=contexts,
+                block_tables=last.block_tables,
+                sample_rows=last.sample_rows,
+            )
+        )
+    return found
+
+
+def _report(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -> None:
+    # Without graphs the host is the limit, so the row has no target.
+    target, hidden = (TARGET, HOST_TARGET) if name.endswith("graphs") else ("", "")
+    step_s, launch_s = statistics.median(pace.landed), statistics.median(pace.launch)
+    more = {
+        "limit_ms": limit_s * 1e3,
+        "over_limit_by_parts": step_s / parts_s,
+        "launch_ms": launch_s * 1e3,
+        "launch_max_ms": max(pace.launch) * 1e3,
+        "land_ms": statistics.median(pace.land) * 1e3,
+        "min_ms": min(pace.landed) * 1e3,
+        "max_ms": max(pace.landed) * 1e3,
+    }
+    if pace.device:
+        more["device_ms"] = statistics.median(pace.device) * 1e3
+    bench.report(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
+    # Hidden means that the host launches a step while the device still runs the one before.
+    bench.report(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", hidden))

@@ -1,0 +1,174 @@
+"""The tunable kernels, with the candidates of their constants and the cases, in Llama 3 8B's shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from lab.benchmarks.gpu.bench import Bench, rotations
+from lab.benchmarks.gpu.calls import CASES, KernelCase
+from lab.benchmarks.gpu.pools import AttentionPool, verify_rows
+from lab.benchmarks.gpu.products import product_case
+from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
+from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
+from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+
+BLOCK_SIZE = 16
+Build = Callable[[], KernelCase]
+Cases = Callable[[Bench], list[Build]]
+Use = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tunable:
+    """A kernel whose constants can be tuned.
+
+    ``kernel`` and ``facts`` are the arguments of ``pillion.kernels.gpu.tuned.tuned``, and ``cases`` are timed. All
+    combinations of the values in ``grid`` are tried; constants that it does not name stay as they are.
+    """
+
+    kernel: str
+    cases: Cases
+    grid: dict[str, tuple[int, ...]]
+    facts: dict[str, int | str] = field(default_factory=dict)
+
+    def candidates(self, now: Use) -> Iterator[Use]:
+        """Yield all candidates, over the constants that are in use now."""
+        for values in itertools.product(*self.grid.values()):
+            yield {**now, **dict(zip(self.grid, values, strict=True))}
+
+
+def _small(*wanted: tuple[str, int]) -> Cases:
+    def cases(bench: Bench) -> list[Build]:
+        shape = shape_of(bench.smoke)
+
+        def build(name: str, rows: int) -> Build:
+            return lambda: CASES[name](bench, shape, rows)
+
+        return [build(name, 2 if bench.smoke else rows) for name, rows in wanted]
+
+    return cases
+
+
+def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]]) -> Cases:
+    """Return attention cases of steps, each given for a real and for a smoke run."""
+
+    def cases(bench: Bench) -> list[Build]:
+        return [_attention(bench, tiny if bench.smoke else entries, kv) for entries, tiny in wanted]
+
+    return cases
+
+
+def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8) -> Build:
+    def build() -> KernelCase:
+        shape = shape_of(bench.smoke)
+        tokens = sum(-(-(entry.prefix + entry.tokens) // BLOCK_SIZE) * BLOCK_SIZE for entry in entries)
+        layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
+        # Candidates share a pool, since filling a large one with random numbers takes longer than the measurement.
+        pool = _pool(bench, tokens, layers, kv)
+        attended = pool.attend(entries)
+        return KernelCase(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
+
+    return build
+
+
+_POOLS: dict[tuple[int, int, str], AttentionPool] = {}
+
+
+def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> AttentionPool:
+    key = (tokens, layers, kv)
+    if key not in _POOLS:
+        shape = shape_of(bench.smoke)
+        _POOLS[key] = AttentionPool(bench, shape, block_size=BLOCK_SIZE, tokens=tokens, layers=layers, kv=kv)
+    return _POOLS[key]
+
+
+def _products(*wanted: tuple[str, str, int]) -> Cases:
+    """Return cases of products: kind of the matrix, name of the product and rows."""
+
+    def cases(bench: Bench) -> list[Build]:
+        shapes = shape_of(bench.smoke).products
+
+        def build(kind: str, product: str, rows: int) -> Build:
+            return lambda: product_case(bench, kind, *shapes[product], rows)
+
+        return [build(*each) for each in wanted]
+
+    return cases
+
+
+def _quantized(rows: int, bits: int, kind: str) -> Tunable:
+    """Return the tile of products of so many rows by matrices of ``bits``."""
+    large = rows == ROW_TILES[-1]
+    count = 2048 if large else rows
+    return Tunable(
+        "quantized_product",
+        _products((kind, "gate_up", count), (kind, "down", count)),
+        {"outputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3) if large else (3, 4, 5)},
+        {"rows": rows, "bits": bits, "bytes": 2},
+    )
+
+
+_BLOCKS = (512, 1024, 2048, 4096)
+_WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
+_CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
+
+TUNABLES: dict[str, Tunable] = {
+    "attention_decode": Tunable(
+        "attention_decode",
+        _attended("plain", _WIDE, _LONG),
+        {"keys": (64, 128), "num_stages": (3, 4, 5), "programs": (2, 3, 4)},
+        {"head_dim": 128, "kv": "plain", "bytes": 2},
+    ),
+    "attention_decode_fp8": Tunable(
+        "attention_decode",
+        _attended("fp8_e4m3", _WIDE, _LONG),
+        {"keys": (64, 128), "num_stages": (3, 5, 7), "programs": (2, 3)},
+        {"head_dim": 128, "kv": "fp8_e4m3", "bytes": 2},
+    ),
+    "attention_chunk": Tunable(
+        "attention_chunk",
+        _attended("plain", _CHUNK),
+        {"rows": (64, 128), "keys": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        {"head_dim": 128, "kv": "plain", "bytes": 2},
+    ),
+    "attention_merge": Tunable(
+        "attention_merge",
+        _attended("plain", _LONG),
+        {"parts": (8, 16, 32), "num_warps": (1, 2, 4), "programs": (8, 16)},
+    ),
+    "embed": Tunable("embed", _small(("embed", 64), ("embed", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
+    "gated": Tunable("gated", _small(("gated", 64), ("gated", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
+    "norms": Tunable(
+        "norms",
+        _small(("add_rms_norm", 64), ("add_rms_norm", 2048)),
+        {"rows": (1, 2), "num_warps": (4, 8, 16)},
+        {"columns": 4096},
+    ),
+    "kv_write": Tunable(
+        "kv_write",
+        _small(("kv_write", 64), ("kv_write", 2048)),
+        {"tile_values": (256, 512, 1024, 2048), "num_warps": (1, 2, 4)},
+    ),
+    "blocks": Tunable(
+        "blocks", _small(("blocks, gathered", 16)), {"part_words": (1024, 2048, 4096), "num_warps": (4, 8)}
+    ),
+    "sample_race": Tunable(
+        "sample_race",
+        _small(("sampling, greedy", 64), ("sampling, temperature 1", 1), ("sampling, temperature 1", 256)),
+        {"slice_groups": (16, 32, 64), "num_warps": (4, 8), "settle_warps": (1, 2)},
+    ),
+    "sample_cut": Tunable(
+        "sample_cut",
+        _small(("sampling, top_p 0.9", 1), ("sampling, top_p 0.9", 256)),
+        {"survey_warps": (4, 8), "num_warps": (4, 8, 16), "block": (2048, 4096)},
+    ),
+    **{f"quantized_product_int4_{rows}": _quantized(rows, 4, "int4 in groups of 128") for rows in ROW_TILES},
+    **{f"quantized_product_8_bits_{rows}": _quantized(rows, 8, "int8") for rows in ROW_TILES},
+    "quantized_sum": Tunable(
+        "quantized_sum",
+        _products(("int8", "o", 1), ("int8", "o", 64)),
+        {"block": (256, 512, 1024), "num_warps": (1, 2, 4)},
+    ),
+}

@@ -1,0 +1,88 @@
+"""Searches a kernel's constants on this GPU and writes them, with what was measured, to kernels/gpu/tuning/sm_XX.json.
+
+    python -m lab.benchmarks.gpu.tune                     all kernels
+    python -m lab.benchmarks.gpu.tune gated norms         these kernels
+    python -m lab.benchmarks.gpu.tune --out FOLDER        writes to FOLDER; the files of the clone stay as they are
+
+Every candidate's results are checked against a reference before it is timed. A candidate's figure is the geometric mean
+over the kernel's cases, so that no large case decides alone. The file is written after every kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# A candidate's time of each case: there are many, and their differences are large beside a median's noise.
+MEASURE_S = 0.15
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
+    parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
+    parser.add_argument("--time-s", type=float, default=math.inf, help="no candidate begins after this time")
+    parser.add_argument("--smoke", action="store_true", help="two candidates each, on the CPU")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Search and write; returns 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
+    args = arguments()
+    if args.smoke:
+        # Triton reads this when kernels are defined.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not args.smoke and not torch.cuda.is_available():
+        print("tune: torch sees no CUDA device here", file=sys.stderr)
+        return 2
+    from lab.benchmarks.gpu.tunables import TUNABLES
+
+    strange = [name for name in args.kernels if name not in TUNABLES]
+    if strange:
+        print(f"tune: nothing can be tuned in {strange[0]}; there are {', '.join(TUNABLES)}", file=sys.stderr)
+        return 2
+    return tune(args, list(args.kernels or TUNABLES))
+
+
+def tune(args: argparse.Namespace, names: list[str]) -> int:
+    """Search kernel by kernel, and write the file after each."""
+    from lab.benchmarks.gpu.bench import Bench
+    from lab.benchmarks.gpu.search import dump, put, search
+    from lab.benchmarks.gpu.tunables import TUNABLES
+    from pillion.kernels.gpu.launch import arch_of
+    from pillion.kernels.gpu.tuned import ARCHITECTURES, FOLDER
+
+    folder = args.out or (None if args.smoke else FOLDER)
+    with tempfile.TemporaryDirectory(prefix="pil-") as rows:
+        bench = Bench(smoke=args.smoke, rows=Path(rows) / "rows", measure_s=MEASURE_S)
+        arch = arch_of(bench.device)
+        if arch not in ARCHITECTURES:
+            print(
+                f"tune: there is no file for sm_{arch}; pillion.kernels.gpu.tuned knows {ARCHITECTURES}",
+                file=sys.stderr,
+            )
+            return 2
+        missed, until_s = 0, time.monotonic() + args.time_s
+        result = json.loads((FOLDER / f"sm_{arch}.json").read_text("utf-8"))
+        for name in names:
+            entry = search(bench, name, TUNABLES[name], arch, until_s, lambda line: print(line, flush=True))
+            missed += entry is None
+            if entry is not None:
+                put(result.setdefault(TUNABLES[name].kernel, []), entry)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"sm_{arch}.json").write_text(dump(result), "utf-8")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

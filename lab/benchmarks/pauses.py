@@ -1,0 +1,341 @@
+"""`make bench BENCH=pauses`: what clients see when a part of the cluster dies or sleeps, and where that time goes.
+
+A real cluster serves streams all the time, of lengths that are drawn, so that they begin at different times. Again and
+again, at a point of its code that a seed draws (`lab.testbed.faults`), a component is killed with SIGKILL, or a decode
+worker is stopped for a while (SIGSTOP). Of each stream that had to move, the pause is the longest time without a token
+from the signal on, or from a token that was still under way then. One that had no token yet has no pause: its time from
+the signal to the first token is counted by itself, for most of it is the prompt, which takes as long without a fault.
+How long the first token takes then is measured before the first fault. The phases of pauses come from the components'
+logs:
+
+    signal --> noticed by the gateway --> process: begun --> attached to its KV node --> serving --> next token
+
+A worker that has another one beside it is not waited for, so only the first and the last phase count then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import calendar
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from lab.benchmarks.report import save, show_table
+from lab.testbed.cluster import ServedCluster, served
+from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.faults.points import AT_START, POINTS
+from pillion import Client
+from pillion.errors import PillionError
+from pillion.loadgen.figures import percentile
+
+# Role and signal of each row.
+CASES = (
+    ("decode", signal.SIGKILL),
+    ("prefill", signal.SIGKILL),
+    ("kvnode", signal.SIGKILL),
+    ("decode", signal.SIGSTOP),
+)
+STREAMS = 8
+STOP_S = 12.0
+READY_WITHIN_S = 240.0
+# A pause begins so long after its signal at most: tokens may be under way, and a KV node's workers end after it.
+BEGINS_WITHIN_S = 1.0
+# How long first tokens are measured before the first fault.
+UNDISTURBED_S = 20.0
+FIRES_WITHIN_S = 20.0
+# Some points are not passed under this load: so many seeds are tried for each fault that happens.
+SEEDS_PER_FAULT = 4
+LOOK_EVERY_S = 1.0
+# A supervisor gives up where a component dies six times in a minute.
+LEAST_BETWEEN_KILLS_S = 13.0
+PHASES = ("noticed", "begun", "attached", "serving", "next token")
+
+
+@dataclass(slots=True)
+class StreamTimes:
+    """A stream: when it was asked for, when its tokens came, how often it was replayed, and why it was lost."""
+
+    asked_s: float
+    token_s: list[float] = field(default_factory=list)
+    replays: int = 0
+    error: str = ""
+    over: bool = False
+
+
+class StreamLoad:
+    """Threads that ask for one answer after the other; ``streams`` has all of them."""
+
+    def __init__(self, target: str | Sequence[str], prompt_tokens: int, answer_tokens: int) -> None:
+        self.streams: list[StreamTimes] = []
+        self._target = target
+        self._sizes = prompt_tokens, answer_tokens
+        self._over = threading.Event()
+        self._seeds = itertools.count()
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def first_tokens_s(self) -> list[float]:
+        """How long the first tokens of all streams took so far, but for those that began together with the load."""
+        return [one.token_s[0] - one.asked_s for one in self.streams[STREAMS:] if one.token_s]
+
+    def close(self) -> None:
+        """End all streams."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        prompt_tokens, answer_tokens = self._sizes
+        with Client(self._target) as client:
+            while not self._over.is_set():
+                chance, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())
+                ids = [chance.randrange(100, 250) for _ in range(prompt_tokens)]
+                length = chance.randint(answer_tokens // 2, answer_tokens * 3 // 2)
+                self.streams.append(times)
+                try:
+                    for delta in client.generate(ids, temperature=0.0, max_tokens=length, ignore_eos=True):
+                        if delta.token_ids:
+                            times.token_s.append(time.monotonic())
+                        if delta.timings is not None:
+                            times.replays = delta.timings.replays
+                        if self._over.is_set():
+                            break
+                except PillionError as error:
+                    times.error = f"{type(error).__name__}: {error.message}"
+                times.over = True
+
+
+def pauses_of(streams: Sequence[StreamTimes], at_s: float) -> tuple[list[float], list[float]]:
+    """Seconds without a token after a fault, of each stream that was under way then and was replayed: of those that
+    had a token before, and of those that had none."""
+    pauses: list[float] = []
+    first_tokens: list[float] = []
+    for stream in streams:
+        later = [moment for moment in stream.token_s if moment > at_s]
+        if stream.asked_s < at_s and later and stream.replays:
+            gaps = itertools.pairwise((at_s, *later))
+            longest_s, began_s = max((end - begin, begin) for begin, end in gaps if begin <= at_s + BEGINS_WITHIN_S)
+            (pauses if stream.token_s[0] <= began_s else first_tokens).append(longest_s)
+    return pauses, first_tokens
+
+
+def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
+    """Seconds from a fault, at wall-clock time ``at_s``, to the first log line of each phase."""
+    words = {
+        "noticed": ("lost with", "is fenced by", "session at KV node"),
+        "begun": ("starting it again",),
+        "attached": (f"({'decode' if role == 'kvnode' else role}) attached",),
+        "serving": (f"{'decode' if role == 'kvnode' else role}-0 serves at",),
+    }
+    found: dict[str, float] = {}
+    for line in log.splitlines():
+        entry = parsed(line)
+        if entry is None or entry["at_s"] < at_s:
+            continue
+        for phase, signs in words.items():
+            if phase not in found and any(sign in entry["message"] for sign in signs):
+                found[phase] = entry["at_s"] - at_s
+    return found
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """A log line with its time in seconds; None for what is none."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        seconds, _, milliseconds = entry["time"].rstrip("Z").partition(".")
+        entry["at_s"] = calendar.timegm(time.strptime(seconds, "%Y-%m-%dT%H:%M:%S")) + int(milliseconds) / 1000
+    except (ValueError, KeyError, TypeError):
+        return None
+    return entry
+
+
+def one_fault(
+    cluster: ServedCluster,
+    board: FaultBoard,
+    load: StreamLoad,
+    role: str,
+    number: signal.Signals,
+    seed: int,
+    standby: bool,
+) -> dict[str, Any] | None:
+    """Have one fault happen; return its pauses and milestones, None where its point was not passed."""
+    chance = random.Random(f"{role} {number} {seed}")
+    point = chance.choice([point for point in POINTS if point.role == role and point.passed != AT_START])
+    board.clear()
+    board.arm(0, point, chance.randint(1, 3), number)
+    began_s = time.monotonic()
+    while (fired := board.fired(0)) is None:
+        if time.monotonic() > began_s + FIRES_WITHIN_S:
+            board.disarm()
+            return None
+        time.sleep(0.01)
+    wall_s = time.time() - (time.monotonic() - fired.at_s)
+    under_way = [one for one in load.streams if one.asked_s < fired.at_s]
+    if number is signal.SIGSTOP:
+        time.sleep(STOP_S)
+        cluster_signal(fired.pid, signal.SIGCONT)
+    until("the cluster was not whole", lambda: whole(cluster, standby))
+    # Its last message says whether a stream was replayed.
+    until("a stream did not end", lambda: all(one.over for one in under_way))
+    time.sleep(max(0.0, began_s + LEAST_BETWEEN_KILLS_S - time.monotonic()))
+    reached = milestones(cluster.log.read_text(), role, wall_s)
+    if role != "kvnode" and len(cluster.components(role)) > 1:
+        reached = {phase: at_s for phase, at_s in reached.items() if phase == "noticed"}
+    pauses, first_tokens = pauses_of(under_way, fired.at_s)
+    return {"point": point.name, "pauses_s": pauses, "first_tokens_s": first_tokens, "milestones_s": reached}
+
+
+def faults_of(
+    cluster: ServedCluster, board: FaultBoard, load: StreamLoad, role: str, number: signal.Signals, args: Any
+) -> list[dict[str, Any]]:
+    """Has ``args.faults`` faults of a case happen, by one seed after the other."""
+    found: list[dict[str, Any]] = []
+    for seed in range(SEEDS_PER_FAULT * args.faults):
+        fault = one_fault(cluster, board, load, role, number, seed, args.standby)
+        if fault is not None:
+            found.append(fault)
+        if len(found) == args.faults:
+            break
+    return found
+
+
+def cluster_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def until(failure: str, reached: Callable[[], bool]) -> None:
+    """Returns when ``reached`` says so. It looks rarely, for looking takes a core."""
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    while not reached():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{failure} within {READY_WITHIN_S:g} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def whole(cluster: ServedCluster, standby: bool) -> bool:
+    """Whether all components serve, and all standbys are ready."""
+    workers = sum(len(cluster.components(role)) for role in ("prefill", "decode", "kvnode"))
+    return cluster.serving() and (not standby or cluster.standbys() >= workers)
+
+
+def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pauses of all faults of a case, and the median of each phase's share."""
+    return {
+        "faults": len(faults),
+        "points": [fault["point"] for fault in faults],
+        **spread(one for fault in faults for one in fault["pauses_s"]),
+        "phases_s": dict(phase_seconds(faults)),
+        "first_tokens": spread(one for fault in faults for one in fault["first_tokens_s"]),
+    }
+
+
+def spread(seconds: Iterable[float]) -> dict[str, Any]:
+    """How many streams waited, and the middle, the 99th percentile and the longest of their times."""
+    every = sorted(seconds)
+    if not every:
+        return {"streams": 0}
+    middle, high = statistics.median(every), percentile(every, 99)
+    return {"streams": len(every), "p50_s": round(middle, 3), "p99_s": round(high, 3), "max_s": round(every[-1], 3)}
+
+
+def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The median length of each phase: from the milestone before it that was reached."""
+    lengths: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for fault in faults:
+        if not fault["pauses_s"]:
+            continue
+        reached = {**fault["milestones_s"], "next token": max(fault["pauses_s"])}
+        before = 0.0
+        for phase in PHASES:
+            if phase in reached and reached[phase] <= reached["next token"]:
+                lengths[phase].append(max(0.0, reached[phase] - before))
+                before = max(before, reached[phase])
+    for phase, found in lengths.items():
+        if found:
+            yield phase, round(statistics.median(found), 3)
+
+
+def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
+    """All cases on a cluster with so many workers of each kind."""
+    flags = ["--prefill-workers", str(workers), "--decode-workers", str(workers), "--log-format", "json"]
+    flags += ["--max-model-len", "2048", "--log-level", "info", "--standby" if args.standby else "--no-standby"]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        folder = pathlib.Path(name)
+        board = FaultBoard(folder / "board")
+        environ = hook_environment(folder / "board", redis_is_sound=False)
+        with served(folder, args.model, *flags, environ=environ) as cluster:
+            until("the cluster was not whole", lambda: whole(cluster, args.standby))
+            load = StreamLoad(cluster.target, args.prompt_tokens, args.answer_tokens)
+            try:
+                time.sleep(UNDISTURBED_S)
+                undisturbed = spread(load.first_tokens_s())
+                for role, number in CASES:
+                    if number is signal.SIGSTOP and workers == 1:
+                        # Nobody could go on with its streams.
+                        continue
+                    results[f"{role} {number.name}"] = summary(faults_of(cluster, board, load, role, number, args))
+            finally:
+                load.close()
+            lost = [stream.error for stream in load.streams if stream.error]
+    results["undisturbed first tokens"] = undisturbed
+    results["streams"], results["lost"] = len(load.streams), lost
+    return results
+
+
+def table_of(shape: str, cases: dict[str, Any]) -> Table:
+    """A row for the pauses of each case, and one for those first tokens that a fault delayed."""
+    table = Table("fault", "faults", "streams", "p50 s", "p99 s", "worst s", *PHASES, title=shape)
+
+    def add(name: str, faults: str, found: dict[str, Any], phases: dict[str, float]) -> None:
+        figures = [f"{found[key]:.2f}" if key in found else "-" for key in ("p50_s", "p99_s", "max_s")]
+        shown = [f"{phases[one]:.2f}" if one in phases else "" for one in PHASES]
+        table.add_row(name, faults, str(found["streams"]), *figures, *shown)
+
+    for case, found in cases.items():
+        if isinstance(found, dict) and "faults" in found:
+            add(case, str(found["faults"]), found, found["phases_s"])
+            add("  first tokens", "", found["first_tokens"], {})
+    add("first tokens without a fault", "", cases["undisturbed first tokens"], {})
+    return table
+
+
+def main() -> None:
+    """Measure both shapes and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.pauses", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--faults", type=int, default=5, help="faults of each case")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--answer-tokens", type=int, default=200, help="on the average, drawn within half of it")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="workers of each kind")
+    parser.add_argument("--no-standby", dest="standby", action="store_false")
+    parser.add_argument("--save", default="pauses", help="name among the results; empty: nothing is kept")
+    args = parser.parse_args()
+    results = {f"{workers} of each": measure(args, workers) for workers in args.workers}
+    for shape, cases in results.items():
+        show_table(table_of(shape, cases))
+        print(f"{cases['streams']} streams, {len(cases['lost'])} lost {cases['lost'][:3]}")
+    if args.save:
+        asked = {name: getattr(args, name) for name in ("model", "faults", "prompt_tokens", "answer_tokens", "standby")}
+        save(args.save, {"asked": asked, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What quantized weights and KV cost in accuracy: perplexity, divergence, how often the likeliest token stays so.
+
+The text is Python's documentation of its language, cut into windows; each token but the first of a window is predicted
+from those before it. All weights run on the CPU kernels and are compared with float32 on torch. The demo model has its
+channels in a random order (`lab.benchmarks.shuffled_model`), because its weights have been quantized before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import tempfile
+
+import torch
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from lab.benchmarks.report import save, show_table
+from lab.benchmarks.shuffled_model import save_shuffled_model
+from lab.testbed.plain_model import plain_folder
+from pillion.config import ModelFlags
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.quantized.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+
+BLOCK_SIZE = 16
+# Rows of the table by name: --quantization, --quantization-group-size and --kv-cache-dtype.
+KINDS = {
+    "bfloat16": ("none", "auto", "auto"),
+    "int8": ("int8", "auto", "auto"),
+    "int8, groups of 32": ("int8", "32", "auto"),
+    "int8-dynamic": ("int8-dynamic", "auto", "auto"),
+    "int4, groups of 32": ("int4", "32", "auto"),
+    "int4, groups of 128": ("int4", "128", "auto"),
+    "bfloat16, KV fp8": ("none", "auto", "fp8"),
+    "bfloat16, KV int8": ("none", "auto", "int8"),
+}
+
+
+def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str) -> TextScorer:
+    """Return a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
+    isa = choose_isa("auto", host_features())
+    if isa is None:
+        raise ConfigError("there are no kernels for this processor")
+    return TextScorer(CpuBackend(load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype), threads))
+
+
+def main() -> None:
+    """Measure, print, write results/quantization.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="rows of the table")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        folder = plain_folder(args.model)
+        if args.model == "demo":
+            folder = save_shuffled_model(folder, pathlib.Path(name, "shuffled"))
+        exact = prepare(ModelFlags(model=str(folder), dtype="float32"), print)
+        scorers = {"float32, torch": TextScorer(TorchBackend(exact, BLOCK_SIZE, args.threads))}
+        for kind in args.kinds:
+            quantization, group, kv = KINDS[kind]
+            flags = ModelFlags(
+                model=str(folder), dtype="bfloat16", quantization=quantization, quantization_group_size=group
+            )
+            scorers[kind] = scorer(prepare(flags, print), args.threads, kv)
+        found = {kind: Accuracy() for kind in scorers}
+        for ids in text_windows(Tokenizer.from_file(str(folder / "tokenizer.json")), args.windows):
+            wanted = scorers["float32, torch"].score(ids)
+            for kind, each in scorers.items():
+                found[kind].add(ids, wanted, each.score(ids))
+    show(found)
+    rows = [
+        {"weights": kind, "tokens": each.tokens, "perplexity": each.perplexity}
+        | {"top1_agreement": each.agreement, "kl_divergence": each.mean_divergence}
+        for kind, each in found.items()
+    ]
+    save("quantization", {"model": args.model, "window_tokens": WINDOW_TOKENS, "rows": rows})
+
+
+def show(found: dict[str, Accuracy]) -> None:
+    """Print the table."""
+    table = Table(title="accuracy beside float32 on torch")
+    for heading in ("weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
+        table.add_column(heading, justify="right")
+    for kind, each in found.items():
+        figures = f"{each.perplexity:.3f}", f"{each.agreement:.2%}", f"{each.mean_divergence:.5f}"
+        table.add_row(kind, str(each.tokens), *figures)
+    show_table(table)
+
+
+if __name__ == "__main__":
+    main()

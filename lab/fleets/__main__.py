@@ -1,0 +1,108 @@
+"""Declares `python -m lab.fleets`, which replays a recorded trace on a fleet in simulated time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lab.fleets.command import run_simulate
+from pillion.cli.app import run_command
+from pillion.cli.flags import FlagCommand, option, options
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+COSTS = "STEP,TOKEN,SEQUENCE,READ,PAIR"
+COST_HELP = "Seconds of a step, and of each token, sequence, KV token read and query-key pair in it"
+OUTPUT = (
+    option("--json", "Write the result there.", type=FILE, metavar="PATH"),
+    option("--plot", "Draw it there: .png, .svg or .pdf.", type=FILE, metavar="PATH"),
+)
+
+
+def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[float, ...]:
+    """Parses five numbers separated by commas; without any text it returns an empty tuple."""
+    if not text:
+        return ()
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    sound = all(math.isfinite(one) and one >= 0 for one in found) and sum(found[:2]) > 0
+    if len(found) != len(COSTS.split(",")) or not sound:
+        raise click.BadParameter(f"{text!r} is not {COSTS}, such as 5e-3,4e-5,5e-5,2e-8,1e-9", ctx, param)
+    return found
+
+
+def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[tuple[float, int], ...]:
+    """Parses times and numbers of nodes: "600:2" for two nodes after 600 s."""
+    found = []
+    for text in texts:
+        at_s, _, nodes = text.partition(":")
+        try:
+            one = float(at_s), int(nodes)
+        except ValueError:
+            one = -1.0, 0
+        if not (math.isfinite(one[0]) and one[0] >= 0 and one[1] > 0):
+            raise click.BadParameter(f"{text!r} is not SECONDS:NODES, such as 600:2", ctx, param)
+        found.append(one)
+    return tuple(found)
+
+
+@click.command(cls=FlagCommand)
+@options(
+    option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", type=FILE, required=True),
+    option(
+        "--flag flags",
+        "A flag of `pillion serve` with a value, or with several to compare: max-num-seqs=32,64. Repeat it for more.",
+        (), multiple=True, metavar="NAME=VALUE[,VALUE...]",
+    ),
+    option("--step-cost", f"{COST_HELP}.", callback=step_cost, metavar=COSTS),
+    option("--prefill-step-cost", "The same for prefill workers, where it differs.", callback=step_cost, metavar=COSTS),
+    option("--redis-url", "Take these costs from the workers of this Redis' cluster, which have fitted them.", ""),
+    option(
+        "--block-bytes",
+        "Bytes of a KV block, for pools and transfers. 0: transfers take no time.",
+        0, type=click.IntRange(min=0),
+    ),
+    option(
+        "--state-bytes",
+        "Bytes of what a hybrid model's layers carry from token to token. 0: a model without states.",
+        0, type=click.IntRange(min=0),
+    ),
+    option("--gigabytes-per-s", "Pace of blocks between nodes.", 1.0, type=click.FloatRange(min=0.001)),
+    option("--speed", "Replay the trace so many times as fast.", 1.0, type=click.FloatRange(min=1e-6)),
+    option("--requests", "The first so many requests of the trace; 0: all.", 0, type=click.IntRange(min=0)),
+    option(
+        "--scale-down",
+        "Drain so many decode workers, with their nodes, after so many seconds: 600:2. Repeat it for more.",
+        (), multiple=True, callback=scale_downs, metavar="SECONDS:NODES",
+    ),
+    option("--ttft-ms", "Objective: the longest time to the first token; 0: none.", 0.0, type=click.FloatRange(min=0)),
+    option(
+        "--itl-ms", "Objective: the 99th percentile of a request's gaps between tokens; 0: none.", 0.0,
+        type=click.FloatRange(min=0),
+    ),
+    option("--attainment", "Share of requests that must meet them.", 0.9, type=click.FloatRange(0.01, 1.0)),
+)  # fmt: skip
+@click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
+@options(*OUTPUT)
+def simulate(**values: Any) -> int:
+    """Replay a trace on a simulated fleet.
+
+    It shows what a change of a flag costs, or how many workers a trace takes.
+
+    The gateways' decisions and the workers' schedulers are those of `pillion serve`; time alone is simulated. Pools are
+    endless unless --flag kv-pool-bytes=SIZE says otherwise. The exit status is 1 where no number of workers is enough.
+    """
+    return run_simulate(values)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line. Every error that is not a defect is one line on standard error."""
+    run_command(simulate, argv, "python -m lab.fleets")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Computes figures of what the clients of a simulated load saw: percentiles, goodput, the same requests in two fleets.
+Sans-IO.
+
+A request is good if its first token came within ``ttft_s`` and the 99th percentile of its own gaps between tokens is
+within ``itl_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.fleets.traffic import ClientRecord
+
+# A request counts as faster or slower in another fleet if its time to the first token differs by at least this share.
+NOTICED_SHARE = 0.05
+# The curve of a distribution has at most this many points.
+CURVE_POINTS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class GoodBounds:
+    """Holds bounds in seconds, of which 0 means none, and ``attainment``, the share of requests that has to be good."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    attainment: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetFigures:
+    """Holds the figures of one load, with times in ms.
+
+    Attributes:
+        failed: requests that were refused, or not answered in time.
+        good_share: share of all requests that met the objectives; ``good_per_s`` of them a second of the load.
+        hit_share: share of the prompts' tokens that were found; ``prefilled_share`` that prefill workers computed.
+        states_kept, states_evicted: states that were kept, and that left a pool again; ``state_bytes`` are those of all
+            that nodes have at the end.
+        faster_share, slower_share: share of the requests whose first token came sooner, or later, than in the first
+            fleet of a comparison.
+    """
+
+    requests: int
+    failed: int
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    good_share: float
+    good_per_s: float
+    hit_share: float
+    prefilled_share: float
+    states_kept: int = 0
+    states_evicted: int = 0
+    state_bytes: int = 0
+    faster_share: float = 0.0
+    slower_share: float = 0.0
+
+
+def figures_of(
+    records: Sequence[ClientRecord], objectives: GoodBounds, first: Sequence[ClientRecord] = ()
+) -> FleetFigures:
+    """Returns the figures of one load. ``first`` are the same requests in the first fleet of a comparison."""
+    ttft_s = np.array([record.ttft_s for record in records])
+    gaps_s = all_gaps_s(records)
+    tokens = max(1, sum(record.request.prompt_tokens for record in records))
+    seconds = max(1e-9, records[-1].request.at_s - records[0].request.at_s) if records else 1.0
+    met = [is_good(record, objectives) for record in records]
+    before_s = np.array([record.ttft_s for record in first]) if first else ttft_s
+    return FleetFigures(
+        requests=len(records),
+        failed=sum(record.failed for record in records),
+        ttft_p50_ms=_percentile_ms(ttft_s, 50),
+        ttft_p99_ms=_percentile_ms(ttft_s, 99),
+        itl_p50_ms=_percentile_ms(gaps_s, 50),
+        itl_p99_ms=_percentile_ms(gaps_s, 99),
+        good_share=sum(met) / max(1, len(met)),
+        good_per_s=sum(met) / seconds,
+        hit_share=sum(record.cached_tokens for record in records) / tokens,
+        prefilled_share=sum(record.prefilled_tokens for record in records) / tokens,
+        faster_share=float(np.mean(ttft_s < before_s * (1 - NOTICED_SHARE))) if len(records) else 0.0,
+        slower_share=float(np.mean(ttft_s > before_s * (1 + NOTICED_SHARE))) if len(records) else 0.0,
+    )
+
+
+def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
+    """Returns whether a request was answered within the objectives."""
+    if record.failed or (objectives.ttft_s and record.ttft_s > objectives.ttft_s):
+        return False
+    if not objectives.itl_s or not len(record.gaps_s):
+        return True
+    return float(np.percentile(np.asarray(record.gaps_s), 99)) <= objectives.itl_s
+
+
+def all_gaps_s(records: Sequence[ClientRecord]) -> npt.NDArray[np.float64]:
+    """Returns the seconds between tokens of all requests, float64 [gaps]."""
+    found = [np.asarray(record.gaps_s, dtype=np.float64) for record in records]
+    return np.concatenate(found) if found else np.zeros(0)
+
+
+def curve_ms(seconds: npt.NDArray[np.float64]) -> tuple[list[float], list[float]]:
+    """Returns times in ms, and for each the share of the values that are no longer, as a picture's curve of at most
+    CURVE_POINTS."""
+    if not len(seconds):
+        return [], []
+    shares = np.linspace(0.0, 1.0, min(CURVE_POINTS, len(seconds) + 1))
+    return (np.quantile(seconds, shares) * 1000).tolist(), shares.tolist()
+
+
+def _percentile_ms(seconds: npt.NDArray[np.float64], percent: float) -> float:
+    return float(np.percentile(seconds, percent)) * 1000 if len(seconds) else 0.0

@@ -1,0 +1,506 @@
+"""Runs one request in simulated time: the production request machine, and the calls that its actions ask for (I9).
+
+    arrive -> machine --actions--> look-up, ticket, fetch, prefill range, stream --events--> machine ... -> Finish or
+    Fail
+
+Each call ends with the event that the gateway's own calls would post (:mod:`pillion.gateway.request.component_calls`).
+A call of an attempt that is over is dropped. Those calls themselves need an event loop, channels and messages: the
+simulation that has them (:mod:`lab.simulator.world`) gets through 25 requests in a second of a core, a fleet
+through 240 to 270 (2026-11-23, on a loaded machine).
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from lab.fleets.prefix_store import NodeStore, SimTicket, SlotsOfState
+from lab.fleets.sim_worker import TOKEN, SimWorker, WorkerJob
+from lab.fleets.site import FleetSite
+from lab.fleets.traffic import ClientRecord, Request
+from pillion.engine.scheduling.block_chain import ChunkDone
+from pillion.engine.scheduling.sequence import Ending
+from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.gateway.admission.tenants import flow_of
+from pillion.gateway.links.load_exchange import AssignedLoad
+from pillion.gateway.planning.plan_cost import FETCH_CALL_S
+from pillion.gateway.planning.planner import FetchPlan, RequestPlan
+from pillion.gateway.planning.route_planner import RoutePlanner
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import RequestMachine
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
+
+GONE = "the worker has stopped"
+
+
+class RequestHost(Protocol):
+    """Describes the methods that a request calls of its gateway."""
+
+    site: FleetSite
+    routes: RoutePlanner
+
+    def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
+        """Plans an attempt; ``then`` is called later, with the plan or the error."""
+
+    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
+        """Returns whether a worker takes the prefill range or stream of a request that has come to it."""
+
+    def ended(self, flow: FleetRequest) -> None:
+        """Notes that a request is over."""
+
+
+class FleetRequest:
+    """Runs one request. Attributes are for reading: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``, and
+    ``blocks``, those of its prompt that may be found."""
+
+    def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
+        self.request = request
+        # A text with a state goes on from one that is before its last token.
+        whole = (request.prompt_tokens - bool(host.site.states)) // TRACE_BLOCK_TOKENS
+        self.blocks = request.blocks[:whole]
+        self.arrived_s = arrived_s
+        self.machine = RequestMachine(
+            (TOKEN,) * request.prompt_tokens, request.answer_tokens, frozenset(), max_attempts, arrived_s
+        )
+        self.first_s = self.last_s = 0.0
+        self.gaps_s: array[float] = array("d")
+        self.error: PillionError | None = None
+        self._host = host
+        self._site = host.site
+        self._load = load
+        # This number is raised when calls that were begun for an attempt are no longer wanted, so that their later
+        # events do nothing.
+        self._work = 0
+        self._ticket: SimTicket | None = None
+        self._store: NodeStore | None = None
+        # This function gives back what a prefill range on another node holds there.
+        self._close_remote: Callable[[], None] = lambda: None
+        self._prefill_range: tuple[SimWorker, WorkerJob] | None = None
+        # This says whether a prefill range of the request runs on a prefill worker now.
+        self._prefill_open = False
+        self._stream: tuple[SimWorker, WorkerJob] | None = None
+        # A stream begins when its submit has arrived and the blocks that it awaits are there.
+        self._submitted: ev.SubmitDecode | None = None
+        self._blocks_here = 0
+        self._begun = False
+
+    def start(self) -> None:
+        """Starts the request, which the gateway has admitted."""
+        self._perform(self.machine.start())
+
+    def pass_deadline(self) -> None:
+        """Ends the request, if it has not ended yet, because its client's time is over."""
+        self._post(ev.DeadlinePassed())
+
+    def record(self, patience_s: float) -> ClientRecord:
+        """Returns what the client has seen; a client without a first token has waited for ``patience_s``."""
+        timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan
+        ttft_s = self.first_s - self.arrived_s if self.first_s else patience_s
+        reason = self.error.message if self.error is not None else plan.reason if plan is not None else ""
+        whole = len(self.gaps_s) + bool(self.first_s) == self.request.answer_tokens
+        tokens = timings.prefilled_tokens, timings.cached_tokens
+        return ClientRecord(self.request, ttft_s, self.gaps_s, reason, *tokens, not whole, timings.replays)
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether a worker has begun the request's prompt in this attempt."""
+        return self._prefill_range is not None or self._blocks_here > 0
+
+    def lacking_tokens(self, component_id: str) -> int:
+        """Returns how many tokens of the request's prompt a worker has to compute, as its plan says."""
+        plan = self.machine.plan
+        if plan is None:
+            return 0
+        if component_id == plan.decode.component_id:
+            return plan.prompt_tokens - plan.split_tokens
+        return sum(plan.chunks)
+
+    def _post(self, event: ev.Event) -> None:
+        self._perform(self.machine.handle(event, self._site.clock.now))
+
+    def _perform(self, actions: Sequence[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.Emit():
+                    pass
+                case ev.LookUp():
+                    self._look_up(action)
+                case ev.OpenTicket():
+                    self._load.assign_plan(action.plan)
+                    self._open(action)
+                case ev.Fetch():
+                    self._fetch(action)
+                case ev.RunPrefill():
+                    self._begun = False
+                    self._load.assign_plan(action.plan)
+                    self._run_prefill(action)
+                case ev.SubmitDecode():
+                    self._submit(action)
+                case ev.StopWork():
+                    self._stop_work()
+                case ev.CancelDecode():
+                    self._cancel_stream()
+                case ev.ReleaseTicket():
+                    if self._stream is None and self._submitted is None:
+                        self._close_ticket()
+                case ev.Finish():
+                    self._over(None)
+                case ev.Fail(error):
+                    self._over(error)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls ``call`` after ``seconds``, unless the work that is under way now is no longer wanted then."""
+        number = self._work
+
+        def due() -> None:
+            if number == self._work:
+                call()
+
+        self._site.clock.after(seconds, due)
+
+    def _look_up(self, action: ev.LookUp) -> None:
+        self._load.assign({})
+
+        def planned(plan: RequestPlan | PillionError) -> None:
+            if isinstance(plan, PillionError):
+                self._post(ev.PlanFailed(action.attempt, plan, retryable=False))
+            else:
+                self._post(ev.PlanMade(action.attempt, plan))
+
+        number = self._work
+        self._later(
+            action.after_ms / 1000,
+            lambda: self._host.plan(self, action, lambda plan: planned(plan) if number == self._work else None),
+        )
+
+    def _open(self, action: ev.OpenTicket) -> None:
+        plan, site = action.plan, self._site
+
+        def granted(pinned: int) -> None:
+            hold = ev.TicketHold(plan.node_id, 0, 0)
+            self._later(site.call_s / 2, lambda: self._post(ev.TicketGranted(action.attempt, hold, pinned)))
+
+        def arrived() -> None:
+            if not self._open_at(plan, granted):
+                self._post(ev.TicketLost(action.attempt, Unavailable("the KV node has stopped"), retryable=True))
+
+        self._later(site.call_s / 2, arrived)
+
+    def _open_at(self, plan: RequestPlan, granted: Callable[[int], None]) -> bool:
+        """Opens the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks.
+        Returns False where the node has stopped."""
+        site, store = self._site, self._site.stores.get(plan.node_id)
+        if store is None:
+            return False
+        total = (self.request.prompt_tokens + self.request.answer_tokens) // site.block_size + 1
+        sequences = 1 if plan.prefill is None or plan.remote else 2
+        opened = SimTicket(
+            self.blocks,
+            total + sequences * site.working_pages,
+            lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size),
+            sequences=sequences,
+            known=self._known_to_index(plan),
+        )
+        self._store, self._ticket = store, opened
+        store.open(opened)
+        return True
+
+    def _fetch(self, action: ev.Fetch) -> None:
+        """Fetches the blocks that the sources still have when the fetch begins."""
+        here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted)
+        count = max(0, min(action.wanted.blocks, blocks) - here)
+        moved = count + self._site.state_pages if count else 0
+        seconds = took_s + moved * self._site.block_s
+
+        def brought() -> None:
+            # Nobody else is asked where only this node had the blocks, and has evicted them since the plan was made.
+            if sources := action.wanted.source_node_ids:
+                now = self._site.clock.now
+                self._host.routes.fetch_paces.observe(sources[0], action.plan.node_id, moved, seconds, now)
+            self._commit((here + count) * self._site.block_size)
+            tokens = (here + count) * self._site.block_size
+            kept = not count or _keep(self._store, self._ticket, tokens, SlotsOfState.FETCHED)
+            self._post(ev.BlocksFetched(action.attempt, here + count if kept else here))
+
+        self._later(seconds, brought)
+
+    def _brought(self, wanted: FetchPlan) -> tuple[float, int]:
+        """Returns the seconds that the call of a fetch takes, and how many of the blocks that are wanted the best of
+        the sources has."""
+        chain = self.blocks[: -(-wanted.blocks * self._site.block_size // TRACE_BLOCK_TOKENS)]
+        stores = (self._site.stores.get(name) for name in wanted.source_node_ids)
+        most = max((store.prefix(chain) for store in stores if store is not None), default=0)
+        return FETCH_CALL_S, most * TRACE_BLOCK_TOKENS // self._site.block_size
+
+    def _run_prefill(self, action: ev.RunPrefill) -> None:
+        plan, worker = action.plan, self._worker(action.plan.prefill.component_id if action.plan.prefill else "")
+        self._blocks_here, self._prefill_open = plan.cached_blocks, True
+        if worker is None:
+            self._prefill_lost(action.attempt)
+        elif plan.remote:
+            self._open_remote(action, worker)
+        else:
+            store, ticket = self._store, self._ticket
+            self._later(self._site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, self._acked))
+
+    def _offer_prefill(
+        self,
+        worker: SimWorker,
+        action: ev.RunPrefill,
+        store: NodeStore | None,
+        ticket: SimTicket | None,
+        acked: Callable[[ev.RunPrefill, ChunkDone], None],
+    ) -> None:
+        """Offers the prefill range to its prefill worker, under a ticket at its node."""
+        plan = action.plan
+        ends = itertools.accumulate(plan.chunks, initial=plan.cached_tokens)
+        job = WorkerJob(
+            tokens=plan.split_tokens,
+            computed_blocks=plan.cached_blocks,
+            chunk_ends=tuple(end for end in ends if end > plan.cached_tokens),
+            on_chunk=lambda chunk: acked(action, chunk),
+            on_lost=lambda: self._prefill_lost(action.attempt),
+            known_blocks=self._known_blocks(ticket),
+            on_place=lambda tokens: _keep(store, ticket, tokens, SlotsOfState.RUNNING),
+            flow=flow_of(self.request.tenant, ""),
+        )
+        if not self._host.takes(self, worker, job):
+            self._prefill_lost(action.attempt)
+            return
+        self._prefill_range = worker, job
+        worker.add(job)
+
+    def _acked(self, action: ev.RunPrefill, chunk: ChunkDone) -> None:
+        """Notes that the KV of a chunk has arrived at the decode worker's node."""
+        plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
+        self._commit(chunk.end_tokens)
+        if last:
+            slots = SlotsOfState.FETCHED if plan.remote else SlotsOfState.ENDED
+            _keep(self._store, self._ticket, chunk.end_tokens, slots)
+        self._blocks_here = chunk.end_tokens // plan.block_size
+        if last:
+            self._prefill_range, self._prefill_open = None, False
+        if not self._begun:
+            self._load.assign_plan(plan, chunk.end_tokens)
+        ack: Any = chunk
+        self._post(ev.ChunkAcked(action.attempt, ack))
+        if last:
+            self._post(ev.PrefillEnded(action.attempt, chunk.end_tokens))
+        self._begin_stream()
+
+    def _prefill_lost(self, attempt: int) -> None:
+        self._prefill_range, self._prefill_open = None, False
+        self._close_remote()
+        self._post(ev.PrefillLost(attempt, Unavailable(GONE), retryable=True))
+
+    def _open_remote(self, action: ev.RunPrefill, worker: SimWorker) -> None:
+        """Opens a prefill range on another node: a ticket there, the cached prefix, and each chunk, which is carried
+        over as it is computed."""
+        plan, site, store = action.plan, self._site, self._site.stores.get(worker.record.node_id)
+        if store is None:
+            self._prefill_lost(action.attempt)
+            return
+        carried: deque[ChunkDone] = deque()
+        # This says whether the ticket at the other node is closed; calls under way are not wanted any more then.
+        closed = False
+
+        def close() -> None:
+            nonlocal closed
+            closed = True
+            store.close(ticket)
+
+        def carry() -> None:
+            """Carries the oldest chunk to the decode worker's node, then the next one."""
+            end = carried[0].end_tokens
+            blocks = end // site.block_size - self._blocks_here + (site.state_pages if end == plan.split_tokens else 0)
+
+            def here() -> None:
+                if closed:
+                    return
+                chunk = carried.popleft()
+                if chunk.end_tokens == plan.split_tokens:
+                    self._close_remote()
+                self._acked(action, chunk)
+                if carried:
+                    carry()
+
+            self._later(FETCH_CALL_S + blocks * site.block_s, here)
+
+        def computed(_: ev.RunPrefill, chunk: ChunkDone) -> None:
+            store.commit(ticket, chunk.end_tokens // TRACE_BLOCK_TOKENS)
+            if chunk.end_tokens == plan.split_tokens:
+                _keep(store, ticket, chunk.end_tokens, SlotsOfState.ENDED)
+            carried.append(chunk)
+            if len(carried) == 1:
+                carry()
+
+        def granted(ticket: SimTicket) -> None:
+            there = min(ticket.pinned * TRACE_BLOCK_TOKENS, plan.cached_tokens)
+            lacking = (plan.cached_tokens - there) // site.block_size
+            brought_s = FETCH_CALL_S + (lacking + site.state_pages) * site.block_s if lacking else 0.0
+            store.commit(ticket, plan.cached_tokens // TRACE_BLOCK_TOKENS)
+            if lacking:
+                _keep(store, ticket, plan.cached_tokens, SlotsOfState.FETCHED)
+            self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, computed))
+
+        whole = self.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
+        total = plan.split_blocks + 1 + site.working_pages
+        ticket = SimTicket(whole, total, granted, known=self._known_to_index(plan))
+        self._close_remote = close
+
+        def gave_up() -> None:
+            if ticket.waiting and not closed:
+                close()
+                self._prefill_open = False
+                self._post(ev.PrefillEnded(action.attempt, plan.cached_tokens))
+
+        def arrived() -> None:
+            store.open(ticket)
+            self._later(ev.MAX_REMOTE_ADMISSION_WAIT_S, gave_up)
+
+        self._later(site.call_s, arrived)
+
+    def _stop_work(self) -> None:
+        self._work += 1
+        self._prefill_open = False
+        if self._prefill_range is not None:
+            worker, job = self._prefill_range
+            self._prefill_range = None
+            worker.cancel(job)
+        self._close_remote()
+        if self._stream is None:
+            self._submitted = None
+            self._close_ticket()
+
+    def _submit(self, action: ev.SubmitDecode) -> None:
+        self._begun = False
+        self._load.assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
+        if not action.awaited_blocks:
+            self._blocks_here = action.plan.split_blocks
+
+        def arrived() -> None:
+            self._submitted = action
+            if action.hold is not None:
+                self._begin_stream()
+            elif not self._open_at(action.plan, opened):
+                self._stream_lost(action.attempt)
+
+        def opened(pinned: int) -> None:
+            if pinned < action.plan.cached_blocks:
+                self._stream_lost(action.attempt, NotFound("less of the prompt is here: plan again"))
+                return
+            self._blocks_here = min(pinned, action.plan.limit_blocks)
+            self._begin_stream()
+
+        self._later(self._site.call_s, arrived)
+
+    def _begin_stream(self) -> None:
+        action = self._submitted
+        if action is None or self._stream is not None or self._blocks_here < action.awaited_blocks:
+            return
+        worker, attempt = self._worker(action.plan.decode.component_id), action.attempt
+        if worker is None:
+            self._stream_lost(attempt)
+            return
+        job = WorkerJob(
+            tokens=len(action.token_ids),
+            computed_blocks=self._blocks_here,
+            answer_tokens=len(self.machine.prompt) + self.request.answer_tokens - len(action.token_ids),
+            on_committed=lambda tokens: self._commit(min(tokens, self.request.prompt_tokens)),
+            on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
+            on_end=lambda ending: self._stream_ended(attempt, ending),
+            on_lost=lambda: self._stream_lost(attempt),
+            known_blocks=self._known_blocks(self._ticket),
+            on_place=lambda tokens: _keep(self._store, self._ticket, tokens, SlotsOfState.RUNNING),
+            flow=flow_of(self.request.tenant, ""),
+        )
+        if not self._host.takes(self, worker, job):
+            self._stream_lost(attempt)
+            return
+        self._stream, self._submitted = (worker, job), None
+        self._post(ev.TicketAdopted(attempt, self._blocks_here))
+        worker.add(job)
+
+    def _told(self, attempt: int, times: Sequence[float], gaps: array[float]) -> None:
+        if self.last_s:
+            self.gaps_s.append(times[0] - self.last_s)
+        else:
+            self.first_s = times[0]
+        self.gaps_s.extend(gaps)
+        self.last_s = times[-1]
+        if not self._begun and self._stream is not None:
+            self._begun = True
+            self._load.assign({self._stream[0].record.component_id: (1, 0)})
+            self._commit(self.request.prompt_tokens)
+        self._post(ev.TokensSampled(attempt, (TOKEN,) * len(times)))
+
+    def _stream_ended(self, attempt: int, ending: Ending) -> None:
+        self._stream = None
+        if ending.reason is not None and self._ticket is not None and self._store is not None:
+            # The last token of an answer has no KV.
+            self._store.finish(self._ticket, self.request.prompt_tokens + self.request.answer_tokens - 1)
+        self._close_ticket()
+        if ending.reason is not None:
+            self._post(ev.DecodeFinished(attempt, ending.reason, None))
+        else:
+            self._post(ev.DecodeLost(attempt, ending.error or Unavailable(GONE), retryable=True))
+
+    def _stream_lost(self, attempt: int, error: PillionError | None = None) -> None:
+        self._stream = self._submitted = None
+        if not self._prefill_open:
+            # An open prefill range, in contrast, goes on without its stream, under the same ticket.
+            self._work += 1
+            self._close_ticket()
+            self._load.assign({})
+        self._post(ev.DecodeLost(attempt, error or Unavailable(GONE), retryable=True))
+
+    def _cancel_stream(self) -> None:
+        self._load.assign({})
+        self._submitted = None
+        self._work += 1
+        if self._stream is not None:
+            worker, job = self._stream
+            self._stream = None
+            worker.cancel(job)
+        self._close_ticket()
+
+    def _worker(self, component_id: str) -> SimWorker | None:
+        return self._site.workers.get(component_id)
+
+    def _commit(self, tokens: int) -> None:
+        """Commits the prompt's KV before ``tokens``, which is at the ticket's node."""
+        if self._ticket is not None and self._store is not None and self._ticket.open:
+            self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
+
+    def _known_to_index(self, plan: RequestPlan) -> int:
+        """Returns how many blocks of the trace, of this prompt, the index knew at any node when it was planned."""
+        return plan.known_blocks * self._site.block_size // TRACE_BLOCK_TOKENS
+
+    def _known_blocks(self, ticket: SimTicket | None) -> int:
+        """Returns after how many KV blocks other texts part from this one, as far as a ticket's node knows."""
+        return ticket.known * TRACE_BLOCK_TOKENS // self._site.block_size if ticket is not None else 0
+
+    def _close_ticket(self) -> None:
+        if self._ticket is not None and self._store is not None:
+            self._store.close(self._ticket)
+        self._ticket = None
+
+    def _over(self, error: PillionError | None) -> None:
+        self.error = error
+        self._load.assign({})
+        self._work += 1
+        self._close_remote()
+        self._close_ticket()
+        self._host.ended(self)
+
+
+def _keep(store: NodeStore | None, ticket: SimTicket | None, tokens: int, slots: SlotsOfState) -> bool:
+    """Keeps the state of a prompt after its first ``tokens`` tokens at a ticket's node, at the end of a whole block of
+    the trace. Returns False where there is no memory for it."""
+    if store is None or ticket is None or not ticket.open:
+        return True
+    store.commit(ticket, tokens // TRACE_BLOCK_TOKENS)
+    return store.keep(ticket, tokens // TRACE_BLOCK_TOKENS, slots)

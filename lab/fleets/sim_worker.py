@@ -1,0 +1,490 @@
+"""Simulates a worker: the production scheduler, over steps that cost as much as a model says (I9).
+
+    add -> [schedule -> step of so many seconds -> commit] ... -> chunks of prefill ranges, tokens of streams
+
+A run of steps in which all streams only decode is one event where nothing can tell the difference (``macro_steps``):
+the costs of its steps are drawn as always, and when it ends, or something comes in between, the scheduler commits what
+has ended until then at once, as it commits tokens that a grammar forces. Then the growth of streams is reserved from
+the beginning, and the cost model is known and not learnt: each step would change it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import mul
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lab.fleets.clock import Clock
+from lab.fleets.host_cores import OwnCores, SharedCores
+from lab.fleets.model_states import ModelStates
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Ending, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence as Stream
+from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
+from pillion.engine.scheduling.step_feature import StepFeature
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.priority import NO_FLOW, Flow
+from pillion.types import SamplingParams
+from pillion.wire.registry import ComponentRecord, WorkerLoad
+
+ROOT = b"\7" * HASH_BYTES
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+# Every text of a simulated model has fewer tokens than this.
+MAX_TOKENS = 1 << 30
+TOKEN = 1
+# At most MAX_RUN_STEPS steps are simulated as one event, and noise shortens no step's time to less than LEAST_NOISE
+# times its cost.
+MAX_RUN_STEPS = 4096
+LEAST_NOISE = 0.5
+
+
+class _Known(StepFeature):
+    """Represents the tokens of a run of steps, all of which are known beforehand."""
+
+    use = "forced"
+    certain = True
+
+
+_KNOWN = _Known()
+
+
+class KnownCost(StepCost):
+    """Stands for a cost model that is right from the beginning and learns nothing."""
+
+    def __init__(self, cost_s: Sequence[float]) -> None:
+        super().__init__()
+        self._weights = list(map(mul, cost_s, SCALES))
+        self.steps = 1
+
+    def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
+        """Ignores a step, because its cost is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Describes a worker's costs, flags and noise.
+
+    Attributes:
+        cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
+        noise: relative standard deviation of a step's time.
+        residuals_s: what measured steps took beside their cost, less than nothing where they took less; one is drawn
+            for each step. No other core makes it shorter.
+        call_s: seconds of a call to the KV node.
+        known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
+        macro_steps: see the module; needs ``known_cost`` and cores of its own.
+        states: what keeps states where prompts end and part, for a model whose layers carry one.
+    """
+
+    cost_s: tuple[float, ...]
+    block_size: int
+    max_num_seqs: int
+    noise: float
+    heartbeat_s: float
+    call_s: float
+    residuals_s: tuple[float, ...] = ()
+    known_cost: bool = False
+    macro_steps: bool = False
+    states: ModelStates | None = None
+
+
+# This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
+TokensTold = Callable[[Sequence[float], "array[float]"], None]
+NO_GAPS: array[float] = array("d")
+
+
+@dataclass(slots=True, eq=False)
+class WorkerJob:
+    """Represents a prefill range or a stream on a worker.
+
+    Attributes:
+        tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
+        answer_tokens: tokens to generate; 0: a prefill range, whose chunks end at ``chunk_ends``.
+        on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
+        on_chunk, on_tokens, on_end: told of a prefill range's chunks, a stream's tokens, and the end of either.
+        on_lost: told that the worker stops before the job's end.
+        known_blocks: in a model with states, the blocks after which other texts part from this one.
+        on_place: told after how many tokens the text's state is kept.
+        flow: its tenant's share of the worker.
+    """
+
+    tokens: int
+    computed_blocks: int
+    answer_tokens: int = 0
+    chunk_ends: tuple[int, ...] = ()
+    on_chunk: Callable[[ChunkDone], None] = lambda chunk: None
+    on_committed: Callable[[int], None] = lambda tokens: None
+    on_tokens: TokensTold = lambda times, gaps: None
+    on_end: Callable[[Ending], None] = lambda ending: None
+    on_lost: Callable[[], None] = lambda: None
+    known_blocks: int = 0
+    on_place: Callable[[int], object] = lambda tokens: None
+    flow: Flow = NO_FLOW
+    seq_id: int = 0
+
+
+class StepNoise(NamedTuple):
+    """Holds what is drawn for a step: the factor by which its cost is multiplied, and the time that it takes beside
+    it."""
+
+    factor: float
+    beside_s: float
+
+    def seconds(self, cost_s: float) -> tuple[float, float]:
+        """Returns the seconds that the step takes on its cores, and those that it takes after that without a core."""
+        on_cores_s = cost_s * self.factor + min(0.0, self.beside_s)
+        return max(cost_s * LEAST_NOISE, on_cores_s), max(0.0, self.beside_s)
+
+
+@dataclass(slots=True)
+class StepRun:
+    """Represents steps under way that only decode: when each ends, and the noise of each. ``plan`` is that of the first
+    one."""
+
+    plan: StepPlan
+    ends_s: list[float]
+    noises: list[StepNoise]
+
+    def ended(self, now: float) -> int:
+        """Returns how many of the steps have ended."""
+        return bisect_right(self.ends_s, now)
+
+
+class SimWorker:
+    """Simulates a worker around a real scheduler. ``record`` is that of its last heartbeat; heartbeats come ``phase_s``
+    after whole periods. An idle worker sends none until it has work: nobody could tell the difference."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        cores: OwnCores | SharedCores,
+        record: ComponentRecord,
+        settings: WorkerSettings,
+        number: int,
+        phase_s: float = 0.0,
+    ) -> None:
+        self._clock = clock
+        self._cores = cores
+        self._number = number
+        self._settings = settings
+        self._phase_s = phase_s
+        self._weights: list[float] = list(map(mul, settings.cost_s, SCALES))
+        self._draw = random.Random(number)
+        # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
+        self._noises: deque[StepNoise] = deque()
+        cost = StepModel._make(settings.cost_s)
+        self._scheduler = Scheduler(
+            block_size=settings.block_size,
+            max_num_batched_tokens=record.max_step_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            target_itl_s=record.target_itl_ms / 1000,
+            target_itl_steps=record.target_itl_steps,
+            # A worker knows this from its model's shape.
+            pair_tokens=cost.pair_s / cost.token_s if cost.token_s else 0.0,
+            features=[partial(settings.states.places, self._kept)] if settings.states is not None else [],
+        )
+        if settings.known_cost:
+            self._scheduler.budget.cost = KnownCost(settings.cost_s)
+        self._slots = itertools.count()
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, WorkerJob] = {}
+        self._busy = False
+        self._cancelled: list[int] = []
+        self._run: StepRun | None = None
+        # This number is raised when the event at a run's expected end is no longer to happen, so that the event then
+        # does nothing.
+        self._version = 0
+        self._load = WorkerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
+        self._beating = False
+        self.steps = 0
+        self.draining = False
+        self.record = self.earlier = msgspec.structs.replace(
+            record, step_cost_s=self._load.step_cost_s, free_seqs=settings.max_num_seqs
+        )
+        self.beat_s = self._clock.now
+
+    def beat(self) -> None:
+        """Publishes the worker's record, and again after each heartbeat's period while there is work."""
+        self.earlier, self.record, self.beat_s = self.record, self.fresh_record(), self._clock.now
+        self._beating = bool(self._jobs) or self._busy
+        if self._beating:
+            self._clock.after(self._settings.heartbeat_s, self.beat)
+
+    def seen(self, at_s: float) -> ComponentRecord:
+        """Returns the worker's record as the registry had it at a recent time, with its age in ms."""
+        period_s = self._settings.heartbeat_s
+        record, beat_s = (self.record, self.beat_s) if self.beat_s <= at_s else (self.earlier, self.beat_s - period_s)
+        if at_s > beat_s:
+            beat_s += (at_s - beat_s) // period_s * period_s
+        return msgspec.structs.replace(record, heartbeat_age_ms=max(0, int((self._clock.now - beat_s) * 1000)))
+
+    def fresh_record(self) -> ComponentRecord:
+        """Returns the worker's record as a heartbeat would send it now."""
+        load = self._load_now()
+        return msgspec.structs.replace(
+            self.record,
+            **msgspec.structs.asdict(load),
+            free_seqs=max(0, self._settings.max_num_seqs - load.running_requests - load.waiting_requests),
+        )
+
+    def _load_now(self) -> WorkerLoad:
+        if self._run is None:
+            return self._load
+        grown = self._run.ended(self._clock.now) * len(self._run.plan.pieces)
+        return msgspec.structs.replace(self._load, context_tokens=self._load.context_tokens + grown)
+
+    def _begin_beating(self) -> None:
+        if not self._beating:
+            self._beating, period_s = True, self._settings.heartbeat_s
+            passed = (self._clock.now - self._phase_s) // period_s
+            self._clock.at(max(self._clock.now, self._phase_s + (passed + 1) * period_s), self.beat)
+
+    @property
+    def jobs(self) -> int:
+        """Returns the number of prefill ranges and streams on this worker."""
+        return len(self._jobs)
+
+    def add(self, job: WorkerJob) -> None:
+        """Adds a prefill range or a stream, whose ticket it now holds. A worker that drains loses it at once."""
+        if self.draining:
+            job.on_lost()
+            return
+        self._catch_up()
+        job.seq_id, size = next(self._ids), self._settings.block_size
+        prefill_range = not job.answer_tokens
+        total = job.tokens // size if prefill_range else job.tokens // size + 1
+        if self._settings.macro_steps and not prefill_range:
+            # One slot more than needed is given, so that the scheduler's stock of slots never looks short.
+            total = (job.tokens + job.answer_tokens) // size + 2
+        spec = SequenceSpec(
+            seq_id=job.seq_id,
+            token_ids=np.full(job.tokens, TOKEN, dtype=np.int32),
+            parent_hash=ROOT,
+            prompt_tokens=job.tokens,
+            sampling=None if prefill_range else GREEDY,
+            max_tokens=job.answer_tokens,
+            max_model_len=0 if prefill_range else MAX_TOKENS,
+            chunk_ends=job.chunk_ends,
+            flow=job.flow,
+        )
+        chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
+        holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
+        stream = Stream(spec, holding, size, self._clock.now, hashes=bytes(job.tokens // size * HASH_BYTES))
+        self._jobs[job.seq_id] = job
+        self._begin_beating()
+        self._scheduler.add(stream, self._clock.now)
+        self._step()
+
+    def cancel(self, job: WorkerJob) -> None:
+        """Cancels a job that nobody wants any more."""
+        if self._jobs.pop(job.seq_id, None) is not None:
+            self._catch_up()
+            self._cancelled.append(job.seq_id)
+            self._step()
+
+    def drain(self) -> None:
+        """Makes the worker refuse all jobs from now on."""
+        self.draining = True
+
+    def stop(self) -> None:
+        """Stops the worker: its jobs are lost, after the tokens that were generated until now."""
+        self.drain()
+        self._catch_up()
+        for job in list(self._jobs.values()):
+            self.cancel(job)
+            job.on_lost()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
+        it lacks."""
+        self._scheduler.check_integrity()
+        assert self._jobs.keys() <= self._scheduler.sequences.keys(), "a job is left that the scheduler does not have"
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self._slots, count))
+
+    def _step(self) -> None:
+        if self._busy:
+            return
+        # A step that is under way computes what it began with.
+        for seq_id in self._cancelled:
+            self._scheduler.cancel(seq_id, self._clock.now)
+        self._cancelled.clear()
+        plan = self._scheduler.schedule(self._clock.now)
+        self._hear(self._scheduler.flush(self._clock.now))
+        if plan.pieces:
+            self._busy = True
+            self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> None:
+        count, found = self._plain_steps(plan), list(features(plan.pieces))
+        if count < 2:
+            seconds, after_s = self._noise().seconds(self._cost_s(found))
+            self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, after_s))
+            return
+        now, streams = self._clock.now, len(plan.pieces)
+        run = StepRun(plan, [], [])
+        # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so the
+        # result equals that of features().
+        more_reads, more_pairs = streams / SCALES[3], streams / SCALES[4]
+        for _ in range(count):
+            noise = self._noise()
+            for part_s in noise.seconds(self._cost_s(found)):
+                now += part_s
+            run.ends_s.append(now)
+            run.noises.append(noise)
+            found[3] += more_reads
+            found[4] += more_pairs
+        self._run = run
+        self._version += 1
+        self._clock.at(now, lambda version=self._version: self._run_over(version))  # type: ignore[misc]
+
+    def _cost_s(self, found: Sequence[float]) -> float:
+        step, token, row, read, pair = self._weights
+        return step * found[0] + token * found[1] + row * found[2] + read * found[3] + pair * found[4]
+
+    def _noise(self) -> StepNoise:
+        if self._noises:
+            return self._noises.popleft()
+        residuals_s = self._settings.residuals_s
+        beside_s = self._draw.choice(residuals_s) if residuals_s else 0.0
+        return StepNoise(self._draw.gauss(1.0, self._settings.noise), beside_s)
+
+    def _plain_steps(self, plan: StepPlan) -> int:
+        """Returns how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
+        joined."""
+        if not self._settings.macro_steps:
+            return 0
+        queues = self._scheduler.queues
+        # Where tenants share the worker, whoever waits may have its turn after any step.
+        idle = not (queues.waiting or queues.preempted) or not (queues.free_seqs or queues.flows.several)
+        if not idle or len(plan.pieces) != len(queues.running):
+            return 0
+        least = MAX_RUN_STEPS
+        for piece in plan.pieces:
+            stream = piece.sequence
+            if not stream.decoding or piece.count != 1 or piece.samples != 1:
+                return 0
+            least = min(least, stream.most_tokens - stream.num_tokens - 1)
+        return least
+
+    def _run_over(self, version: int) -> None:
+        if version == self._version and self._run is not None:
+            self._commit_run(self._run, len(self._run.ends_s))
+            self._step()
+
+    def _catch_up(self) -> None:
+        """Commits the steps of a run that have ended; the one under way becomes a step of its own."""
+        run = self._run
+        if run is None:
+            return
+        count = run.ended(self._clock.now)
+        plan = run.plan
+        if count:
+            began_s = run.ends_s[count - 1]
+            self._commit_run(run, count)
+            if count == len(run.ends_s):
+                self._step()
+                return
+            self._busy = True
+            plan = self._scheduler.schedule(began_s)
+            self._hear(self._scheduler.flush(began_s))
+        self._run, self._version = None, self._version + 1
+        self._noises.extendleft(reversed(run.noises[count + 1 :]))
+        self._clock.at(run.ends_s[count], lambda: self._done(plan, 0.0))
+
+    def _commit_run(self, run: StepRun, count: int) -> None:
+        """Commits the first ``count`` steps of the run under way, as one whose tokens were known."""
+        self._run, self._version, self._busy = None, self._version + 1, False
+        ends_s = run.ends_s[:count]
+        if count > 1:
+            ids = np.full(count - 1, TOKEN, dtype=np.int32)
+            for piece in run.plan.pieces:
+                piece.sequence.propose(ids, _KNOWN)
+        pieces = tuple(SequencePiece(piece.sequence, piece.start, count, 1) for piece in run.plan.pieces)
+        plan = replace(run.plan, pieces=pieces)
+        gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
+        self.steps += count
+        outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
+        self._hear(outcome, ends_s, gaps)
+
+    def _landed(self, plan: StepPlan, borrowed_s: float, after_s: float) -> None:
+        self._clock.after(after_s, lambda: self._done(plan, borrowed_s))
+
+    def _done(self, plan: StepPlan, borrowed_s: float) -> None:
+        self._busy = False
+        self.steps += 1
+        sampled = Sampled((TOKEN,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
+        self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
+        self._step()
+
+    def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
+        if outcome.empty:
+            return
+        self._load = WorkerLoad(**outcome.load)
+        for update in outcome.updates:
+            self._tell(update, times or (self._clock.now,), gaps)
+        for chunk in outcome.chunks:
+            self._tell_chunk(chunk)
+        for order in outcome.commits:
+            self._clock.after(self._settings.call_s, lambda order=order: self._committed(order))  # type: ignore[misc]
+        if outcome.lease_blocks:
+            slots = self._take(outcome.lease_blocks)
+            self._clock.after(self._settings.call_s, lambda: self._granted(slots))
+
+    def _tell(self, update: Update, times: Sequence[float], gaps: array[float]) -> None:
+        job = self._jobs.get(update.seq_id)
+        if job is None:
+            return
+        if update.token_ids:
+            job.on_tokens(times, gaps)
+        if update.ending is not None:
+            del self._jobs[update.seq_id]
+            job.on_end(update.ending)
+
+    def _tell_chunk(self, chunk: ChunkDone) -> None:
+        job = self._jobs.get(chunk.seq_id)
+        if job is not None:
+            job.on_chunk(chunk)
+
+    def _kept(self, seq_id: int, tokens: int) -> None:
+        """Has the state of a sequence kept that stands after so many tokens."""
+
+        def kept() -> None:
+            job = self._jobs.get(seq_id)
+            if job is not None:
+                job.on_place(tokens)
+
+        self._clock.after(self._settings.call_s, kept)
+
+    def _committed(self, order: CommitOrder) -> None:
+        self._catch_up()
+        self._scheduler.committed(order.seq_id, order.slots, "", self._clock.now)
+        for chunk in order.chunks:
+            self._tell_chunk(chunk)
+        stream, job = self._scheduler.sequences.get(order.seq_id), self._jobs.get(order.seq_id)
+        if stream is not None and job is not None and not stream.is_prefill:
+            job.on_committed(stream.num_committed * self._settings.block_size)
+            if self._settings.macro_steps and stream.decoding and not stream.in_commit and stream.may_commit:
+                # Blocks after the prompt are not shared, because the simulated nodes (prefix_store) count the blocks of
+                # prompts only.
+                stream.refuse_commit()
+        self._step()
+
+    def _granted(self, slots: tuple[int, ...]) -> None:
+        self._catch_up()
+        self._scheduler.granted(slots, self._clock.now)
+        self._step()

@@ -1,0 +1,249 @@
+"""Checks what must hold in a simulated cluster, while it runs and when it has come to rest.
+
+    each step        reads and writes what is its worker's, within its token budget (I4, I5)
+    its tokens       are handed on before the worker can have been fenced (I4)
+    every few events the ledgers add up (I4); the schedulers' books do; nobody computes for long what nobody waits for
+                     (I8), and nobody waits for longer than the named limits; each state of the cluster is counted
+    at rest          no request, stream, ticket, pin, promise, wait, hold or share of a load is left anywhere (I7, I8)
+
+The model and the clients look at tokens and KV themselves (I1, I2, I3, I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lab.simulator.lives import Life
+from lab.simulator.virtual_loop import PROCESS, Process, ProcessState, VirtualLoop
+from pillion.engine.scheduling.sequence import SequenceState
+from pillion.engine.worker.tickets import MEMORY_WAIT_S
+from pillion.errors import PillionError
+from pillion.gateway.request.request_machine import RequestState
+from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, OPEN_TICKET_TIMEOUT_S
+
+# The checker looks at the whole cluster after each of so many events.
+EVENTS_BETWEEN_LOOKS = 100
+# A sequence whose tokens nobody reads may run on for this many steps: those in flight have to end, and the next one may
+# be planned already. The time that messages may take is added.
+STEPS_OF_ORPHANS = 3
+ORPHAN_SLACK_S = 0.1
+# A call may wait this long for memory at a node: as long as its caller waits, a gateway or a decode worker, and until
+# the news of its end arrives.
+LONGEST_TICKET_WAIT_S = max(OPEN_TICKET_TIMEOUT_S, MEMORY_WAIT_S) + CALL_TIMEOUT_S
+
+
+class Checker:
+    """Checks the components in ``lives`` while they run; ``runners`` are all requests of all gateways. ``find`` is
+    called with each violation.
+
+    ``node_of`` names a worker's node; ``careful`` looks after every event.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        lives: Mapping[str, Life],
+        runners: list[Any],
+        find: Callable[[str], None],
+        node_of: Callable[[str], str],
+        step_tokens: int,
+        *,
+        careful: bool,
+    ) -> None:
+        self.states: set[int] = set()
+        self._loop = loop
+        self._lives = lives
+        self._runners = runners
+        self._find = find
+        self._node_of = node_of
+        self._step_tokens = step_tokens
+        self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
+        self._turn = 0
+        # For each worker, process and seq_id of a sequence whose tokens nobody reads any more, this says since when
+        # that is so.
+        self._orphans: dict[str, dict[tuple[int, int], float]] = {}
+
+    def begin(self) -> None:
+        """Begins to check the cluster."""
+        self._loop.next_look, self._loop.look = self._loop.events, self._look
+
+    # These checks are made at each step.
+
+    def watch_step(self, life: Life, process: Process, tokens: int, reads: set[int], writes: set[int]) -> None:
+        """Checks, when a worker's step begins and again when it ends, that the worker may use the slots which the step
+        reads and writes."""
+        if tokens > self._step_tokens:
+            self._find(f"{life.name}: a step of {tokens} tokens, {self._step_tokens} are allowed")
+        if life.process is not process or life.component is None:
+            return
+        link = life.component.worker.attachment.link
+        node = self._lives[self._node_of(life.name)]
+        if node.process is not link.point.process or not node.runs:
+            # The worker's KV node is gone, so no other worker can have been given these slots.
+            return
+        ledger = node.component.pool.ledger
+        own = [holder.leased for holder in ledger.holders.values() if holder.name == life.name]
+        if foreign := writes.difference(*own):
+            self._find(f"{life.name} writes to slots {sorted(foreign)}, which are not leased to it")
+        if read := reads.difference(*own):
+            for block in ledger.tree.by_hash.values():
+                if block.slot in read and block.holds:
+                    read.discard(block.slot)
+                    if not read:
+                        return
+            self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
+
+    def watch_tokens(self, epoch: int) -> None:
+        """Checks that the worker whose process runs may hand on tokens under ``epoch``: its node must not have fenced
+        it (I4)."""
+        process = PROCESS.get()
+        life = self._lives[process.name]
+        node = self._lives[self._node_of(life.name)]
+        if life.process is not process or life.component is None or not node.runs:
+            return
+        if node.process is life.component.worker.attachment.link.point.process:
+            holder = node.component.pool.ledger.holders.get(epoch)
+            if holder is None or holder.fenced:
+                self._find(f"{life.name} hands tokens on under epoch {epoch}, which its node has fenced")
+
+    # These checks are made every few events.
+
+    def _look(self) -> int:
+        """Checks one component, or all of them; returns the number of the event after which to check again."""
+        self._turn += 1
+        lives = list(self._lives.values())
+        for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
+            if life.runs:
+                for trouble in (*_books(life), *self._waits(life)):
+                    self._find(trouble)
+        self.states.add(hash(self._state()))
+        return self._loop.events + self._between
+
+    def _waits(self, life: Life) -> Iterator[str]:
+        """Yields a finding for each sequence that has been computed, and each call that has waited, for too long."""
+        now = self._loop.time()
+        if life.role == "kvnode":
+            for waiter in life.component.pool.waiting._queue:
+                if now - waiter.asked_s > LONGEST_TICKET_WAIT_S:
+                    yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
+        elif life.is_worker and life.costs is not None and life.process is not None:
+            epoch = life.component.worker.epoch
+            # A worker begins no step under an epoch that is over, so sequences of such an epoch need no check.
+            running = () if epoch.over else epoch._steps.scheduler.sequences.items()
+            orphans = {
+                (life.process.number, seq_id)
+                for seq_id, sequence in running
+                if seq_id not in epoch.listeners and sequence.state is SequenceState.RUNNING
+            }
+            paused = life.process.state is ProcessState.PAUSED
+            known = self._orphans.setdefault(life.name, {})
+            self._orphans[life.name] = since_s = {key: now if paused else known.get(key, now) for key in orphans}
+            most_s = STEPS_OF_ORPHANS * life.costs.longest_s + ORPHAN_SLACK_S
+            for (_, seq_id), began_s in since_s.items():
+                if now - began_s > most_s:
+                    yield f"{life.name} has run sequence {seq_id} for {now - began_s:.2f} s, and nobody listens to it"
+
+    def _state(self) -> tuple[Any, ...]:
+        """Returns the part of the cluster's state that tells two states apart, without numbers that only grow."""
+        components = tuple(_component_state(life) for life in self._lives.values())
+        requests = sorted(
+            (machine.state.value, machine.attempt, machine._prefill_open, machine._stream_open, machine.hold is None)
+            for runner in self._runners
+            if not runner.ended
+            for machine in runner._samples.machines
+        )
+        return components, tuple(requests)
+
+    # These checks are made at rest.
+
+    def troubles(self) -> list[str]:
+        """Returns findings: what a component still holds although every request has ended, and accounts that do not add
+        up."""
+        found: list[str] = []
+        for life in self._lives.values():
+            if not life.runs:
+                found.append(f"{life.name} does not run")
+                continue
+            found += (*_books(life), *_left(life), *(self._leases(life) if life.role == "kvnode" else ()))
+        for runner in self._runners:
+            open_ = [m.state for m in runner._samples.machines if m.state is not RequestState.DONE]
+            if open_ and runner.owner.alive:
+                found.append(f"{runner.admitted.request_id} is {open_[0].value} at a gateway that has nobody to tell")
+        return found
+
+    def _leases(self, node: Life) -> Iterator[str]:
+        """Yields a finding for leased slots that are in neither the stock nor the features of a worker, and for
+        holders that are still fenced."""
+        stocks = {}
+        for life in self._lives.values():
+            if life.is_worker and life.runs:
+                epoch = life.component.worker.epoch
+                scheduler = epoch._steps.scheduler
+                chains = [chain.owned_slots() for one in scheduler.features for chain in one.chains()]
+                stocks[epoch.number] = set().union(scheduler.stock.slots, *chains)
+        for holder in node.component.pool.ledger.holders.values():
+            lost = set(holder.leased) - stocks.get(holder.epoch, set())
+            if lost:
+                yield f"{node.name}: slots {sorted(lost)} are leased to {holder.name} and in no stock"
+            if holder.fenced:
+                yield f"{node.name}: {holder.name} is fenced still"
+
+
+def _books(life: Life) -> Iterator[str]:
+    """Yields the defects that a component finds in its own accounts."""
+    try:
+        if life.role == "kvnode":
+            life.component.pool.check_integrity()
+        elif life.is_worker and not life.component.worker.epoch._steps.in_step:
+            life.component.worker.epoch._steps.scheduler.check_integrity()
+    except (PillionError, AssertionError) as error:
+        yield f"{life.name}: {error}"
+
+
+def _left(life: Life) -> Iterator[str]:
+    """Yields a finding for everything that a component still holds at rest."""
+    if life.role == "kvnode":
+        status = life.component.pool.status()
+        for name in ("tickets", "pinned_blocks", "reserved_blocks", "quarantined_blocks", "waiting_tickets"):
+            if getattr(status, name):
+                yield f"{life.name}: {getattr(status, name)} {name.replace('_', ' ')} are left"
+        if life.component.pool.chain_waits:
+            yield f"{life.name}: {life.component.pool.chain_waits} calls wait for chains"
+    elif life.is_worker:
+        epoch = life.component.worker.epoch
+        if epoch.over:
+            yield f"{life.name} is without an epoch"
+        if epoch.listeners:
+            yield f"{life.name}: {len(epoch.listeners)} listeners are left"
+        if epoch._steps.scheduler.sequences:
+            yield f"{life.name}: {len(epoch._steps.scheduler.sequences)} sequences are left"
+        if epoch.tickets._in_use:
+            yield f"{life.name}: {len(epoch.tickets._in_use)} tickets are in use"
+        if epoch.held_back:
+            yield f"{life.name}: {epoch.held_back} outcomes are held back"
+    else:
+        gateway = life.component.gateway
+        gateway.admission.check_integrity()
+        if gateway.admission.requests or gateway.admission.waiting:
+            yield f"{life.name}: {gateway.admission.requests} requests are admitted still"
+        if gateway.cluster.load.by_component or gateway.cluster.load.tokens:
+            yield f"{life.name}: a load is left: {dict(gateway.cluster.load.by_component)}"
+
+
+def _component_state(life: Life) -> tuple[Any, ...]:
+    process = life.process
+    if process is None or life.component is None:
+        return (process is not None,)
+    paused = process.state is ProcessState.PAUSED
+    if life.role == "kvnode":
+        ledger = life.component.pool.ledger
+        waiting = len(life.component.pool.waiting)
+        fenced = sum(holder.fenced for holder in ledger.holders.values())
+        return paused, min(waiting, 2), fenced, min(len(ledger.tickets), 4), ledger.unpromised == 0
+    if life.is_worker:
+        epoch = life.component.worker.epoch
+        sequences = epoch._steps.scheduler.sequences.values()
+        states = tuple(sorted({sequence.state.value for sequence in sequences}))
+        return paused, epoch.over, epoch.held_back > 0, min(len(epoch.listeners), 3), states
+    return paused, len(life.component.cluster.view.fenced)

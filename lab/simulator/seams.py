@@ -1,0 +1,137 @@
+"""Replaces the machine by the simulation, wherever production code uses it, while a world runs.
+
+    clocks               time.monotonic and time.time are the virtual clock
+    chance               secrets and random are seeded
+    calls                in-process addresses lead over the simulated network
+    memory, attach       the simulated machine's, its keeper of pools included
+    disks                calls of ``os`` take time and fail
+    threads              those of disks and of a gateway's texts are simulated, of which one at a time runs
+    the step thread      a task (:mod:`lab.simulator.step_driver`)
+    Redis                redis-py's client is the model's
+    processes            those that the supervisor starts are simulated
+
+Everything else of a component is production code as it is. The names are replaced in this process for the time of one
+world, so worlds run one after another, and nothing else may run beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from lab.simulator.disks import DiskCalls
+from lab.simulator.machine import AttachPoint, Machine, SimKeeper, SimSegment
+from lab.simulator.network import Network, SimChannel, SimServer, use_network
+from lab.simulator.redis_model import BEGIN_US
+from lab.simulator.step_driver import VirtualStepLoop
+from lab.simulator.virtual_loop import PROCESS
+from pillion.client.connection import GatewayConnection
+from pillion.engine.scheduling.step_plan import Outcome
+from pillion.engine.worker import worker, worker_epoch
+from pillion.engine.worker.worker_epoch import WorkerEpoch
+from pillion.gateway import gateway
+from pillion.gateway.request.request_runner import RequestRunner
+from pillion.gateway.tokens import tokenizer
+from pillion.kvstore import assemble
+from pillion.kvstore.index import redis_link
+from pillion.kvstore.node import kv_node
+from pillion.kvstore.pool_survival import surviving_memory, surviving_pool
+from pillion.kvstore.tiers.disk_tier import disk, disk_files
+from pillion.net import rpc
+from pillion.supervisor import supervisor
+
+
+@contextlib.contextmanager
+def installed(
+    machine: Machine,
+    network: Network,
+    redis: Any,
+    children: Any,
+    runners: list[Any],
+    told: Callable[[int], None],
+    seed: int,
+) -> Iterator[None]:
+    """Runs the body of a ``with`` statement with the simulation in the place of the machine.
+
+    ``redis`` makes a client, ``children`` the processes of supervisors; every request that a gateway starts is added to
+    ``runners``, with its process as ``owner``. ``told`` is called with a worker's epoch, in its process, when
+    tokens of it are handed on.
+    """
+    loop, chance = machine.loop, random.Random(seed)
+
+    def attach_server(path: str, memory_fds: Any, admit: Any, ended: Any, *_: Any, **__: Any) -> AttachPoint:
+        return AttachPoint(machine, path, memory_fds, admit, ended)
+
+    async def explained(self: Any, error: Any, *_: Any) -> Any:
+        return error
+
+    def runner(*args: Any) -> Any:
+        made: Any = RequestRunner(*args)
+        made.owner = PROCESS.get()
+        runners.append(made)
+        return made
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (time, "monotonic", loop.time),
+        (time, "time", lambda: BEGIN_US / 1e6 + loop.time()),
+        (time, "time_ns", lambda: BEGIN_US * 1000 + round(loop.time() * 1e9)),
+        (secrets, "randbits", chance.getrandbits),
+        (secrets, "randbelow", chance.randrange),
+        (secrets, "token_bytes", lambda size=32: chance.randbytes(size)),
+        (secrets, "token_hex", lambda size=32: chance.randbytes(size).hex()),
+        (random, "uniform", chance.uniform),
+        (random, "sample", chance.sample),
+        (rpc, "InProcessChannel", SimChannel),
+        (rpc, "InProcessServer", SimServer),
+        (assemble, "open_domain", machine.open_domain),
+        *_kept_memory(machine),
+        (kv_node, "AttachServer", attach_server),
+        (disk, "ThreadPoolExecutor", machine.thread_pool),
+        (tokenizer, "ThreadPoolExecutor", machine.thread_pool),
+        (disk_files, "os", DiskCalls(machine.disks.values(), chance)),
+        (worker, "attach", machine.attach),
+        (worker_epoch, "StepLoop", VirtualStepLoop),
+        (WorkerEpoch, "_on_outcome", _tells(told)),
+        (redis_link, "connect", lambda place: redis()),
+        (gateway, "RequestRunner", runner),
+        (supervisor, "ChildProcess", children),
+        (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
+        (GatewayConnection, "explained_async", explained),
+    ]
+    SimSegment.machine = machine
+    use_network(network)
+    try:
+        with contextlib.ExitStack() as patches:
+            for place, name, stand_in in replaced:
+                # Patching raises AttributeError, with the name, where the production code no longer has that name.
+                patches.enter_context(mock.patch.object(place, name, stand_in))
+            yield
+    finally:
+        del SimSegment.machine
+        use_network(None)
+
+
+def _kept_memory(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
+    """Yields the patches that replace the keeper, and the files of pools that outlive their nodes."""
+    yield surviving_memory, "open_keeper", lambda path: SimKeeper(machine.kept)
+    yield surviving_memory, "OwnedSegment", SimSegment
+    yield surviving_pool, "OwnedSegment", SimSegment
+    yield surviving_pool, "table_words", SimSegment.words
+    yield surviving_pool.SurvivingPool, "_name_owner", lambda self, *, needed: None
+
+
+def _tells(told: Callable[[int], None]) -> Callable[[WorkerEpoch, Outcome], None]:
+    """Returns an epoch's method that hands an outcome on, and that first reports an outcome with tokens."""
+    hand_on = WorkerEpoch._on_outcome
+
+    def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:
+        if outcome.updates and not self.over:
+            told(self.number)
+        hand_on(self, outcome)
+
+    return on_outcome

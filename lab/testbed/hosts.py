@@ -1,0 +1,272 @@
+"""Runs several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts, or on
+hosts of a network of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, HostProcess, proven_status
+from lab.testbed.conditions import POLL_S, WITHIN_S, wait_for
+from lab.testbed.forks import shared_forks
+from lab.testbed.networks import HostNetwork
+from lab.testbed.ports import free_port
+from lab.testbed.redis import RedisServer, running_redis
+from pillion import Client
+from pillion.errors import PillionError
+from pillion.supervisor.child_process import child_environ
+from pillion.supervisor.local_cluster import compute_environ
+from pillion.types import ClusterStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
+
+# The end of each process's log is shown, with at most this many characters.
+MAX_LOG_CHARS = 3000
+# On hosts of a network, each process has its own port; this host has Redis and the gateways.
+NODE_PORT = 50061
+WORKER_PORTS = {"prefill": 50100, "decode": 50200}
+EDGE = "edge"
+EVERYWHERE = "0.0.0.0"
+
+
+class Hosts:
+    """Runs real processes by name, and their ``redis``. Files and logs lie under ``folder``, whose path must be short,
+    because Unix sockets are in it.
+
+    ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
+    that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
+    ``pillion`` of another version by the process's name, from which that process runs; others run this tree. Processes
+    are forks (:mod:`lab.testbed.forks`) where they run this tree on this host, unless ``forked`` is False.
+
+    With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
+    all of them meet by its addresses. Nodes and workers listen on all addresses of their hosts, so they go on where a
+    host gets another one.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        redis: RedisServer,
+        model: tuple[str, ...],
+        network: HostNetwork | None = None,
+        forked: bool = True,
+    ) -> None:
+        self.network = network
+        self.folder = folder
+        self.redis = redis
+        self.processes: dict[str, HostProcess] = {}
+        self.caches: dict[str, pathlib.Path] = {}
+        self.environ: dict[str, str] = {}
+        self.packages: dict[str, pathlib.Path] = {}
+        self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
+        self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
+        self._model = model
+        self._forked = forked
+
+    def keeper(self, name: str = "keeper") -> str:
+        """Start a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
+        path = self.folder / f"{name}.sock"
+        self._start(name, "keeper", str(path))
+        wait_for(f"{name} to listen", lambda: _listens(path))
+        return str(path)
+
+    def node(self, node_id: str, *flags: str) -> None:
+        """Start a KV node; it answers when this returns."""
+        where = self.node_address(node_id) if self.network is None else f"{EVERYWHERE}:{NODE_PORT}"
+        listen = ("--node-listen", where, "--attach-socket", self._attach(node_id))
+        self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
+        wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
+
+    def worker(self, role: str, node_id: str, *flags: str) -> str:
+        """Begin to start a worker of ``role`` at a node; returns its name."""
+        name = f"{role}-{node_id}"
+        listen = f"unix:{self.folder}/{name}.sock"
+        if self.network is not None:
+            listen = f"{EVERYWHERE}:{WORKER_PORTS[role]}"
+        place = ("--component-id", name, "--listen", listen, "--cpu-threads", "1")
+        self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags, machine=node_id)
+        return name
+
+    def gateway(self, *flags: str, name: str = "gateway") -> str:
+        """Begin to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
+        as long as its own --heartbeat-timeout-ms says."""
+        target = f"127.0.0.1:{free_port()}"
+        if self.network is not None:
+            target = f"{self.network.address(EDGE)}:{free_port()}"
+            flags = ("--host", self.network.address(EDGE), *flags)
+        # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
+        edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
+        self._start(name, "gateway", *self._model, "--component-id", name, *edge, *flags)
+        return target
+
+    @contextlib.contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Start every process that ends again, Redis too, as a supervisor does, until the block ends."""
+        over = threading.Event()
+
+        def supervise() -> None:
+            while not over.wait(POLL_S):
+                for name, process in tuple(self.processes.items()):
+                    if process.poll() is not None:
+                        command, machine = self._commands[name]
+                        self._start(name, *command, machine=machine)
+                if self.redis.process is not None and self.redis.process.poll() is not None:
+                    self.redis.start()
+
+        supervisor = threading.Thread(target=supervise, daemon=True)
+        supervisor.start()
+        try:
+            yield
+        finally:
+            over.set()
+            supervisor.join()
+
+    def sees(self, target: str, *names: str, gateway: str = "gateway") -> None:
+        """Wait until a gateway serves with exactly these workers."""
+
+        def there() -> bool:
+            for name in (gateway, *names):
+                assert self.processes[name].poll() is None, f"{name} ended:\n{self._log(name).read_text()}"
+            status = self._status(target)
+            workers = (
+                {component.component_id for component in status.components if component.role in ("prefill", "decode")}
+                if status
+                else ()
+            )
+            with contextlib.suppress(PillionError), Client(target) as client:
+                return workers == set(names) and bool(client.models())
+            return False
+
+        wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
+
+    def places(self, target: str) -> dict[str, str]:
+        """Returns the host of each component that a gateway knows, as its address names it, by the component's name."""
+        status = self._status(target)
+        components = status.components if status else ()
+        return {one.component_id: one.address.rpartition(":")[0] for one in components}
+
+    def node_status(self, node_id: str) -> NodeStatus:
+        """Returns a node's status, after it proved its integrity (I4)."""
+        status = self._ask(node_id)
+        assert status is not None, f"{node_id} does not answer"
+        return status
+
+    def idle(self, node_id: str) -> bool:
+        """Returns whether nothing is pinned, promised or awaited at a node."""
+        status = self.node_status(node_id)
+        return not (status.tickets or status.pinned_blocks or status.reserved_blocks or status.waiting_tickets)
+
+    def pids(self, role: str) -> list[int]:
+        """Returns the processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
+        if role == "redis-server":
+            return [self.redis.process.pid] if self.redis.process is not None else []
+        return [one.pid for name, one in self.processes.items() if self._commands[name][0][0] == role]
+
+    def stop(self, name: str, *, kill: bool = False) -> None:
+        """End a process as a supervisor does, or at once."""
+        process = self.processes.pop(name)
+        (process.kill if kill else process.terminate)()
+        process.wait(WITHIN_S)
+
+    def replace(self, name: str, packages: pathlib.Path | None) -> None:
+        """End a process and begin to start it again from ``packages``, or from this tree, with the same flags."""
+        command, machine = self._commands[name]
+        if name in self.processes:
+            self.stop(name)
+        self.packages.pop(name, None)
+        if packages is not None:
+            self.packages[name] = packages
+        self._start(name, *command, machine=machine)
+        if command[0] == "kvnode":
+            wait_for(f"{name} to answer", lambda: self._ask(name), READY_TIMEOUT_S)
+        elif command[0] == "keeper":
+            wait_for(f"{name} to listen", lambda: _listens(pathlib.Path(command[1])))
+
+    def stop_all(self) -> None:
+        """Stops gateways and workers first, because these end when their node does."""
+        for name in reversed(tuple(self.processes)):
+            self.stop(name)
+
+    def logs(self, chars: int = MAX_LOG_CHARS) -> str:
+        """Returns the last ``chars`` of each process's log."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-chars:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def _start(self, name: str, *command: str, machine: str = "") -> None:
+        self._commands[name] = command, machine
+        role, *own = command
+        # A keeper takes no flags.
+        common = () if role == "keeper" else self._common
+        if self.network is not None and role in ("kvnode", *WORKER_PORTS):
+            # Their ports are open to the other hosts.
+            common = (*common, "--insecure-internal")
+        environment = child_environ(os.environ, self.redis.url) | compute_environ(1) | self.environ
+        environment["TMPDIR"] = str(self.folder)
+        if machine in self.caches:
+            environment["PILLION_CACHE"] = str(self.caches[machine])
+        if name in self.packages:
+            # Without the second variable, packages in the working directory would go before those.
+            environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
+        argv = (sys.executable, "-m", "pillion", role, *common, *own)
+        if self._forked and name not in self.packages and self.network is None:
+            self.processes[name] = shared_forks(environment).start(argv, environment, self._log(name))
+            return
+        with self._log(name).open("ab") as out:
+            before = self._before(machine)
+            self.processes[name] = subprocess.Popen(
+                [*before, *argv], stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def _before(self, machine: str) -> tuple[str, ...]:
+        return self.network.enter(machine or EDGE) if self.network is not None else ()
+
+    def _log(self, name: str) -> pathlib.Path:
+        return self.folder / f"{name}.log"
+
+    def node_address(self, node_id: str) -> str:
+        """Returns where a node's gRPC service is reached."""
+        if self.network is not None:
+            return f"{self.network.address(node_id)}:{NODE_PORT}"
+        return f"unix:{self.folder}/{node_id}.sock"
+
+    def _attach(self, node_id: str) -> str:
+        return str(self.folder / f"{node_id}.attach.sock")
+
+    def _ask(self, node_id: str) -> NodeStatus | None:
+        assert self.processes[node_id].poll() is None, f"{node_id} ended:\n{self._log(node_id).read_text()}"
+        return asyncio.run(proven_status(self.node_address(node_id)))
+
+    def _status(self, target: str) -> ClusterStatus | None:
+        with contextlib.suppress(PillionError), Client(target) as client:
+            return client.status()
+        return None
+
+
+def _listens(path: pathlib.Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+@contextlib.contextmanager
+def hosts(
+    folder: pathlib.Path, *model: str, network: HostNetwork | None = None, forked: bool = True
+) -> Iterator[Hosts]:
+    """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process.
+
+    With ``forked`` False each component is a program of its own that imports everything itself, for measurements of
+    how long a start takes."""
+    edge = (network.enter(EDGE), network.address(EDGE)) if network is not None else ()
+    with running_redis(*edge) as redis:
+        running = Hosts(folder, redis, model, network, forked)
+        try:
+            yield running
+        except BaseException:
+            sys.stderr.write(running.logs())
+            raise
+        finally:
+            running.stop_all()

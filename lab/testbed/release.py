@@ -1,0 +1,97 @@
+"""Says which commit the last release was made from, installs it beside this tree, and keeps the shape of its protos.
+
+`make release-protos` runs this program: it writes ``protos/release.binpb``, the descriptors of the last release's
+protos, so that a test can hold the protos of this tree to them without any history of git.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DESCRIPTORS = ROOT / "protos" / "release.binpb"
+
+
+class Release(NamedTuple):
+    """Names a release: its number, and the full hash of the commit that its wheel is built from."""
+
+    version: str
+    commit: str
+
+
+def last_release() -> Release:
+    """Returns the newest release of the changelog, whose section names its commit."""
+    section = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[2]
+    commit = re.search(r"\bcommit\s+`([0-9a-f]{40})`", section)
+    assert commit, "the changelog does not name the commit of the last release"
+    return Release(section.split()[0], commit[1])
+
+
+def take_out(release: Release, folder: pathlib.Path) -> str:
+    """Writes the release's tree into ``folder``. Returns "", or why it is not there: a shallow clone or an archive of
+    the sources has no history."""
+    try:
+        command = ["git", "-C", str(ROOT), "archive", "--format=tar", release.commit]
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        return "there is no git"
+    if done.returncode:
+        return f"the history has no commit {release.commit[:12]} of {release.version}: {done.stderr.decode().strip()}"
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tree:
+        # Debian 12's Python 3.11.2 has no filters yet, and Python 3.14 refuses to be without one by default.
+        if hasattr(tarfile, "tar_filter"):
+            tree.extractall(folder, filter="tar")
+        else:
+            tree.extractall(folder)
+    return ""
+
+
+def install(release: Release, folder: pathlib.Path) -> str:
+    """Unpacks the release's wheel, which this builds, into ``folder``: a component runs from there with the folder as
+    its PYTHONPATH, and with this environment's packages for all else. Returns "", or why the tree is not there."""
+    with tempfile.TemporaryDirectory() as place:
+        tree, wheels = pathlib.Path(place, "tree"), pathlib.Path(place, "wheels")
+        if missing := take_out(release, tree):
+            return missing
+        words = ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(tree)]
+        subprocess.run([sys.executable, "-m", "pip", "wheel", *words], check=True, capture_output=True)
+        (wheel,) = wheels.iterdir()
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
+    return ""
+
+
+def descriptors(protos: pathlib.Path) -> bytes:
+    """Returns the serialized FileDescriptorSet of all ``.proto`` files under ``protos``, without their comments.
+
+    protoc runs in a process of its own. It would abort this one where NIXL's libraries are loaded, because both bring
+    symbols of protobuf."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "set.binpb")
+        sources = sorted(str(path) for path in protos.rglob("*.proto"))
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}", f"--descriptor_set_out={out}", *sources]
+        if subprocess.run(command).returncode != 0:
+            raise SystemExit("protoc failed")
+        return out.read_bytes()
+
+
+def main() -> None:
+    """Writes the descriptors of the last release's protos."""
+    release = last_release()
+    with tempfile.TemporaryDirectory() as folder:
+        if missing := take_out(release, pathlib.Path(folder)):
+            raise SystemExit(missing)
+        DESCRIPTORS.write_bytes(descriptors(pathlib.Path(folder, "protos")))
+    print(f"{DESCRIPTORS.relative_to(ROOT)}: the protos of {release.version}, commit {release.commit}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`python -m lab.fleets`: what a flag costs on a trace, the workers that objectives take, one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from lab.benchmarks.traces import generate
+from lab.fleets.__main__ import main
+from lab.fleets.measured import costs_of
+from pillion.loadgen.traces import write_trace
+from pillion.wire.registry import ComponentRecord
+
+COST = "--step-cost=5e-3,4e-5,5e-5,2e-8,1e-9"
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
+    write_trace(path, [row for row in generate(5, 40) if row.input_length < 8000][:16])
+    return path
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_flag_is_compared_for_the_same_requests(
+    trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens a step: first tokens come sooner. The table, the file and the picture agree that there are two."""
+    monkeypatch.setenv("COLUMNS", "80")
+    found, picture = tmp_path / "found.json", tmp_path / "picture.svg"
+    flags = ("--flag=max-num-batched-tokens=64,2048", "--flag=split-policy=colocated", "--speed=20")
+    assert run(f"--trace={trace}", COST, *flags, f"--json={found}", f"--plot={picture}", "--ttft-ms=900") == 0
+    small, large = json.loads(found.read_text())["fleets"]
+    assert (small["fleet"], large["fleet"]) == ("max-num-batched-tokens=64", "max-num-batched-tokens=2048")
+    assert small["requests"] == large["requests"] == 16
+    assert large["ttft_p50_ms"] < small["ttft_p50_ms"]
+    assert large["faster_share"] > 0.5
+    assert "max-num-batched-tokens=2048" in picture.read_text()
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    (sooner,) = re.findall(r"sooner than .*", shown)
+    assert f"{large['faster_share']:.0%}" in sooner
+
+
+def test_the_fewest_workers_are_found(
+    trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tmp_path / "found.json"
+    monkeypatch.setenv("COLUMNS", "80")
+    words = (f"--trace={trace}", COST, "--speed=60", "--ttft-ms=1500", f"--json={found}", f"--plot={tmp_path}/p.svg")
+    assert run(*words, "--capacity", "--attainment=0.8") == 0
+    result = json.loads(found.read_text())
+    tried = {(one["prefills"], one["decodes"]): one for one in result["tried"]}
+    best = tried[result["best"]["prefills"], result["best"]["decodes"]]
+    assert best["enough"]
+    assert best["good_share"] >= 0.8
+    fewer = [one for one in tried.values() if one["prefills"] + one["decodes"] < sum(result["best"].values())]
+    assert fewer
+    assert not any(one["enough"] for one in fewer)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"The fewest: {result['best']['prefills']} prefill and {result['best']['decodes']} decode workers" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--step-cost, or --redis-url"),
+        ((COST, "--flag=max-num-sqs=3"), "no such flag; did you mean max_num_seqs?"),
+        ((COST, "--flag=http-port=3"), "--http-port changes nothing in the simulation"),
+        ((COST, "--flag=max-num-seqs=x"), "max-num-seqs=x"),
+        ((COST, "--flag=max-num-seqs=0"), "0 is less than 1"),
+        ((COST, "--flag=max-num-seqs"), "is not NAME=VALUE"),
+        ((COST, "--flag=decode-workers=0"), "0 is less than 1"),
+        ((COST, "--flag=decode-workers=20000"), "10000 workers at most"),
+        ((COST, "--flag=split-policy=fraction:2"), "write fraction:x"),
+        ((COST, "--flag=split-policy=auto,chunked"), "is not auto, disaggregated"),
+        ((COST, "--flag=block-size=48"), "does not divide"),
+        ((COST, "--flag=max-model-len=3"), "--max-model-len 3"),
+        ((COST, "--flag=kv-pool-bytes=1GiB"), "--block-bytes"),
+        ((COST, "--capacity"), "needs an objective"),
+        ((COST, "--capacity", "--ttft-ms=5", "--flag=decode-workers=3"), "chooses the numbers of workers"),
+        (("--step-cost=1,2",), "'1,2' is not STEP,TOKEN"),
+    ],
+    ids=lambda value: " ".join(value)[-30:] if isinstance(value, tuple) else None,
+)
+def test_mistakes_are_one_line(
+    trace: pathlib.Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"--trace={trace}", *words) == 2
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.err.split())
+    assert shown.out == "", "a fleet was simulated before"
+
+
+def test_a_file_that_is_no_trace(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"timestamp": 0}\n')
+    assert run(f"--trace={path}", COST) == 2
+    assert "row 1" in capsys.readouterr().err
+    assert run(f"--trace={tmp_path}/none", COST) == 2
+
+
+def test_costs_of_a_measured_cluster() -> None:
+    """The worker in the middle of each kind; a kind that has not served takes the other's."""
+    cost = (1e-3, 1e-4, 1e-5, 1e-7, 1e-8)
+    fits = [tuple(factor * weight for weight in cost) for factor in (1, 3, 2)]
+    records = [
+        ComponentRecord(component_id=f"d-{n}", role="decode", address="x", step_cost_s=fit, block_bytes=4096)
+        for n, fit in enumerate(fits)
+    ]
+    prefill = ComponentRecord(component_id="p", role="prefill", address="x")
+    found = costs_of([*records, prefill])
+    assert found.decode_cost_s == found.prefill_cost_s == fits[2]
+    assert found.block_bytes == 4096
+    assert costs_of([prefill]).decode_cost_s == ()

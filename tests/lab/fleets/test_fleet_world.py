@@ -1,0 +1,202 @@
+"""A simulated fleet under a trace's load: runs of steps as one event, hits, memory, and workers that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from lab.benchmarks.traces import generate
+from lab.fleets.prefix_store import SimTicket
+from lab.fleets.traffic import ClientRecord, Request, requests_of
+from lab.fleets.world import DECODE, PREFILL, FleetConfig, FleetWorld, simulate
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+
+# Seconds of a step, a token, a sequence, a KV token read, a query-key pair: some GPU's.
+COST = (5e-3, 4e-5, 5e-5, 2e-8, 1e-9)
+
+
+def fleet(prefills: int, decodes: int, gateways: int = 1, **other: object) -> FleetConfig:
+    flags = ServeFlags(prefill_workers=prefills, decode_workers=decodes, gateway_workers=gateways)
+    values: dict[str, object] = {"known_costs": True, "macro_steps": True, "block_bytes": 2**20, **other}
+    return FleetConfig(flags=flags, prefill_cost_s=COST, decode_cost_s=COST, **values)  # type: ignore[arg-type]
+
+
+def trace(count: int, speed: float) -> list[Request]:
+    return requests_of(generate(5, count), speed=speed, max_model_len=30_000)
+
+
+def whole(records: Sequence[ClientRecord]) -> bool:
+    return all(len(one.gaps_s) == one.request.answer_tokens - 1 and not one.failed for one in records)
+
+
+def test_runs_of_steps_change_nothing() -> None:
+    """Client by client and token by token: the same times as with one event for each step."""
+    requests, worlds = trace(40, 60.0), []
+    for macro_steps in (True, False):
+        config = fleet(2, 2, 2, macro_steps=macro_steps, node_blocks=6000)
+        records, world = simulate(config, requests)
+        world.check_integrity()
+        assert whole(records)
+        assert any(one.cached_tokens for one in records)
+        worlds.append((records, sum(worker.steps for worker in world.site.workers.values())))
+    assert worlds[0] == worlds[1]
+
+
+def test_budgets_that_no_flag_sets() -> None:
+    """Those of a CPU; of a GPU, those that suit the cost: 0.3 s for 40 us a token, and 1 ns a pair."""
+
+    def budgets(**flags: object) -> tuple[int, int]:
+        config = fleet(1, 1)
+        settled = dataclasses.replace(config, flags=dataclasses.replace(config.flags, **flags)).settled().flags  # type: ignore[arg-type]
+        return settled.max_num_batched_tokens, settled.max_num_batched_prefill_tokens
+
+    assert budgets() == (256, 512)
+    assert budgets(device="cuda") == (4096, 4096)
+    assert budgets(device="cuda", target_itl_ms=0.0) == (512, 4096)
+    assert budgets(device="cuda", target_itl_ms=1000.0) == (8192, 4096)
+    assert budgets(device="cuda", max_num_batched_tokens=300) == (300, 4096)
+    config = fleet(1, 1)
+    world = FleetWorld(dataclasses.replace(config, flags=dataclasses.replace(config.flags, device="cuda")))
+    assert {worker.record.max_step_tokens for worker in world.site.workers.values()} == {4096}
+
+
+def test_a_prompt_finds_what_another_one_left() -> None:
+    blocks = tuple(range(8))
+    requests = [Request(0, 0.0, 4100, 4, blocks), Request(1, 60.0, 4200, 4, blocks), Request(2, 120.0, 4100, 4)]
+    records, world = simulate(fleet(1, 2), requests)
+    assert [one.cached_tokens for one in records] == [0, 4096, 0]
+    assert records[1].ttft_s < records[0].ttft_s / 2
+    assert sum(len(store._idle) for store in world.site.stores.values()) == len(blocks)
+
+
+def test_a_prompt_is_found_while_it_is_computed() -> None:
+    """8,000 tokens take a third of a second on a decode worker; what is done of them is there for the next prompt."""
+    blocks = tuple(range(15))
+    requests = [Request(0, 0.0, 8000, 4, blocks), Request(1, 0.2, 8000, 4, blocks)]
+    records, _ = simulate(fleet(0, 1), requests)
+    assert records[0].ttft_s > 0.3
+    assert 1024 < records[1].cached_tokens < 7000
+
+
+def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
+    """A pool of two such prompts: of four that come at once, two wait; what is idle makes room."""
+    requests = [Request(n, 0.0, 1024, 200, (2 * n, 2 * n + 1)) for n in range(4)]
+    short, world = simulate(fleet(0, 1, node_blocks=160), requests)
+    ample, _ = simulate(fleet(0, 1), requests)
+    world.check_integrity()
+    assert whole(short)
+    assert max(one.ttft_s for one in short) > 2 * max(one.ttft_s for one in ample)
+    assert next(iter(world.site.stores.values())).evicted > 0
+
+
+def test_blocks_that_leave_while_a_request_waits_for_memory_are_computed_again() -> None:
+    """When the last request is planned, the only node has its blocks; the one before it in line takes their memory."""
+    blocks = tuple(range(8))
+    requests = [
+        Request(0, 0.0, 4100, 4, blocks),
+        Request(1, 60.0, 10_000, 200),
+        Request(2, 60.2, 15_000, 4),
+        Request(3, 60.3, 4100, 4, blocks),
+    ]
+    records, world = simulate(fleet(0, 1, node_blocks=1000), requests)
+    world.check_integrity()
+    assert whole(records)
+    assert records[3].cached_tokens < 4096 - 512
+
+
+def test_a_prefill_workers_node_without_memory_is_waited_for_two_seconds() -> None:
+    config = fleet(1, 2, node_blocks=600)
+    flags = dataclasses.replace(config.flags, split_policy="disaggregated")
+    world = FleetWorld(dataclasses.replace(config, flags=flags))
+    [prefill] = world.workers("prefill")
+    near, _ = world.workers("decode")
+    assert near.record.node_id == prefill.record.node_id
+    del world._listed[near.record.component_id]
+    world._list()
+    store = world.site.stores[prefill.record.node_id]
+    store.open(SimTicket((), 600, lambda ticket: None))
+    world.send([Request(0, 0.0, 4100, 4, tuple(range(8)))])
+    world.clock.run(60.0)
+    [record] = world.records()
+    assert whole([record])
+    assert (record.prefilled_tokens, store.waiting) == (0, 0)
+    assert 2.0 < record.ttft_s < 3.0
+    world.check_integrity()
+
+
+def test_workers_come_and_go_and_nothing_is_lost() -> None:
+    requests = trace(60, 40.0)
+    last_s = requests[-1].at_s
+    world = FleetWorld(fleet(1, 2, 2))
+    world.send(requests)
+    born = world.start_worker(DECODE, after_s=last_s / 4)
+    world.start_worker(PREFILL, after_s=last_s / 4)
+    world.clock.run(last_s / 5)
+    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
+    world.clock.run(last_s / 2)
+    assert born in world.site.workers
+    first = world.workers(DECODE)[0]
+    assert first.jobs
+    # Its streams go on elsewhere after a moment.
+    world.drain_worker(first.record.component_id, within_s=0.1)
+    world.drain_worker(world.workers(PREFILL)[0].record.component_id)
+    world.clock.run(last_s + 100.0)
+    assert world.open_requests() == 0
+    assert first.record.component_id not in world.site.workers
+    assert whole(world.records())
+    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
+    world.check_integrity()
+
+
+def test_a_full_gateway_refuses() -> None:
+    config = fleet(0, 1)
+    config = dataclasses.replace(config, flags=dataclasses.replace(config.flags, max_inflight_requests=3))
+    records, _ = simulate(config, [Request(n, 0.0, 100, 8) for n in range(5)])
+    assert [one.failed for one in records] == [False, False, False, True, True]
+    assert "max_inflight_requests" in records[4].reason
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one event"):
+        FleetWorld(fleet(0, 1, shared_cores=1))
+    config = fleet(0, 1)
+    with pytest.raises(ConfigError, match="--block-size 100"):
+        FleetWorld(dataclasses.replace(config, flags=dataclasses.replace(config.flags, block_size=100)))
+
+
+def conversation(turns: int, first: int, begin_s: float, tokens: int = 2048) -> list[Request]:
+    """Turns of one chat, a minute apart, each of which begins with all that was said before."""
+    blocks = tuple(range(first, first + turns * tokens // 512))
+    return [
+        Request(0, begin_s + 60.0 * turn, (turn + 1) * tokens + 4, 8, blocks[: (turn + 1) * tokens // 512])
+        for turn in range(turns)
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_node_that_leaves_hands_over_what_later_turns_find(seconds: float) -> None:
+    chats = [conversation(2, 1000 * chat, 0.2 * chat) for chat in range(12)]
+    requests = sorted((one for chat in chats for one in chat), key=lambda one: one.at_s)
+    requests = [dataclasses.replace(one, number=number) for number, one in enumerate(requests)]
+    config = fleet(0, 3, scale_down=((30.0, 2),))
+    flags = dataclasses.replace(config.flags, hand_over_timeout_s=seconds, hand_over_bytes_per_s=2**30)
+    records, world = simulate(dataclasses.replace(config, flags=flags), requests)
+    world.check_integrity()
+    assert whole(records)
+    assert list(world.site.stores) == ["kv-0"]
+    second = [one.cached_tokens for one in records if one.request.at_s >= 60.0]
+    if seconds:
+        assert second == [2048] * 12
+        assert world.handed_over > 0
+    else:
+        # One of the three nodes is left, with its chats.
+        assert 0 < sum(second) < 12 * 2048
+        assert world.handed_over == 0
+
+
+def test_one_node_has_to_stay() -> None:
+    with pytest.raises(ConfigError, match="one has to stay"):
+        FleetWorld(fleet(1, 2, scale_down=((1.0, 1), (2.0, 1))))
