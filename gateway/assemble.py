@@ -24,8 +24,8 @@ from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_c
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError
+from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, load_adapters, parse_lora_modules
 from pillion.gateway.adapters.adapter_servicer import adapter_calls
-from pillion.gateway.adapters.adapter_upkeep import AdapterUpkeep
 from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
@@ -38,7 +38,6 @@ from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck,
 from pillion.gateway.http_api.http_server import MoreRoutes, start_http
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.named_adapters import ServedFolders, adapters_of
 from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.planning.forecast import forecaster_of
 from pillion.gateway.pooling.pooling_pages import pooling_routes
@@ -100,6 +99,7 @@ def _check(flags: GatewayFlags) -> None:
     refuse_contradictions(flags)
     parse_policy(flags.split_policy)
     forecaster_of(flags)
+    parse_lora_modules(flags.lora_modules)
     if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
@@ -112,11 +112,11 @@ async def serve_models(
 ) -> GatewayServer:
     """Connects a gateway of these models, by served name, to its cluster; then the gateway listens and begins its
     heartbeats. Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway` does."""
-    adapters = await asyncio.to_thread(adapters_of, flags, _folders(entries))
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
     cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster_of(flags))
+    adapters = await asyncio.to_thread(_adapters, flags, entries, cluster) if flags.enable_lora else None
     # Without API keys there are no tenants whose quotas could be counted.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
@@ -124,7 +124,7 @@ async def serve_models(
     retentions = Retentions(cluster) if caches else None
     read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
     gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead)
-    beside = BesideRequests(Batches(gateway, flags), AdapterUpkeep(adapters), read_ahead, retentions)
+    beside = BesideRequests(Batches(gateway, flags), adapters, read_ahead, retentions)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.
@@ -174,11 +174,20 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
     )
 
 
-def _folders(entries: Mapping[str, ModelEntry]) -> ServedFolders:
-    return ServedFolders(
-        {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
-        {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries},
+def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:
+    """Loads the adapters of --lora-modules. Reads files; raises ConfigError."""
+    options = AdapterOptions(
+        max_rank=flags.max_lora_rank,
+        max_loras=flags.max_loras,
+        modules=flags.lora_modules,
+        folders=flags.lora_path,
+        updating=flags.allow_runtime_lora_updating,
+        limits=flags.store_limits,
+        redis_url=flags.redis_url if flags.allow_runtime_lora_updating else "",
     )
+    folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
+    aliases = {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries}
+    return load_adapters(folders, aliases, options, cluster.nodes)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:

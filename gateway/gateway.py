@@ -30,6 +30,8 @@ from pillion.errors import (
     Unauthenticated,
     Unavailable,
 )
+from pillion.gateway.adapters.adapter_names import AdapterNames
+from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
@@ -44,7 +46,6 @@ from pillion.gateway.answer_formats import (
     TenantTurns,
 )
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
@@ -163,14 +164,13 @@ class Gateway:
         options: GatewayOptions,
         ring: Keyring | None = None,
         quotas: SharedQuotas | None = None,
-        adapters: Adapters | None = None,
+        adapters: AdapterNames | None = None,
         retentions: Retentions | None = None,
         read_ahead: ReadAhead | None = None,
     ) -> None:
         self._models = models
         self._retentions, self._read_ahead = retentions, read_ahead
-        self.adapters = adapters or Adapters()
-        self.adapters.reach(cluster.nodes)
+        self.adapters = adapters
         # A served name that was given wins over another model's alias.
         self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)
         self.cluster = cluster
@@ -194,7 +194,8 @@ class Gateway:
         self.meters.watch(cluster.forecaster.readings)
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
-        self.meters.watch(self.adapters.readings)
+        if adapters is not None:
+            self.meters.watch(adapters.readings)
         self.refusals = Refusals()
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
@@ -368,7 +369,7 @@ class Gateway:
 
     async def find_entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
         """Returns what :meth:`entry` does, even for an adapter that another gateway has loaded just now."""
-        if name not in self._by_name:
+        if self.adapters is not None and name not in self._by_name:
             await self.adapters.look(name)
         return self.entry(name, tenant)
 
@@ -381,7 +382,7 @@ class Gateway:
         known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
-        adapters = [one.name for one in self.adapters.all() if tenant is None or tenant.may_use(one.name)]
+        adapters = [one.name for one in self._adapters() if tenant is None or tenant.may_use(one.name)]
         found = self._named(check_model(name, known, adapters))
         assert found is not None
         return found
@@ -399,9 +400,13 @@ class Gateway:
 
     def _named(self, name: str) -> ModelEntry | None:
         entry = self._by_name.get(name)
-        if entry is None and (adapter := self.adapters.find(name)) is not None:
+        if entry is None and self.adapters is not None and (adapter := self.adapters.find(name)) is not None:
             return replace(self._models[adapter.parent], adapter=adapter)
         return entry
+
+    def _adapters(self) -> Sequence[NamedAdapter]:
+        """Returns the adapters of models that are served here, by name."""
+        return () if self.adapters is None else self.adapters.all()
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
@@ -493,7 +498,7 @@ class Gateway:
         tenant may use them. An alias that is the path of a folder is the operator's business, and left out."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
-        for adapter in self.adapters.all():
+        for adapter in self._adapters():
             if adapter.parent in served:
                 entries.append(replace(served[adapter.parent], adapter=adapter))
         found: list[ModelInfo] = []
@@ -512,20 +517,26 @@ class Gateway:
     ) -> ModelInfo:
         """Gives a name to the adapter of a folder (AdapterNames.load). Raises PermissionDenied for a tenant that is no
         operator, and where there are no adapters."""
-        self.operators_only(tenant)
-        adapter = await self.adapters.load(name, path, in_place=in_place, model=model)
+        adapters = self._changeable(tenant)
+        adapter = await adapters.load(name, path, in_place=in_place, model=model)
         # All machines get the adapter's files before the first request; what is not there in time follows in the
         # background.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SPREAD_TIMEOUT_S):
-                await self.adapters.spread()
+                await adapters.spread()
         return _described(replace(self._models[adapter.parent], adapter=adapter))
 
     async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:
         """Takes a name away from its adapter (AdapterNames.unload). Raises PermissionDenied as :meth:`load_adapter`
         does."""
+        await self._changeable(tenant).unload(name)
+
+    def _changeable(self, tenant: Tenant | None) -> AdapterNames:
+        """Returns the names of adapters for a tenant that may change them. Raises PermissionDenied."""
         self.operators_only(tenant)
-        await self.adapters.unload(name)
+        if self.adapters is None:
+            raise PermissionDenied("this gateway serves no adapters: --enable-lora changes that")
+        return self.adapters
 
     def missing(self, name: str) -> str:
         """Says what keeps a model from being served; "" where it is served."""
@@ -585,7 +596,8 @@ class Gateway:
         themselves."""
         self._pool.close()
         await self.quotas.aclose()
-        await self.adapters.aclose()
+        if self.adapters is not None:
+            await self.adapters.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
             await entry.formats.aclose()
@@ -804,12 +816,12 @@ class Gateway:
                 self.cluster.forecaster.answered(
                     admitted.model, GivenAnswer(len(admitted.prompt), generated, permit.answers)
                 )
-            if admitted.adapter:
+            if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:
                 self._retentions.ended(runner, request, permit.tenant)
 
-        if admitted.adapter:
+        if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)
         runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended)
         runner.start()

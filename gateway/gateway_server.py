@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pillion.errors import PillionError
-from pillion.gateway.adapters.adapter_upkeep import AdapterUpkeep
+from pillion.gateway.adapters.adapter_names import AdapterNames
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.batches.batch_part import Batches
 from pillion.gateway.gateway import Gateway
@@ -59,14 +59,15 @@ class BesideRequests:
     """
 
     batches: Batches
-    adapters: AdapterUpkeep
+    adapters: AdapterNames | None
     read_ahead: ReadAhead | None
     retentions: Retentions | None
 
     def start(self, heartbeat_s: float) -> None:
         """Begins all work. The gateway is complete, and sends a heartbeat every ``heartbeat_s`` seconds."""
         self.batches.start()
-        self.adapters.start(heartbeat_s)
+        if self.adapters is not None:
+            self.adapters.start(heartbeat_s)
 
     async def stop(self) -> None:
         """Ends all work in the background; calls of clients are still answered."""
@@ -75,7 +76,8 @@ class BesideRequests:
             await self.read_ahead.stop()
         if self.retentions is not None:
             await self.retentions.stop()
-        await self.adapters.stop()
+        if self.adapters is not None:
+            await self.adapters.stop()
 
     async def aclose(self) -> None:
         """Frees what is held; no call of a client comes any more."""

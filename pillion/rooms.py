@@ -40,7 +40,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.backends.torch.adapters": ("pillion.engine.adapters.step_adapters:TorchAdapters",),
     "engine.backends.cpu.adapters": ("pillion.engine.adapters.cpu_adapters:CpuAdapters",),
     "engine.backends.cpu.compile_adapters": ("pillion.engine.adapters.cpu_adapters:compile_adapter_kernels",),
-    "gateway.adapters": ("pillion.gateway.adapters.adapter_names:ADAPTER_NAMES",),
     "engine.backends.gpu.adapters": ("pillion.engine.gpu_adapters.gpu_adapters:GpuAdapters",),
     "engine.backends.ranks": ("pillion.engine.ranks.rank_loading:Ranks",),
     "engine.ranks.gpu": ("pillion.engine.gpu_ranks.gpu_rank_loading:GpuRanks",),

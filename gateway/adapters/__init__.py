@@ -3,7 +3,6 @@
 name_table.py        what every name means now (sans-IO); open it first
 adapter_names.py     loads and unloads adapters, and shares their names with the other gateways
 adapter_spread.py    brings the adapters' files to the machines of KV nodes, from which workers get them
-adapter_upkeep.py    the tasks beside requests that share names and spread files
 adapters_api.py      handlers of the pages that load and unload adapters
 adapter_servicer.py  the gRPC calls that load and unload adapters
 

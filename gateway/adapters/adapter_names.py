@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.adapter_folders import KEEP_S, cache_root
+from pillion.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterCopier, AdapterStore
 from pillion.errors import (
@@ -33,10 +33,9 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
-from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NameTable
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.gateway.named_adapters import AdapterMakers, AdapterOptions, Adapters, NamedAdapter, ServedFolders
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Reading
@@ -95,16 +94,41 @@ def _parse_module(text: str) -> LoraModule:
     return module
 
 
-class AdapterNames(Adapters):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """Holds the flags that decide about adapters.
+
+    Attributes:
+        max_rank, max_loras: the largest rank of an adapter, and how many a worker keeps ready.
+        modules: the values of --lora-modules.
+        folders: the values of --lora-path.
+        updating: whether names may change while the gateway runs.
+        limits: what copies of adapters may take.
+        redis_url: the Redis in which gateways share names; "" where this one is alone.
+    """
+
+    max_rank: int
+    max_loras: int = 0
+    modules: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    updating: bool = False
+    limits: StoreLimits = STORE_LIMITS
+    redis_url: str = ""
+
+
+class AdapterNames:
     """Keeps the adapters that a gateway serves by the names that clients use.
 
     Args:
         models: the folder of each served model, by its name; the first one is that of --model.
         aliases: further names of models, which no adapter may have; each with the model's name.
+        nodes: returns the links to all KV nodes, on whose machines workers look for the files of adapters.
         shared: the names that all gateways share; None where this gateway is alone.
 
     Attributes:
         store: the copies on this machine. A process of its own reads their files.
+
+    start -> stop, when the gateway begins to drain -> aclose
     """
 
     def __init__(
@@ -112,6 +136,7 @@ class AdapterNames(Adapters):
         models: Mapping[str, Path],
         aliases: Mapping[str, str],
         options: AdapterOptions,
+        nodes: Callable[[], Iterable[NodeLink]],
         shared: SharedNames | None = None,
     ) -> None:
         self._models = models
@@ -123,7 +148,8 @@ class AdapterNames(Adapters):
         copier = AdapterCopier(str(cache_root()), options.limits)
         self._process = AdapterProcess(copier, MAX_PROCESS_BYTES)
         self.store = AdapterStore(limits=options.limits, digest_of=self._process.digest)
-        self._spread: AdapterSpread | None = None
+        self._spread = AdapterSpread(nodes, self.digests, self.store)
+        self._tasks: list[asyncio.Task[None]] = []
         # This counts running requests by the name of their adapter.
         self._running: Counter[str] = Counter()
         self.table = NameTable()
@@ -149,13 +175,23 @@ class AdapterNames(Adapters):
         if not self._options.updating:
             self._process.close(for_good=False)
 
-    def reach(self, nodes: Callable[[], Iterable[NodeLink]]) -> None:
-        """Takes the links to all KV nodes, so that the files of adapters can be sent to them."""
-        self._spread = AdapterSpread(nodes, self.digests, self.store)
+    def start(self, heartbeat_s: float) -> None:
+        """Begins to share the names of adapters and to spread their files, once in each heartbeat."""
+        self._tasks = [
+            asyncio.create_task(self._keep_shared(heartbeat_s), name="adapters"),
+            asyncio.create_task(self._spread.run(heartbeat_s), name="files of adapters"),
+        ]
+
+    async def stop(self) -> None:
+        """Ends the sharing of adapters' names and the spreading of their files."""
+        for task in self._tasks:
+            task.cancel()
+        # The calls that receive an adapter's files may wait for the process that reads them.
+        await asyncio.to_thread(self._process.close)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def spread(self) -> None:
         """Brings the files of all adapters to the machines of the KV nodes, as far as that can be done now."""
-        assert self._spread is not None
         await self._spread.spread()
 
     def began(self, name: str) -> None:
@@ -279,7 +315,7 @@ class AdapterNames(Adapters):
                 if not self.table.unsent() or answer.values is None:
                     return
 
-    async def run(self, interval_s: float) -> None:
+    async def _keep_shared(self, interval_s: float) -> None:
         """Shares names with the other gateways and keeps the copies of named adapters in use, until it is cancelled."""
         defects = Defects("the sharing of adapters' names")
         used_s = float("-inf")
@@ -293,20 +329,11 @@ class AdapterNames(Adapters):
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
-    async def run_spread(self, interval_s: float) -> None:
-        """Spreads and fetches the files of adapters, until it is cancelled."""
-        assert self._spread is not None
-        await self._spread.run(interval_s)
-
-    async def end_reading(self) -> None:
-        """Ends the process that reads adapters, and the loads that wait for it. Idempotent."""
-        await asyncio.to_thread(self._process.close)
-
     async def aclose(self) -> None:
-        """Ends loads and calls of the registry, and closes the connections to Redis."""
+        """Ends loads, their process and calls of the registry, and closes the connections to Redis."""
         for task in (*self._loads, *filter(None, [self._looking])):
             task.cancel()
-        await self.end_reading()
+        await asyncio.to_thread(self._process.close)
         if self._shared is not None:
             await self._shared.aclose()
 
@@ -404,11 +431,16 @@ def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Rea
             yield metric_catalog.ADAPTER_REQUESTS, (name,), requests
 
 
-def _make(options: AdapterOptions, served: ServedFolders) -> AdapterNames:
+def load_adapters(
+    models: Mapping[str, Path],
+    aliases: Mapping[str, str],
+    options: AdapterOptions,
+    nodes: Callable[[], Iterable[NodeLink]],
+) -> AdapterNames:
+    """Makes the names of a gateway's adapters, with those of --lora-modules loaded. The arguments are those of
+    :class:`AdapterNames`. Reads files; raises ConfigError."""
+    modules = parse_lora_modules(options.modules)
     shared = SharedNames(options.redis_url, MAX_CHANGES, FORGET_MS) if options.redis_url else None
-    names = AdapterNames(served.folders, served.aliases, options, shared)
-    names.load_fixed(parse_lora_modules(options.modules))
+    names = AdapterNames(models, aliases, options, nodes, shared)
+    names.load_fixed(modules)
     return names
-
-
-ADAPTER_NAMES = AdapterMakers(parse_lora_modules, _make)

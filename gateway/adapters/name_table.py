@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from pillion.adapter_folders import is_adapter_digest
-from pillion.gateway.named_adapters import NamedAdapter
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
@@ -21,6 +20,25 @@ MAX_CHANGES = 4 * MAX_NAMES
 # A gateway that nobody reaches may come back within this time and will not bring names again that were unloaded
 # meanwhile.
 FORGET_MS = 24 * 3600 * 1000
+
+
+class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes an adapter as clients name it.
+
+    Attributes:
+        parent: the name of its model.
+        digest: SHA-256 of its content, hexadecimal (I2).
+        rank: the largest rank of its matrices; 1 where it has none.
+        path: the folder that it was loaded from.
+        virtual_tokens: how many virtual tokens stand before each prompt.
+    """
+
+    name: str
+    parent: str
+    digest: str
+    rank: int
+    path: str
+    virtual_tokens: int = 0
 
 
 class NameTable:

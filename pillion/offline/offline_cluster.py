@@ -231,23 +231,23 @@ async def _start_gateway(
         max_inflight_tokens=MAX_ANSWERS_AT_ONCE * model.max_model_len,
         prefix_caching=flags.enable_prefix_caching,
     )
-    gateway = Gateway({model.name: entry}, cluster, options, adapters=_adapters(flags, model))
+    gateway = Gateway({model.name: entry}, cluster, options, adapters=_adapters(flags, model, cluster.nodes))
     stack.push_async_callback(cluster.aclose)
     stack.push_async_callback(gateway.aclose)
     await cluster.start()
     return gateway
 
 
-def _adapters(flags: OfflineFlags, model: Any) -> Any:
+def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
     """Makes the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
     will do."""
-    from pillion.gateway.named_adapters import AdapterOptions, ServedFolders, make_adapters
+    from pillion.gateway.adapters.adapter_names import AdapterOptions, load_adapters
 
     if not flags.enable_lora:
         return None
     options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True, limits=flags.store_limits)
     aliases = dict.fromkeys(model.aliases, model.name)
-    return make_adapters(options, ServedFolders({model.name: model.folder}, aliases))
+    return load_adapters({model.name: model.folder}, aliases, options, nodes)
 
 
 async def _until_ready(gateway: Any) -> None:

@@ -22,10 +22,10 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.adapters import adapter_names
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
+from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
 from pillion.gateway.batches import batch_runner
-from pillion.gateway.named_adapters import NamedAdapter
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc
@@ -392,7 +392,7 @@ async def test_all_who_ask_at_once_learn_a_name_of_another_gateway(made, flags, 
     async with running(made, **flags | {"heartbeat_ms": 60_000, "heartbeat_timeout_ms": 600_000}) as fakes:
         here = fakes.gateway.gateway.adapters
         other = AdapterNames(
-            {"toy": None}, {}, AdapterOptions(max_rank=8, updating=True), SharedNames(fakes.redis.url, 10, 10**9)
+            {"toy": None}, {}, AdapterOptions(max_rank=8, updating=True), list, SharedNames(fakes.redis.url, 10, 10**9)
         )
         await other.share()
         adapter = NamedAdapter(name="far", parent="toy", digest="ab" * 32, rank=4, path="/far")

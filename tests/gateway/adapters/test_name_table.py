@@ -6,8 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, NameTable
-from pillion.gateway.named_adapters import NamedAdapter
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, NamedAdapter, NameTable
 from pillion.kvstore.index.shared_names import StampedValue
 from tests.support.examples import examples
 
