@@ -5,7 +5,6 @@ gateway.py          Gateway.generate: checks, tokenizes, admits and starts a req
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
 boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
-answer_formats.py   what answers hold besides content
 http_api/           OpenAI's HTTP API
 anthropic/          Anthropic's Messages, at the same port
 responses/          OpenAI's Responses, at the same port

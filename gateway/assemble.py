@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from starlette.routing import Route
 
@@ -29,11 +30,13 @@ from pillion.gateway.adapters.adapter_servicer import adapter_calls
 from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.answer_formats import FormatSource, formats_of
 from pillion.gateway.anthropic.anthropic_api import anthropic_routes
 from pillion.gateway.batches.batch_part import Batches
+from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.gateway_server import BesideRequests, GatewayServer, Ports
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
+from pillion.gateway.grammars.request_grammars import GrammarMaker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import MoreRoutes, start_http
 from pillion.gateway.http_api.model_calls import ModelCalls
@@ -235,8 +238,8 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
     """Collects what a gateway needs to know of a model. Reads files; raises ConfigError."""
     guards = not flags.allow_special_tokens_in_messages
     tokenizer = ModelTokenizer.load(model.folder, flags.chat_template, guards=guards)
-    file = model.folder / "tokenizer.json"
-    formats = formats_of(FormatSource(tokenizer, file, model.vocab_size, model.eos_token_ids), flags)
+    formats = _formats(model, tokenizer, flags)
+    checker = GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids)
     log.info(
         "model %s: tool-call parser %s, reasoning parser %s", model.name, formats.tool_parser, formats.reasoning_parser
     )
@@ -255,7 +258,22 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
             defaults=flags.default_chat_template_kwargs,
         ),
         formats=formats,
+        grammars=GrammarMaker(formats, checker),
         weights=model.weights,
         folder=model.folder,
         sampling=default_sampling(model, flags),
     )
+
+
+def _formats(model: PreparedModel, tokenizer: ModelTokenizer, flags: AnswerFlags) -> ModelFormats:
+    """Finds the formats in which a model writes reasoning and calls. Raises ConfigError."""
+    found = choose_formats(
+        tokenizer.chat_template,
+        tokenizer.codec,
+        flags.tool_call_parser,
+        flags.reasoning_parser,
+        flags.enable_auto_tool_choice,
+    )
+    # A token that ends answers stands in no structure.
+    ids = {mark: number for mark, number in found.mark_ids.items() if number not in model.eos_token_ids}
+    return replace(found, mark_ids=ids)

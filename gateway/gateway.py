@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,14 +37,9 @@ from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of, share_of
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.gateway.answer_formats import (
-    NO_FORMATS,
-    AnswerFormats,
-    AskedOutput,
-    RequestGrammar,
-    StopRules,
-    TenantTurns,
-)
+from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.model_formats import ModelFormats
+from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
@@ -87,7 +82,7 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.retentions.kv_hints import read_hints
 from pillion.gateway.retentions.retentions import Retentions
-from pillion.gateway.tokens.answer_text import AnswerText, NoText, stop_strings
+from pillion.gateway.tokens.answer_text import AnswerText, NoText, StopRules, stop_strings
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.gateway.tokens.tokenizer import (
@@ -124,14 +119,16 @@ TENANT_BOXED_AT_ONCE = 2
 class ModelEntry:
     """Describes a model that this gateway can tokenize for. ``aliases`` are further names by which clients may ask for
     it; ``weights`` says how its weights are kept. ``sampling`` gives the defaults where a client sends no value.
-    ``folder`` has its config.json; ``adapter`` is the adapter that a client's name meant."""
+    ``grammars`` makes the grammars that answers follow; without it they are any text. ``folder`` has its config.json;
+    ``adapter`` is the adapter that a client's name meant."""
 
     limits: ModelLimits
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
-    formats: AnswerFormats = NO_FORMATS
+    formats: ModelFormats = field(default_factory=ModelFormats)
+    grammars: GrammarMaker | None = None
     aliases: tuple[str, ...] = ()
     weights: str = ""
     folder: Path | None = None
@@ -340,7 +337,7 @@ class Gateway:
         await self._check(request, await self.find_entry(request.model, tenant), tenant)
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
-        model.formats.check(request.tools, request.sampling.structured_outputs is not None)
+        model.formats.check(request.tools)
         if request.kv_hints:
             read_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
@@ -589,7 +586,8 @@ class Gateway:
     async def warm_up(self) -> None:
         """Does once, beside the first requests, what the first ones that ask for a structure would wait for."""
         for entry in self._models.values():
-            await entry.formats.warm_up()
+            if entry.grammars is not None:
+                await entry.grammars.warm_up()
 
     async def aclose(self) -> None:
         """Ends the tokenizing of prompts, and reports quotas a last time. The readers of answers cancel these
@@ -600,7 +598,8 @@ class Gateway:
             await self.adapters.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
-            await entry.formats.aclose()
+            if entry.grammars is not None:
+                await entry.grammars.aclose()
 
     def _known(self, tenant: Tenant | None) -> Tenant:
         if tenant is None and self._ring is not None:
@@ -670,14 +669,14 @@ class Gateway:
         return replace(admitted, kept_tokens=await places(admitted.prompt, admitted.virtual_tokens))
 
     async def _grammar(
-        self, request: GenerateRequest, model: ModelEntry, output_format: AskedOutput | None, tenant: Tenant
+        self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
     ) -> RequestGrammar | None:
         """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
         Overloaded and Unavailable."""
-        if request.sampling.structured_outputs is None and output_format is None:
+        if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
             return None
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
-        return await model.formats.grammar(request, output_format, turns)
+        return await model.grammars.grammar(request, output_format, turns)
 
     async def _turn(self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall) -> None:
         """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
@@ -755,7 +754,7 @@ class Gateway:
         request: GenerateRequest,
         model: ModelEntry,
         admitted: AdmittedRequest,
-        output_format: AskedOutput | None,
+        output_format: OutputFormat | None,
         tenant: Tenant,
     ) -> list[AnswerText]:
         """Makes the text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict,

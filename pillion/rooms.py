@@ -45,7 +45,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.ranks.gpu": ("pillion.engine.gpu_ranks.gpu_rank_loading:GpuRanks",),
     "engine.backends.stages": ("pillion.engine.stages.stage_loading:Stages",),
     "engine.stages.gpu": ("pillion.engine.gpu_stages.gpu_stage_loading:GpuStages",),
-    "gateway.formats": ("pillion.gateway.grammars.held_formats:FORMATS_AND_GRAMMARS",),
     "gateway.planning.forecaster": ("pillion.gateway.scaling.forecaster:make_forecaster",),
     "simulator.fleet.states": ("lab.fleet_states.fleet_states:FleetStates",),
     "engine.models.quantization": ("pillion.engine.quantized.quantization_methods:parse_quantization",),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-from pillion.gateway.answer_formats import AskedOutput
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.harmony import HarmonyAnswer
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
@@ -19,7 +18,7 @@ from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFormat(AskedOutput):
+class OutputFormat:
     """Says what the answers to one request may hold besides content.
 
     Attributes:

@@ -11,7 +11,6 @@ from typing import Any
 import tokenizers
 
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
-from pillion.gateway.answer_formats import NONE, AnswerFormats, AskedOutput, StopRules
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import HARMONY_MARKS
@@ -20,20 +19,21 @@ from pillion.gateway.formats.reasoning import HARMONY, REASONING_ALIASES, REASON
 from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
 from pillion.gateway.formats.xml_calls import MINIMAX
 from pillion.gateway.request.client_json import parsed
-from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
+from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer, StopRules
 from pillion.gateway.tokens.tool_prompt import knows_tools
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 # A token that may be a mark stands in brackets, so one pass finds those of a client's text, however many a model has.
 MARK = re.compile(rf"{re.escape(MINIMAX)}|[<\[][^<>\[\]]*[>\]]")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFormats(AnswerFormats):
+class ModelFormats:
     """Says how a model writes reasoning and calls of tools.
 
     Attributes:
+        tool_parser, reasoning_parser: the names of the formats of calls and of reasoning; "none" where there is none.
         auto_choice: whether the model may choose by itself to call a tool.
         foreign: whether its template tells it to call tools in a way that is not read here. It then calls them in the
             generic way where a grammar makes it do so, and may not choose.
@@ -41,6 +41,8 @@ class ModelFormats(AnswerFormats):
         visible: the texts of the formats' marks that are left out of plain text, by their ids.
     """
 
+    tool_parser: str = NONE
+    reasoning_parser: str = NONE
     auto_choice: bool = True
     mark_ids: Mapping[str, int] = field(default_factory=dict)
     visible: Mapping[int, str] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class ModelFormats(AnswerFormats):
         """Says whether the model writes messages in channels, and its template takes one call a message."""
         return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
-    def check(self, options: ToolOptions, structured: bool = False) -> None:
+    def check(self, options: ToolOptions) -> None:
         """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
         if not options.asks_for_calls:
             return
@@ -119,10 +121,10 @@ class ModelFormats(AnswerFormats):
         return {self.mark_ids[mark]: mark for mark in found if mark in self.mark_ids}
 
     def new_text(
-        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
+        self, output: OutputFormat | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
     ) -> AnswerText:
         """Makes the text of answer number ``index`` of a request, before its first token."""
-        if not isinstance(output, OutputFormat):
+        if output is None:
             return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, stops.included)
         parts = AnswerParts(answer_id, index, output.tools is not None and output.tools.short_ids)
         return ReadAnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, output, parts, stops.included)

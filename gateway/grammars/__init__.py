@@ -11,7 +11,7 @@ json_strings.py        which strings its patterns and formats mean (no I/O)
 structural_tags.py     structural tags: structures amid free text (no I/O)
 grammar_checker.py     compiles grammars before a worker gets them, in a process that can be killed
 grammar_worker.py      what that process does; it imports nothing of Pillion
-held_formats.py        the formats of a model whose answers can be held to grammars, for the gateway
+request_grammars.py    the grammar of one request, built and checked, for the gateway
 
 A worker gets the text and follows it; it knows no schema.
 """

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
-from pillion.gateway.answer_formats import NONE
+from pillion.gateway.formats.model_formats import NONE
 from pillion.gateway.gateway import ModelEntry
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion

@@ -1,6 +1,6 @@
 """Turns sampled tokens into what a client may see: detokenizing, stop ids and stop strings.
 
-token --> text --> (what else the answer may hold: :mod:`pillion.gateway.answer_formats`) --> stop strings --> delta
+token --> text --> (what else the answer may hold: :mod:`pillion.gateway.formats`) --> stop strings --> delta
 
 The detokenizer turns ids into text, token by token: it never gives half a UTF-8 character, and its pieces add up to the
 text of a full decode. Stop strings are found wherever the pieces of text are cut: StopStrings is the automaton of one
@@ -367,6 +367,16 @@ class StopMatcher:
         certain = len(text) - strings.held[state]
         self._held = text[certain:]
         return text[:certain]
+
+
+class StopRules(NamedTuple):
+    """Says when an answer ends by its text or tokens: by stop strings and stop ids, but not before ``min_tokens``. What
+    stops it is part of its text where it is ``included``."""
+
+    strings: StopStrings
+    ids: frozenset[int]
+    min_tokens: int
+    included: bool = False
 
 
 class AnswerDelta(NamedTuple):

@@ -32,12 +32,12 @@ def tell_model(
     from pillion.engine.backends.devices import devices_beside_cpu
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.config_parser import load_config
-    from pillion.gateway.answer_formats import parser_names
+    from pillion.gateway.formats.model_formats import parser_names
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
     called = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
-    tools, reasoning = parser_names(template, flags)
+    tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
     quantization = load_config(prepared.folder).quantization

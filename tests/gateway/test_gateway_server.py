@@ -111,7 +111,7 @@ async def test_it_starts_without_redis_and_registers_later(
 async def test_the_first_grammar_is_made_before_anybody_asks() -> None:
     """Else the first request with a structure waits until a process has started and read the tokenizer."""
     async with running_fake_cluster("abc") as fakes:
-        (checker,) = (entry.formats.checker for entry in fakes.gateway.gateway._models.values())
+        (checker,) = (entry.grammars.checker for entry in fakes.gateway.gateway._models.values())
         await until("a grammar that is known", lambda: checker._known)
         assert not any(checker._known.values()), "it is good"
         assert checker._box._process is not None

@@ -1,16 +1,14 @@
-"""Makes answers follow grammars: adds a check of grammars to the formats in which a model writes its answers."""
+"""Makes the grammars that the answers to requests follow, in the formats in which a model writes its answers."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import cast
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, NamedTuple
 
-from pillion.config import AnswerFlags
 from pillion.errors import InvalidRequest, PillionError
-from pillion.gateway.answer_formats import AskedOutput, FormatMakers, FormatSource, RequestGrammar, TenantTurns
 from pillion.gateway.formats.answer_reader import OutputFormat
-from pillion.gateway.formats.model_formats import ModelFormats, choose_formats, parser_names
+from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.structured_outputs import structured_piece
@@ -21,18 +19,39 @@ from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import GenerateRequest, StructuredOutputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldFormats(ModelFormats):
-    """Builds and checks the grammars that requests ask for, beside the formats in which a model writes its answers."""
+class RequestGrammar(NamedTuple):
+    """Holds the grammar that the answers to a request follow, as a worker gets it, and the client's fields from which
+    it was made."""
 
-    checker: GrammarChecker
+    text: str
+    fields: tuple[str, ...]
+
+
+class TenantTurns(NamedTuple):
+    """Says how a tenant's work leaves the event loop: ``off_loop(bytes, job, *arguments)`` runs a job, on a thread
+    where it is long; ``boxed()`` is the tenant's turn at a process that all tenants share."""
+
+    off_loop: Callable[..., Awaitable[Any]]
+    boxed: Callable[[], AbstractAsyncContextManager[None]]
+
+
+class GrammarMaker:
+    """Builds and checks the grammars that requests to one model ask for.
+
+    Args:
+        formats: how the model writes reasoning and calls of tools.
+        checker: compiles grammars in a process of its own.
+    """
+
+    def __init__(self, formats: ModelFormats, checker: GrammarChecker) -> None:
+        self._formats = formats
+        self.checker = checker
 
     async def grammar(
-        self, request: GenerateRequest, output: AskedOutput | None, turns: TenantTurns
+        self, request: GenerateRequest, output_format: OutputFormat | None, turns: TenantTurns
     ) -> RequestGrammar | None:
         """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
         Overloaded and Unavailable."""
-        output_format = cast("OutputFormat | None", output)
         structured, tools = request.sampling.structured_outputs, request.tools
         if structured is None and (output_format is None or output_format.tools is None):
             return None
@@ -42,8 +61,8 @@ class HeldFormats(ModelFormats):
 
         def write(loose: int) -> JoinedGrammar:
             check_wanted()
-            piece = None if structured is None else structured_piece(structured, self.mark_ids)
-            return join(answer_pieces(output_format, self, tools, piece, loose))
+            piece = None if structured is None else structured_piece(structured, self._formats.mark_ids)
+            return join(answer_pieces(output_format, self._formats, tools, piece, loose))
 
         # A tool that is not "strict" and whose schema cannot be followed is held to the part that can be, or may be
         # called with any object.
@@ -70,26 +89,3 @@ class HeldFormats(ModelFormats):
     async def aclose(self) -> None:
         """Ends the process that checks grammars."""
         await self.checker.aclose()
-
-
-def _names(template: str, flags: AnswerFlags) -> tuple[str, str]:
-    return parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
-
-
-def _make(source: FormatSource, flags: AnswerFlags) -> HeldFormats:
-    tokenizer = source.tokenizer
-    found = choose_formats(
-        tokenizer.chat_template,
-        tokenizer.codec,
-        flags.tool_call_parser,
-        flags.reasoning_parser,
-        flags.enable_auto_tool_choice,
-    )
-    # A token that ends answers stands in no structure.
-    ids = {mark: number for mark, number in found.mark_ids.items() if number not in source.eos_token_ids}
-    found = replace(found, mark_ids=ids)
-    checker = GrammarChecker(source.file, source.vocab_size, source.eos_token_ids)
-    return HeldFormats(**{one.name: getattr(found, one.name) for one in fields(found)}, checker=checker)
-
-
-FORMATS_AND_GRAMMARS = FormatMakers(_names, _make)
