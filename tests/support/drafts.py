@@ -11,11 +11,12 @@ from pillion.engine.drafts.draft_feature import with_drafter
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import GREEDY
+from tests.support.sequences import new_sequence
 
 
 def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
@@ -25,7 +26,10 @@ def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
 
 def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> Sequence:
     """Return a greedy stream of these tokens, whose own KV has a slot and is not computed."""
-    spec = SequenceSpec(
+    return new_sequence(
+        Holding(1, (), (0,)),
+        block_size,
+        0.0,
         seq_id=1,
         token_ids=np.array(tokens, np.int32),
         parent_hash=bytes(32),
@@ -34,7 +38,6 @@ def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> 
         max_tokens=100,
         max_model_len=max_model_len,
     )
-    return Sequence(spec, Holding(1, (), (0,)), block_size, 0.0)
 
 
 def speculate(

@@ -25,7 +25,7 @@ from pillion.engine.grammars.grammar_feature import GrammarSteps
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState, SiblingSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.engine.scheduling.step_plan import (
     ChainOrder,
@@ -45,6 +45,7 @@ from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
 from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
+from tests.support.sequences import new_sequence, task_of
 
 BLOCK = 4
 ROOT = b"\7" * 32
@@ -195,7 +196,25 @@ class SchedulerHarness:
         self.ledger.release(self.gateway, [ticket.ticket_id])
         seq_id = next(self._ids)
         siblings = tuple(SiblingSpec(next(self._ids), sibling_seed) for sibling_seed in sibling_seeds)
-        spec = SequenceSpec(
+        chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
+        holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
+        for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
+            parent = 0 if name == seq_id else seq_id
+            self.records[name] = SequenceRecord(
+                prompt,
+                max_tokens,
+                seed=own_seed,
+                stop=stop,
+                penalized=penalty != 0,
+                parent=parent,
+                grammar=grammar,
+                scored=scored and not parent,
+                adapter=adapter,
+            )
+        sequence = new_sequence(
+            holding,
+            BLOCK,
+            self.now,
             seq_id=seq_id,
             token_ids=np.array(prompt, dtype=np.int32),
             parent_hash=root,
@@ -212,22 +231,6 @@ class SchedulerHarness:
             siblings=siblings,
             flow=FLOWS[flow],
         )
-        chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-        holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
-        for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
-            parent = 0 if name == seq_id else seq_id
-            self.records[name] = SequenceRecord(
-                prompt,
-                max_tokens,
-                seed=own_seed,
-                stop=stop,
-                penalized=penalty != 0,
-                parent=parent,
-                grammar=grammar,
-                scored=scored and not parent,
-                adapter=adapter,
-            )
-        sequence = Sequence(spec, holding, BLOCK, self.now)
         if grammar is not None:
             follow(sequence, self.grammars.start(grammar))
         self.scheduler.add(sequence, self.now)
@@ -290,7 +293,7 @@ class SchedulerHarness:
             assert isinstance(packed, NumberedAdapter)
             self.placed[place] = packed.number
         assert len(self.placed) <= self.max_loras
-        wanted = [int(piece.sequence.spec.adapter or 0) for piece in plan.pieces]
+        wanted = [int(task_of(piece.sequence).adapter or 0) for piece in plan.pieces]
         named = [-1] * len(wanted) if batch.adapters is None else batch.adapters.tolist()
         assert [self.placed[place] if place >= 0 else 0 for place in named] == wanted
         assert (batch.adapters is None) == (not any(wanted))
@@ -574,17 +577,17 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
         sequence, end = piece.sequence, piece.start + piece.count
         if not piece.samples:
             continue
-        assert sequence.spec.sampling is not None
+        assert task_of(sequence).sampling is not None
         # Of each row, the answer before the token that it chooses, drafts among it.
         histories = [0] * (piece.samples + len(piece.sibling_seeds))
-        if sequence.spec.sampling.frequency_penalty:
+        if task_of(sequence).sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_proposed
             # The token before was not chosen, for its mask was late: this choice is void.
             void = sequence.end_reported or (grammar_of(sequence) is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
             ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.sibling_seeds))]
-            histories = [int(sequence.tokens(sequence.spec.prompt_tokens, place).sum()) for place in ends]
-        seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
+            histories = [int(sequence.tokens(task_of(sequence).prompt_tokens, place).sum()) for place in ends]
+        seeds = (*[int(task_of(sequence).sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
         masks = None
         grammar = grammar_of(sequence)
         if grammar is not None:

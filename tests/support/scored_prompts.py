@@ -11,9 +11,10 @@ import torch
 
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SiblingSpec
+from pillion.engine.scheduling.sequence import SiblingSpec
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
+from tests.support.sequences import new_sequence
 
 ALTERNATIVES = 3
 
@@ -24,21 +25,19 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
     blocks = -(-max(map(len, texts)) // block_size) + 1
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3, logprobs=1, prompt_logprobs=ALTERNATIVES)
     sequences = [
-        Sequence(
-            SequenceSpec(
-                seq_id=number,
-                token_ids=np.array(text, np.int32),
-                parent_hash=b"\7" * 32,
-                prompt_tokens=len(text),
-                sampling=sampling,
-                max_tokens=4,
-                max_model_len=4096,
-                rope_shift=rope_shift,
-                siblings=(SiblingSpec(90, 4), SiblingSpec(91, 5)),
-            ),
+        new_sequence(
             Holding(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
             block_size,
             0.0,
+            seq_id=number,
+            token_ids=np.array(text, np.int32),
+            parent_hash=b"\7" * 32,
+            prompt_tokens=len(text),
+            sampling=sampling,
+            max_tokens=4,
+            max_model_len=4096,
+            rope_shift=rope_shift,
+            siblings=(SiblingSpec(90, 4), SiblingSpec(91, 5)),
         )
         for number, text in enumerate(texts)
     ]

@@ -16,11 +16,12 @@ from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 from tests.support.sampling import GivenMasks
+from tests.support.sequences import new_sequence
 
 BLOCK = 4
 
@@ -36,7 +37,11 @@ def sequence(
     **overrides: Any,
 ) -> Sequence:
     params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
-    spec = SequenceSpec(
+    slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
+    return new_sequence(
+        Holding(seq_id, (), slots),
+        BLOCK,
+        0.0,
         seq_id=seq_id,
         token_ids=np.array(tokens, np.int32),
         parent_hash=b"\7" * 32,
@@ -49,8 +54,6 @@ def sequence(
         allowed=allowed,
         bad_words=bad_words,
     )
-    slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
-    return Sequence(spec, Holding(seq_id, (), slots), BLOCK, 0.0)
 
 
 def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:

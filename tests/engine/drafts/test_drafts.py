@@ -13,13 +13,14 @@ from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import NGramDrafter
 from pillion.engine.grammars.answer_grammar import grammar_of
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from tests.support.drafts import guessing, speculate
 from tests.support.examples import examples
 from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
+from tests.support.sequences import new_sequence, task_of
 
 
 class OracleDrafter:
@@ -38,13 +39,13 @@ class OracleDrafter:
         """It keeps nothing."""
 
     def _guess(self, sequence: Sequence, most: int) -> Int32:
-        assert sequence.spec.sampling is not None
+        assert task_of(sequence).sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
-        end = sequence.spec.prompt_tokens
+        end = task_of(sequence).prompt_tokens
         followed = grammar_of(sequence)
         grammar = None if followed is None else number_of(followed)
-        shift = ADAPTER_SHIFT * int(sequence.spec.adapter or 0)
-        seed, known = int(sequence.spec.sampling.seed or 0) + shift, len(tokens) - end
+        shift = ADAPTER_SHIFT * int(task_of(sequence).adapter or 0)
+        seed, known = int(task_of(sequence).sampling.seed or 0) + shift, len(tokens) - end
         guess = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
             guess[(np.arange(len(guess)) + len(tokens)) % self.wrong == 0] += 1
@@ -124,7 +125,10 @@ def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: in
 
 
 def sequence_of(tokens: list[int]) -> Sequence:
-    spec = SequenceSpec(
+    return new_sequence(
+        Holding(1, (), tuple(range(100))),
+        4,
+        0.0,
         seq_id=1,
         token_ids=np.array(tokens, dtype=np.int32),
         parent_hash=bytes(32),
@@ -133,7 +137,6 @@ def sequence_of(tokens: list[int]) -> Sequence:
         max_tokens=50,
         max_model_len=1000,
     )
-    return Sequence(spec, Holding(1, (), tuple(range(100))), 4, 0.0)
 
 
 NGRAM = NGramDrafter(guessing(16))

@@ -7,7 +7,6 @@ Whatever a step under way uses is checked against the ledger after every launch,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -29,6 +28,7 @@ from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
+from tests.support.sequences import change_task, new_sequence
 
 
 def run_out(harness: AheadHarness) -> None:
@@ -139,7 +139,10 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
 
 
 def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
-    spec = SequenceSpec(
+    return new_sequence(
+        Holding(seq_id, (), tuple(slots)),
+        BLOCK,
+        0.0,
         seq_id=seq_id,
         token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
         parent_hash=ROOT,
@@ -149,7 +152,6 @@ def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozen
         max_tokens=50,
         max_model_len=1000,
     )
-    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
 
 
 def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
@@ -203,7 +205,7 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
     in_flight = InFlightSteps()
     texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
     for text in texts:
-        text.spec = replace(text.spec, pooled=range(5, 6), max_tokens=0)
+        change_task(text, pooled=range(5, 6), max_tokens=0)
         text.start_running()
     plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import SchedulerHarness, prompt
+from tests.support.sequences import change_task
 
 
 def preempt(harness: SchedulerHarness, seq_id: int) -> None:
@@ -80,7 +79,7 @@ def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
     for seq_id, ids in zip(asked, ((5,), (), (6, 7), (8,), ()), strict=True):
         assert seq_id is not None
         sequence = harness.scheduler.sequences[seq_id]
-        sequence.spec = replace(sequence.spec, pooled=range(5, 6), pooled_ids=ids)
+        change_task(sequence, pooled=range(5, 6), pooled_ids=ids)
         sequence.num_scored, sequence.score_end = 5, 6
     plan = harness.scheduler.schedule(harness.now)
     assert [(piece.sequence.seq_id, piece.pools) for piece in plan.pieces] == [

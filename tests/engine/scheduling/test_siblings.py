@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState, SiblingSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import copy_partial_block
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
+from tests.support.sequences import change_task, new_sequence, task_of
 
 
 def computed(harness: SchedulerHarness) -> int:
@@ -172,7 +171,10 @@ def test_a_sibling_is_not_more_urgent_than_its_request() -> None:
 
 
 def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, ...] = ()) -> Sequence:
-    spec = SequenceSpec(
+    return new_sequence(
+        Holding(seq_id, (), tuple(slots)),
+        BLOCK,
+        0.0,
         seq_id=seq_id,
         token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
         parent_hash=ROOT,
@@ -182,7 +184,6 @@ def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, 
         max_model_len=1000,
         siblings=siblings,
     )
-    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
 
 
 @pytest.mark.parametrize("recall", [0, 8])
@@ -195,7 +196,8 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
     scheduler.add(stream(2, 11, range(20, 24), (SiblingSpec(3, 5),)), 0.0)
     if victim == "parent":
         parent = scheduler.sequences[2]
-        parent.spec, parent.queue_order = replace(parent.spec, priority=1), 5.0
+        change_task(parent, priority=1)
+        parent.queue_order = 5.0
     outcomes = []
     for step in range(4):
         now = step / 100
@@ -207,7 +209,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
                 scheduler.granted((), now)
         if step == 3:
             child = scheduler.sequences[3]
-            child.spec = replace(child.spec, priority=0 if victim == "parent" else child.spec.priority)
+            change_task(child, priority=0 if victim == "parent" else task_of(child).priority)
             scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
         scheduler.recall(recall, now)
         plan = scheduler.schedule(now)
