@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Iterator
 from itertools import accumulate
 
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.block_chain import ChunkDone
-from pillion.engine.scheduling.sequence import SequenceSpec
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.streams.stream_session import MAX_KEPT_PLACES
 from pillion.engine.worker import worker_epoch
@@ -90,17 +91,20 @@ class PrefillRun:
             hold=lambda epoch: epoch.tickets.adopt(
                 prefill_range.ticket_id, end + beside, start_block=start, guess_blocks=end - start + beside
             ),
-            begin=lambda: (self._spec_of(prefill_range), {self._seq_id: self}),
+            begin=lambda holding: (self._sequence(prefill_range, holding), {self._seq_id: self}),
             wanted=lambda: not self._over,
         )
         if started is not None:
             self._before_s = started[0].arrived_s
 
-    def _spec_of(self, prefill_range: RunPrefillRequest) -> SequenceSpec:
+    def _sequence(self, prefill_range: RunPrefillRequest, holding: Holding) -> Sequence:
         start_tokens = prefill_range.start_tokens
         tokens = np.zeros(start_tokens + len(prefill_range.token_ids), dtype=np.int32)
         tokens[start_tokens:] = prefill_range.token_ids
-        return SequenceSpec(
+        return Sequence(
+            holding,
+            self._worker.block_size,
+            time.monotonic(),
             seq_id=self._seq_id,
             token_ids=tokens,
             parent_hash=prefill_range.parent_hash,

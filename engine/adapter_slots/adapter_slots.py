@@ -100,7 +100,7 @@ class AdapterSlots:
 
     def join(self, sequence: Sequence, now: float) -> None:
         """Takes a sequence that joins the scheduler's queues; one without an adapter needs nothing here."""
-        if sequence.spec.adapter:
+        if sequence.adapter:
             _await(sequence)
             insort(self._waiting, sequence, key=_queue_order)
             self._since_s[sequence.seq_id] = now
@@ -116,7 +116,7 @@ class AdapterSlots:
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence that leaves the scheduler's queues. A sequence that is in none is ignored."""
-        if not sequence.spec.adapter:
+        if not sequence.adapter:
             return
         _leave(sequence)
         if self._since_s.pop(sequence.seq_id, None) is not None:
@@ -162,7 +162,7 @@ class AdapterSlots:
         self._changed, self._check_s = False, now + PATIENCE_CHECK_S
         self._close_slots(now)
         for sequence in tuple(self._waiting):
-            slot_of = self._slot_for(sequence.spec.adapter)
+            slot_of = self._slot_for(sequence.adapter)
             if slot_of is not None:
                 self._hold(slot_of, sequence, now)
 
@@ -183,8 +183,8 @@ class AdapterSlots:
         """Closes as many slots as adapters have waited for too long; those with the fewest holders come first."""
         late: dict[str, Sequence] = {}
         for sequence in self._waiting:
-            if sequence.spec.adapter not in self._of and now - self._since_s[sequence.seq_id] >= SLOT_PATIENCE_S:
-                late.setdefault(sequence.spec.adapter, sequence)
+            if sequence.adapter not in self._of and now - self._since_s[sequence.seq_id] >= SLOT_PATIENCE_S:
+                late.setdefault(sequence.adapter, sequence)
         held = [slot for slot in self._slots if slot.holders]
         held.sort(key=lambda slot: (not slot.closed, len(slot.holders), slot.last_held))
         for slot in held:
@@ -254,7 +254,7 @@ class AdapterSlots:
         """Raises AssertionError unless every sequence in the queues that has an adapter holds its slot or waits for
         one, and runs only with an adapter that is there."""
         queued = (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PREEMPTED)
-        users = {s.seq_id: s for s in sequences if s.spec.adapter and s.state in queued}
+        users = {s.seq_id: s for s in sequences if s.adapter and s.state in queued}
         assert self._waiting == sorted(self._waiting, key=_queue_order), "the line for slots is out of order"
         waiting = {s.seq_id for s in self._waiting}
         assert waiting == self._since_s.keys(), "somebody waits for a slot without a time, or the other way round"
@@ -267,7 +267,7 @@ class AdapterSlots:
             for seq_id, sequence in slot.holders.items():
                 assert self._held[seq_id] is slot, "a holder of two slots"
                 assert users[seq_id] is sequence, "a holder that is gone"
-                assert sequence.spec.adapter == slot.digest, "a sequence holds another adapter's slot"
+                assert sequence.adapter == slot.digest, "a sequence holds another adapter's slot"
         assert len(self._of) == sum(slot.digest != "" for slot in self._slots), "an adapter without a slot"
         assert sum(len(slot.holders) for slot in self._slots) == len(self._held), "holders do not add up"
         for seq_id, sequence in users.items():

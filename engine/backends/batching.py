@@ -43,7 +43,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         [piece.sequence for piece in pieces],
         [piece.start for piece in pieces],
         counts,
-        [piece.sequence.spec.rope_shift for piece in pieces],
+        [piece.sequence.rope_shift for piece in pieces],
         block_size,
         sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends), *with_logits, *vectors],
         adapters=plan.adapters,
@@ -51,7 +51,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         pooled=len(vectors),
         pooled_ids=tuple(ids for _, ids in pooled),
     )
-    seconds = [piece.sequence.spec.second_from for piece in pieces]
+    seconds = [piece.sequence.second_from for piece in pieces]
     if any(seconds):
         batch = replace(batch, seconds=np.array(seconds, np.int32))
     for place, chosen in plan.unknown:
@@ -126,7 +126,7 @@ def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
         if piece.pools:
             after = end - (piece.start + piece.count - piece.scores_end)
             for row in range(after - piece.pools, after):
-                yield row, piece.sequence.spec.pooled_ids
+                yield row, piece.sequence.pooled_ids
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
@@ -154,7 +154,7 @@ def build_guess_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> S
     logit."""
     rows = []
     for sequence, guesses in after:
-        params = sequence.spec.sampling
+        params = sequence.sampling
         assert params is not None
         rows.append((sequence, params, params.seed or 0, sequence.num_tokens + guesses))
     edits = (edit for edit in _edits(rows) if edit.biased.max(initial=-1) < vocab_size)
@@ -181,7 +181,7 @@ def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
 def _rows_of(piece: SequencePiece) -> list[_Row]:
     """Returns the sequence, parameters, seed and position of each row that a piece samples."""
     sequence, end = piece.sequence, piece.start + piece.count
-    params = sequence.spec.sampling
+    params = sequence.sampling
     assert params is not None
     seed = params.seed or 0
     if piece.samples == 1 and not piece.sibling_seeds:
@@ -195,15 +195,15 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
     for row, (sequence, params, _, position) in enumerate(rows):
         repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
-        prompt = sequence.spec.prompt_tokens
+        prompt = sequence.prompt_tokens
         early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
-        bad_words = sequence.spec.bad_words
+        bad_words = sequence.bad_words
         if repetition == 1.0 and not (presence or frequency or params.logit_bias or early or bad_words):
             continue
         # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it
         # here.
         end = min(position, sequence.num_tokens + sequence.num_proposed)
-        banned = [*sequence.spec.stop_token_ids] if early else []
+        banned = [*sequence.stop_token_ids] if early else []
         if bad_words:
             banned += bad_words.completing(sequence.tokens(max(prompt, end - bad_words.longest), end))
         yield RowEdit(
@@ -221,7 +221,7 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
     """Returns the masks of rows whose requests allow only some tokens."""
-    return {row: mask for row, (sequence, *_) in enumerate(rows) if (mask := sequence.spec.allowed) is not None}
+    return {row: mask for row, (sequence, *_) in enumerate(rows) if (mask := sequence.allowed) is not None}
 
 
 def _ids(ids: Collection[int]) -> Int64:

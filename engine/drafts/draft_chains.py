@@ -74,10 +74,9 @@ class DraftChain(BlockChain):
     """Holds the draft model's KV of one sequence, whose tokens it reads."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
-        spec = sequence.spec
         self.sequence = sequence
-        self.rope_shift = shape.rope_shift(spec.prompt_tokens + spec.max_tokens)
-        root = request_root(shape.namespace, cache_salt=spec.parent_hash.hex(), short_text=self.rope_shift > 0)
+        self.rope_shift = shape.rope_shift(sequence.prompt_tokens + sequence.max_tokens)
+        root = request_root(shape.namespace, cache_salt=sequence.parent_hash.hex(), short_text=self.rope_shift > 0)
         tokens = sequence.tokens(0, sequence.most_tokens)
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
         # These say whether the node has answered with its ticket, whether nobody needs the chain any more, whether it

@@ -96,7 +96,7 @@ class SuffixDrafter:
             own = own[text[own - 1] == text[-2]]
         pattern = text[: -self._most_matched - 1 : -1]
         guess, matched = self._after(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
-        ring = self._answers.ring(sequence.spec.parent_hash)
+        ring = self._answers.ring(sequence.parent_hash)
         if ring is not None:
             answered = self._after(ring.tokens, ring.first, ring.end, ring.places(text), pattern, most)
             if answered[1] > matched:
@@ -132,10 +132,10 @@ class SuffixDrafter:
 
     def ended(self, sequence: Sequence) -> None:
         """Remembers the answer, and the end of its prompt, after which an answer's first tokens may be guessed."""
-        prompt = sequence.spec.prompt_tokens
+        prompt = sequence.prompt_tokens
         if not sequence.resume_after and sequence.num_tokens > prompt:
             begin = max(0, prompt - self._config.suffix_decoding_max_tree_depth)
-            self._answers.add(sequence.spec.parent_hash, sequence.tokens(begin, sequence.num_tokens))
+            self._answers.add(sequence.parent_hash, sequence.tokens(begin, sequence.num_tokens))
 
 
 def _likeliest(followed: list[list[int]], least: float) -> list[int]:

@@ -124,7 +124,7 @@ class GrammarSteps(StepFeature):
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             grammar = grammar_of(sequence)
-            answered = sequence.num_tokens - sequence.spec.prompt_tokens
+            answered = sequence.num_tokens - sequence.prompt_tokens
             assert grammar is None or grammar.num_tokens == answered, "a grammar is not at its answer's end"
 
 

@@ -67,7 +67,7 @@ class BlockChain:
         self._tokens = tokens
         self._table: Int32 = np.zeros(len(tokens) // block_size + 2, dtype=np.int32)
         self._first_block = first_block
-        self._parent_hash = parent_hash
+        self.parent_hash = parent_hash
         self._hashes = bytearray(hashes)
         self.take_ticket(Holding(0, (), ()))
 
@@ -148,12 +148,12 @@ class BlockChain:
         start = (self._first_block + len(self._hashes) // HASH_BYTES) * self.block_size
         end = num_tokens // self.block_size * self.block_size
         if end > start:
-            parent = bytes(self._hashes[-HASH_BYTES:]) or self._parent_hash
+            parent = bytes(self._hashes[-HASH_BYTES:]) or self.parent_hash
             self._hashes += chain_hashes(parent, self._tokens[start:end].tolist(), self.block_size)
 
     def hash_before(self, block: int) -> bytes:
         """Returns the hash of the block before ``block``, or what stands before the first block that is hashed."""
-        return self.block_hashes(block - 1, block) if block > self._first_block else self._parent_hash
+        return self.block_hashes(block - 1, block) if block > self._first_block else self.parent_hash
 
     def block_hashes(self, start: int, end: int) -> bytes:
         """Returns 32 bytes for each of blocks start .. end, all of them at or after the first block that is hashed."""

@@ -177,7 +177,7 @@ class BlockManager:
                 seq_id=sequence.seq_id,
                 block_hashes=sequence.block_hashes(0, whole),
                 total_blocks=sequence.num_tokens // self._block_size + 1 + self.beside_blocks,
-                priority=sequence.spec.priority,
+                priority=sequence.priority,
                 state_pages=self.state_pages,
             )
         )

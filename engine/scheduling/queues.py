@@ -74,12 +74,12 @@ def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
 
 def _in_background(sequence: Sequence) -> bool:
     """Returns whether nobody waits for the sequence, which is a batch's."""
-    return sequence.spec.priority >= MAX_PRIORITY
+    return sequence.priority >= MAX_PRIORITY
 
 
 def _rank(sequence: Sequence) -> int:
     """Returns 0 for what is more urgent than usual, 1 for what is usual, and 2 for what is in the background."""
-    return 0 if sequence.spec.priority < 0 else 1 + _in_background(sequence)
+    return 0 if sequence.priority < 0 else 1 + _in_background(sequence)
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Flows:
 
     def joined(self, sequence: Sequence, started: Iterable[Sequence]) -> None:
         """Counts a sequence that has joined the queues. ``started`` are those in the queues that have begun."""
-        flow = sequence.spec.flow
+        flow = sequence.flow
         account = self.accounts.get(flow.key)
         if account is None:
             account = self.accounts[flow.key] = FlowAccount(counter=self.absent.pop(flow.key, 0.0))
@@ -126,14 +126,14 @@ class Flows:
 
     def moved(self, sequence: Sequence) -> None:
         """Counts a sequence that has begun to run, or that waits again, without leaving the queues."""
-        account = self.accounts[sequence.spec.flow.key]
+        account = self.accounts[sequence.flow.key]
         change = 1 if sequence.state is SequenceState.RUNNING else -1
         account.running += change
         account.waiting -= change
 
     def left(self, sequence: Sequence) -> None:
         """Counts a sequence out that is about to leave the queues, and charges its tokens to its flow."""
-        key = sequence.spec.flow.key
+        key = sequence.flow.key
         account = self.accounts[key]
         account.counter += sequence.take_charge() / account.weight
         if sequence.state is SequenceState.RUNNING:
@@ -155,7 +155,7 @@ class Flows:
         """Returns each flow's counter now, with what its sequences that have begun were served and not yet charged."""
         found = {key: account.counter for key, account in self.accounts.items()}
         for sequence in started:
-            key = sequence.spec.flow.key
+            key = sequence.flow.key
             found[key] += sequence.uncharged_tokens / self.accounts[key].weight
         return found
 
@@ -169,7 +169,7 @@ class Flows:
         Within each flow they keep their order, in which they come."""
         lines: dict[bytes, deque[Sequence]] = {}
         for sequence in tails:
-            lines.setdefault(sequence.spec.flow.key, deque()).append(sequence)
+            lines.setdefault(sequence.flow.key, deque()).append(sequence)
         heaps: tuple[list[tuple[float, int, Place, bytes]], ...] = ([], [], [])
         for key, line in lines.items():
             heaps[_rank(line[0])].append((counters[key], self.accounts[key].running, _service_order(line[0]), key))
@@ -205,7 +205,7 @@ class Flows:
         """Raises AssertionError where the accounts contradict the sequences that are in the queues."""
         counted: dict[bytes, list[int]] = {}
         for sequence in queued:
-            count = counted.setdefault(sequence.spec.flow.key, [0, 0])
+            count = counted.setdefault(sequence.flow.key, [0, 0])
             count[sequence.state is not SequenceState.RUNNING] += 1
         found = {key: [account.running, account.waiting] for key, account in self.accounts.items()}
         assert found == counted, f"flows {found} have other sequences than the queues: {counted}"
@@ -287,22 +287,22 @@ class SchedulerQueues:
         flows, placeless = self.flows, self.flows.placeless
         if not placeless or self.free_seqs >= len(placeless):
             return
-        able = {s.spec.flow.key for s in _able(chain(self.preempted, self.waiting)) if not _in_background(s)}
+        able = {s.flow.key for s in _able(chain(self.preempted, self.waiting)) if not _in_background(s)}
         counters = flows.counters(chain(self.running, self.preempted))
         claims = sorted((key for key in placeless if key in able), key=counters.__getitem__)
-        places = Counter(sequence.spec.flow.key for sequence in self.to_decode())
+        places = Counter(sequence.flow.key for sequence in self.to_decode())
 
         def had(sequence: Sequence) -> tuple[bool, float, int, int]:
-            return _in_background(sequence), counters[sequence.spec.flow.key], sequence.spec.priority, sequence.seq_id
+            return _in_background(sequence), counters[sequence.flow.key], sequence.priority, sequence.seq_id
 
         for key in claims[self.free_seqs :]:
             decodes = (sequence for sequence in self.to_decode() if sequence.decoding and sequence.may_give_way)
-            givers = [one for one in decodes if places[one.spec.flow.key] > 1 or _in_background(one)]
+            givers = [one for one in decodes if places[one.flow.key] > 1 or _in_background(one)]
             giver = max(givers, key=had, default=None)
-            if giver is None or (counters[giver.spec.flow.key] < counters[key] and not _in_background(giver)):
+            if giver is None or (counters[giver.flow.key] < counters[key] and not _in_background(giver)):
                 return
             self.yielding[giver] = last_step
-            places[giver.spec.flow.key] -= 1
+            places[giver.flow.key] -= 1
 
     def prompt_tails(self) -> list[Sequence]:
         """Returns sequences with prompt left to launch, in the order of service; of those that are queued and not kept
@@ -356,7 +356,7 @@ class SchedulerQueues:
         had: dict[bytes, float] = {}
         if self.flows.several:
             had = self.flows.counters(chain(self.running, self.preempted))
-        return max(candidates, key=lambda s: (s.spec.priority, had.get(s.spec.flow.key, 0.0), s.seq_id))
+        return max(candidates, key=lambda s: (s.priority, had.get(s.flow.key, 0.0), s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
         """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""

@@ -481,18 +481,18 @@ class Scheduler:
                 if not wanted or sequence.end_reported:
                     continue
             scored = sequence.unscored_from
-            if scored is not None and sequence.spec.pooled is None:
+            if scored is not None and sequence.pooled is None:
                 wanted = min(wanted, max(scored - start, 0) + rows_left)
                 if not wanted:
                     continue
             elif self.whole_prompts and wanted > left:
                 return
-            if sequence.spec.pooled_ids and rows_left <= 0:
+            if sequence.pooled_ids and rows_left <= 0:
                 continue
             for cut in self._cutters:
                 wanted = cut(sequence, start, wanted)
             piece = self._tail_piece(sequence, min(left, wanted), now)
-            rows_left -= piece.scores or bool(piece.pools and sequence.spec.pooled_ids)
+            rows_left -= piece.scores or bool(piece.pools and sequence.pooled_ids)
             room.take(start, piece.count)
             yield piece
 
@@ -502,7 +502,7 @@ class Scheduler:
         start = sequence.next_start
         sequence.plan_piece(count, now)
         rows = sequence.rows_to_score(start, start + count)
-        if sequence.spec.pooled is not None:
+        if sequence.pooled is not None:
             return SequencePiece(sequence, start, count, 0, pools=rows)
         if sequence.is_prefill or sequence.is_prompt_only or start + count < sequence.num_tokens:
             return SequencePiece(sequence, start, count, 0, scores=rows)

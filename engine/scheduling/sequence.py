@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from typing import Any, Protocol
@@ -63,67 +63,6 @@ class SiblingSpec:
 
     seq_id: int
     seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
-    """Describes the task of a sequence; it never changes.
-
-    Attributes:
-        seq_id: names the sequence on its worker and is its place in the order of arrival.
-        token_ids: int32 [N], the prompt and what earlier attempts generated. A prefill range's tokens before
-            ``start_tokens`` are never read.
-        parent_hash: hash of the block that ends at ``start_tokens``; the request's root when that is 0.
-        start_tokens: where hashing starts, a multiple of the block size. 0 for a stream.
-        prompt_tokens: how many of token_ids are prompt.
-        sampling: resolved parameters; None for a prefill range, which ends when its tokens are computed.
-        stop_token_ids: ids that end the stream.
-        rope_shift: row of the rotary tables for position 0.
-        max_tokens: most tokens after the prompt.
-        max_model_len: most tokens in all.
-        chunk_ends: the ends of a prefill range's chunks, each of which is acknowledged when it is committed; the last
-            one is the range's end. A step may compute several chunks. Empty for a stream.
-        priority: smaller is more urgent (:mod:`pillion.priority`).
-        siblings: further answers to the prompt, which begin with this sequence's first token. Empty for a prefill
-            range.
-        scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
-            scored.
-        adapter: digest of the adapter that the sequence runs with; "" for the model alone.
-        pooled: the positions whose rows' mean is the vector with which the sequence ends, which generates nothing; None
-            where no vector is wanted.
-        pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
-        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
-        keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
-        allowed: uint32 [ceil(vocabulary / 32)], the mask of the tokens that alone are chosen; None allows all.
-        bad_words: sequences of tokens that the answer never has; None where there are none.
-        flow: the tenant's share of the worker.
-        kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
-            carry states keeps one before each of these places.
-    """
-
-    seq_id: int
-    token_ids: Int32
-    parent_hash: bytes
-    start_tokens: int = 0
-    prompt_tokens: int = 0
-    sampling: SamplingParams | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    rope_shift: int = 0
-    max_tokens: int = 0
-    max_model_len: int = 0
-    chunk_ends: tuple[int, ...] = ()
-    priority: int = 0
-    siblings: tuple[SiblingSpec, ...] = ()
-    scored_tokens: int = 0
-    adapter: str = ""
-    pooled: range | None = None
-    pooled_ids: tuple[int, ...] = ()
-    second_from: int = 0
-    keeps_blocks: bool = True
-    kept_tokens: tuple[int, ...] = ()
-    allowed: UInt32 | None = None
-    bad_words: BadWords | None = None
-    flow: Flow = NO_FLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,63 +115,115 @@ class SequenceProgress:
         self.last_token_s = now
 
 
+@dataclass(eq=False, repr=False)
 class Sequence(BlockChain):
-    """Represents one sequence, as the module's docstring describes it. Its tokens and its table are allocated once."""
+    """Represents one sequence, as the module's docstring describes it. Its tokens and its table are allocated once. It
+    begins at ``now`` with what it holds by its ticket; ``hashes`` are those of leading whole blocks, where they are
+    known.
 
-    def __init__(
-        self,
-        spec: SequenceSpec,
-        holding: Holding,
-        block_size: int,
-        now: float,
-        *,
-        hashes: bytes = b"",
-    ) -> None:
-        """Makes a sequence. ``hashes`` are those of leading whole blocks, where they are known."""
-        room = max(len(spec.token_ids), min(spec.max_model_len, spec.prompt_tokens + spec.max_tokens))
+    Attributes:
+        seq_id: names the sequence on its worker and is its place in the order of arrival.
+        token_ids: int32 [N], what it began with: the prompt and what earlier attempts generated. A prefill range's
+            tokens before ``start_tokens`` are never read.
+        parent_hash: hash of the block that ends at ``start_tokens``; the request's root when that is 0.
+        start_tokens: where hashing starts, a multiple of the block size. 0 for a stream.
+        prompt_tokens: how many of token_ids are prompt.
+        sampling: resolved parameters; None for a prefill range, which ends when its tokens are computed.
+        stop_token_ids: ids that end the stream.
+        rope_shift: row of the rotary tables for position 0.
+        max_tokens: most tokens after the prompt.
+        max_model_len: most tokens in all.
+        chunk_ends: the ends of a prefill range's chunks, each of which is acknowledged when it is committed; the last
+            one is the range's end. A step may compute several chunks. Empty for a stream.
+        priority: smaller is more urgent (:mod:`pillion.priority`).
+        siblings: further answers to the prompt that have not begun: they do with this sequence's first token. Empty for
+            a prefill range.
+        scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
+            scored.
+        adapter: digest of the adapter that the sequence runs with; "" for the model alone.
+        pooled: the positions whose rows' mean is the vector with which the sequence ends, which generates nothing; None
+            where no vector is wanted.
+        pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
+        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
+        keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
+        allowed: uint32 [ceil(vocabulary / 32)], the mask of the tokens that alone are chosen; None allows all.
+        bad_words: sequences of tokens that the answer never has; None where there are none.
+        flow: the tenant's share of the worker.
+        kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
+            carry states keeps one before each of these places.
+    """
+
+    holding: InitVar[Holding]
+    block_size: int
+    now: InitVar[float]
+    _: KW_ONLY
+    seq_id: int
+    token_ids: Int32
+    parent_hash: bytes
+    start_tokens: int = 0
+    prompt_tokens: int = 0
+    sampling: SamplingParams | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    rope_shift: int = 0
+    max_tokens: int = 0
+    max_model_len: int = 0
+    chunk_ends: tuple[int, ...] = ()
+    priority: int = 0
+    siblings: tuple[SiblingSpec, ...] = ()
+    scored_tokens: int = 0
+    adapter: str = ""
+    pooled: range | None = None
+    pooled_ids: tuple[int, ...] = ()
+    second_from: int = 0
+    keeps_blocks: bool = True
+    kept_tokens: tuple[int, ...] = ()
+    allowed: UInt32 | None = None
+    bad_words: BadWords | None = None
+    flow: Flow = NO_FLOW
+    hashes: InitVar[bytes] = b""
+
+    def __post_init__(self, holding: Holding, now: float, hashes: bytes) -> None:
+        room = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
         super().__init__(
-            spec.seq_id,
+            self.seq_id,
             np.empty(room, dtype=np.int32),
-            block_size,
-            first_block=spec.start_tokens // block_size,
-            parent_hash=spec.parent_hash,
+            self.block_size,
+            first_block=self.start_tokens // self.block_size,
+            parent_hash=self.parent_hash,
             hashes=hashes,
         )
-        self.spec = spec
-        self.queue_order = self.prompt_order = queue_order(spec.priority, now)
-        self.is_prefill = spec.sampling is None
-        self.num_tokens = len(spec.token_ids)
-        self._tokens[: self.num_tokens] = spec.token_ids
+        self.queue_order = self.prompt_order = queue_order(self.priority, now)
+        self.is_prefill = self.sampling is None
+        self.num_tokens = len(self.token_ids)
+        self._tokens[: self.num_tokens] = self.token_ids
         self.progress = SequenceProgress(arrived_s=now)
-        ends = enumerate(spec.chunk_ends)
-        self._chunks = [ChunkDone(seq_id=spec.seq_id, index=index, end_tokens=end) for index, end in ends]
+        ends = enumerate(self.chunk_ends)
+        self._chunks = [ChunkDone(seq_id=self.seq_id, index=index, end_tokens=end) for index, end in ends]
         # The acknowledgements of these chunks are sent, or wait only for the node's answer.
         self._acked_chunks = 0
         # This says whether the sequence's end was reported, or nobody listens to the sequence any more.
         self.end_reported = False
-        # These answers to the same prompt have not begun.
-        self.siblings = spec.siblings
         # This is the sequence whose prompt this sibling shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
         # This holds what features know of the sequence, by a name of each feature's own.
         self.kept: dict[str, Any] = {}
         # This says whether it is in a queue and a feature keeps it from running.
         self.kept_waiting = False
-        sampling = spec.sampling
+        sampling = self.sampling
         # This says whether a sampled token depends on the tokens before it, and not only on the logits and its
         # position.
-        self.reads_history = sampling is not None and _reads_history(sampling, spec.bad_words)
+        self.reads_history = sampling is not None and _reads_history(sampling, self.bad_words)
         # This says whether the sequence ends with its prompt, without a generated token.
-        self.is_prompt_only = sampling is not None and spec.max_tokens == 0
+        self.is_prompt_only = sampling is not None and self.max_tokens == 0
         # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
         self.scored_alternatives = 0
-        self.num_scored = self.score_end = spec.scored_tokens
+        self.num_scored = self.score_end = self.scored_tokens
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
-            self.score_end = max(spec.scored_tokens, spec.prompt_tokens - 1)
+            self.score_end = max(self.scored_tokens, self.prompt_tokens - 1)
         # Where a vector is wanted, these positions' rows are not scored: they are added up, in their order.
-        if spec.pooled is not None:
-            self.num_scored, self.score_end = spec.pooled.start, spec.pooled.stop
+        if self.pooled is not None:
+            self.num_scored, self.score_end = self.pooled.start, self.pooled.stop
         self._rows_sum: Float32 | None = None
         # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
         self.num_proposed = 0
@@ -241,7 +232,7 @@ class Sequence(BlockChain):
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
         self.hold(holding, SequenceState.WAITING)
-        if not spec.keeps_blocks:
+        if not self.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         # These count what the sequence's flow was charged for it, and its tokens that need not be computed here.
@@ -253,22 +244,26 @@ class Sequence(BlockChain):
         already, here or elsewhere, has a reader who waits for the next one: it keeps the place of its arrival.
 
         It is called before the sequence joins a queue."""
-        streams = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.spec.prompt_tokens)
+        streams = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.prompt_tokens)
         self.prompt_order = self.queue_order if streams else prompt_order(self.queue_order, work_s)
 
     def sibling(self, sibling: SiblingSpec, now: float) -> Sequence:
         """Makes a sequence of the same prompt without a ticket, which is RESUMING."""
-        assert self.spec.sampling is not None
-        sampling = replace(self.spec.sampling, seed=sibling.seed)
-        spec = replace(
-            self.spec, seq_id=sibling.seq_id, sampling=sampling, siblings=(), scored_tokens=self.spec.prompt_tokens - 1
+        assert self.sampling is not None
+        child = replace(
+            self,
+            holding=Holding(0, (), ()),
+            now=now,
+            seq_id=sibling.seq_id,
+            sampling=replace(self.sampling, seed=sibling.seed),
+            siblings=(),
+            scored_tokens=self.prompt_tokens - 1,
+            hashes=self.block_hashes(0, self.prompt_tokens // self.block_size),
         )
-        hashes = self.block_hashes(0, spec.prompt_tokens // self.block_size)
-        child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
         child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
         # Its prompt is charged to its parent.
-        child._found_tokens = len(spec.token_ids)
+        child._found_tokens = len(self.token_ids)
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now
         child.progress.tokens_came(now)
@@ -357,7 +352,7 @@ class Sequence(BlockChain):
 
     def share_prompt(self) -> None:
         """Notes that a sibling's copy of the prompt's partial block is scheduled: its prompt counts as computed."""
-        self.num_computed = self.spec.prompt_tokens
+        self.num_computed = self.prompt_tokens
 
     def share(self, tokens: int, slot: int) -> None:
         """Notes that the KV of the next ``tokens`` tokens, less than a block's, is in ``slot``, which is to be copied
@@ -404,9 +399,9 @@ class Sequence(BlockChain):
     @property
     def vector(self) -> Float32 | None:
         """Gives the mean of the rows that were added up; None where no vector is wanted."""
-        if self.spec.pooled is None or self._rows_sum is None:
+        if self.pooled is None or self._rows_sum is None:
             return None
-        return self._rows_sum / np.float32(len(self.spec.pooled))
+        return self._rows_sum / np.float32(len(self.pooled))
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Appends a step's tokens as far as the token that was proposed after each was right; later results are void.
@@ -444,7 +439,7 @@ class Sequence(BlockChain):
         last = self.next_is_last
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
-        if token in self.spec.stop_token_ids:
+        if token in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if last else None
 
@@ -509,7 +504,7 @@ class Sequence(BlockChain):
     def uncharged_tokens(self) -> int:
         """Gives what the sequence's flow owes for it beyond what it was charged: one for each token of the prompt that
         was computed here or is in a launched step, and OUTPUT_COST for each generated one."""
-        given = len(self.spec.token_ids)
+        given = len(self.token_ids)
         computed = min(self.next_start, given) - self._found_tokens
         # What is computed again, after the sequence was preempted, costs nothing.
         return max(0, computed + OUTPUT_COST * (self.num_tokens - given) - self._charged)
@@ -559,14 +554,14 @@ class Sequence(BlockChain):
 
     @property
     def reports_logprobs(self) -> bool:
-        sampling = self.spec.sampling
+        sampling = self.sampling
         return sampling is not None and sampling.logprobs is not None
 
     @property
     def next_is_last(self) -> bool:
         """Says whether the next token ends the stream, whichever it is."""
         after = self.num_tokens + 1
-        return after >= self.spec.max_model_len or after - self.spec.prompt_tokens >= self.spec.max_tokens
+        return after >= self.max_model_len or after - self.prompt_tokens >= self.max_tokens
 
 
 def _reads_history(sampling: SamplingParams, bad_words: BadWords | None) -> bool:

@@ -31,7 +31,7 @@ class Siblings:
     def order_ticket(self, parent: Sequence, child: Sequence) -> None:
         """Orders a ticket for ``child``, at once or after the parent's running commit: a ticket that is opened before
         the prompt's last blocks are sent would not pin them."""
-        if parent.in_commit and parent.num_sent < parent.spec.prompt_tokens // parent.block_size:
+        if parent.in_commit and parent.num_sent < parent.prompt_tokens // parent.block_size:
             self._late.setdefault(parent.seq_id, []).append(child)
             self._block_manager.out.hurry = True
         else:
@@ -75,7 +75,7 @@ def copy_partial_block(parent: Sequence, child: Sequence) -> tuple[int, int] | N
 
     Rows after the prompt are the parent's answer. The child writes its own rows there before it reads them.
     """
-    prompt, block = child.spec.prompt_tokens, child.num_committed
+    prompt, block = child.prompt_tokens, child.num_committed
     missing = prompt - child.num_computed
     parent_has = parent.state in (SequenceState.RUNNING, SequenceState.PREEMPTED) and parent.num_computed >= prompt
     if not (0 < missing < child.block_size and parent_has):

@@ -34,7 +34,7 @@ class StatePlaces:
         self._size = size = sequence.block_size
         # At least one token is computed after a place.
         self._last = last = (sequence.num_tokens - 1) // size * size
-        wished = {sequence.known_blocks * size, *(place // size * size for place in sequence.spec.kept_tokens)}
+        wished = {sequence.known_blocks * size, *(place // size * size for place in sequence.kept_tokens)}
         wished |= set() if sequence.is_prefill else {last}
         self._left = sorted(place for place in wished if sequence.num_computed < place <= last)
         self._kept, self._cheap_after = sequence.num_computed, int(pages * size / CHEAP_PART)

@@ -32,7 +32,7 @@ from opentelemetry.context import Context
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
-from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec, SiblingSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceProgress, SiblingSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record, record_stream
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
@@ -306,7 +306,7 @@ class DecodeSession:
             started = await self._worker.run_sequence(
                 needs,
                 hold=lambda epoch: self._hold(stream, submit, needs, epoch),
-                begin=lambda: self._begin(stream, submit),
+                begin=lambda holding: self._begin(stream, submit, holding),
                 wanted=lambda: self._streams.get(submit.key) is stream,
             )
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (each stream has an end, whatever failed)
@@ -356,14 +356,19 @@ class DecodeSession:
             record("kv.pin", stream.trace, began_s, time.monotonic(), found)
         return holding, last_hash
 
-    def _begin(self, stream: _DecodeStream, submit: Submit) -> tuple[SequenceSpec, dict[int, SequenceListener]]:
+    def _begin(
+        self, stream: _DecodeStream, submit: Submit, holding: Holding
+    ) -> tuple[Sequence, dict[int, SequenceListener]]:
         """Returns the sequence of a stream that has waited, with those of its siblings that are still there. Raises
         Overloaded where the worker has no room for them."""
         stream.siblings = tuple(sibling for sibling in stream.siblings if self._streams.get(sibling.key) is sibling)
         if _waits(submit):
             self._check_room(1 + len(stream.siblings))
         sampling, vocab_size = sampling_from_pb(submit.sampling), self._worker.model.backend.vocab_size
-        spec = SequenceSpec(
+        sequence = Sequence(
+            holding,
+            self._worker.block_size,
+            time.monotonic(),
             seq_id=stream.seq_id,
             token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
             parent_hash=submit.root_hash,
@@ -386,7 +391,7 @@ class DecodeSession:
             bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
-        return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
+        return sequence, {one.seq_id: one for one in (stream, *stream.siblings)}
 
     def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
         trace = telemetry.from_traceparent(submit.traceparent)

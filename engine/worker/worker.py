@@ -24,7 +24,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import msgspec
@@ -35,7 +36,7 @@ from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
-from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.engine.worker.worker_feature import (
@@ -94,7 +95,7 @@ class Worker:
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
-        features: Sequence[WorkerFeature] = (),
+        features: Seq[WorkerFeature] = (),
     ) -> None:
         self.flags = flags
         self.role = role
@@ -305,7 +306,7 @@ class Worker:
         self,
         needs: RequestNeeds,
         hold: Callable[[WorkerEpoch], Awaitable[tuple[Holding, bytes]]],
-        begin: Callable[[], tuple[SequenceSpec, Mapping[int, SequenceListener]]],
+        begin: Callable[[Holding], tuple[Sequence, Mapping[int, SequenceListener]]],
         wanted: Callable[[], bool],
     ) -> tuple[SequenceProgress, Holding] | None:
         """Starts a sequence, and returns its progress and what it holds; None where nobody wants it any more. Do not
@@ -314,7 +315,7 @@ class Worker:
         Args:
             needs: what features make ready first.
             hold: adopts or opens the ticket, by the epoch's tickets.
-            begin: describes the sequence once its ticket is held, with the listeners of it and of its siblings.
+            begin: makes the sequence once its ticket is held, with the listeners of it and of its siblings.
         """
         attach = await self.made_ready(needs)
         if not wanted():
@@ -324,7 +325,7 @@ class Worker:
         progress = None
         try:
             if wanted():
-                progress = epoch.add(*begin(), attach, holding, last_hash)
+                progress = epoch.add(*begin(holding), attach, last_hash)
         finally:
             if progress is None:
                 epoch.tickets.let_go(holding)
@@ -494,7 +495,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
     )
 
 
-def _warm_up(model: LoadedModel, features: Sequence[WorkerFeature], tokens: int) -> None:
+def _warm_up(model: LoadedModel, features: Seq[WorkerFeature], tokens: int) -> None:
     """Runs steps so that those of up to so many tokens find everything in memory; for a larger step buffers grow."""
     model.backend.warm_up(tokens)
     for feature in features:

@@ -26,9 +26,9 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loading import LoadedModel
-from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import (
     CommitOrder,
     FeatureOrder,
@@ -173,26 +173,24 @@ class WorkerEpoch:
 
     def add(
         self,
-        spec: SequenceSpec,
+        sequence: Sequence,
         listeners: Mapping[int, SequenceListener],
         attach: Iterable[Callable[[Sequence], None]],
-        holding: Holding,
         last_hash: bytes,
     ) -> SequenceProgress:
-        """Runs a sequence with a ticket that :attr:`tickets` adopted. ``listeners`` get its updates and those of its
-        siblings, by seq_id, until one has an ending.
+        """Runs a sequence with a ticket that :attr:`tickets` adopted; ``last_hash`` is that of its chain's last block.
+        ``listeners`` get its updates and those of its siblings, by seq_id, until one has an ending.
 
-        Raises NotFound if the chain holds other tokens than ``spec`` has, because KV of another prompt is never read,
+        Raises NotFound if the chain holds other tokens than it has, because KV of another prompt is never read,
         or tokens that are yet to be scored, and Unavailable where the epoch has ended."""
-        chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
-        sequence = Sequence(spec, holding, self._block_size, time.monotonic())
+        chain, first = sequence.num_committed, sequence.start_tokens // self._block_size
         if chain > first:
             fits = sequence.left_to_compute >= (0 if sequence.is_prefill else 1)
             fits = fits and sequence.block_hashes(chain - 1, chain) == last_hash
         else:
-            fits = not last_hash or last_hash == spec.parent_hash
+            fits = not last_hash or last_hash == sequence.parent_hash
         # Without the state after a chain nobody can go on from it.
-        fits = fits and (bool(holding.state_slots) or not (chain and self._model.backend.layout.state_pages))
+        fits = fits and (bool(sequence.state_slots) or not (chain and self._model.backend.layout.state_pages))
         unscored = sequence.unscored_from
         if not fits or (unscored is not None and sequence.num_computed > unscored):
             raise NotFound(

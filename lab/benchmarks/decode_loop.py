@@ -14,7 +14,7 @@ from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.types import SamplingParams
 
@@ -47,7 +47,10 @@ class DecodeLoop:
         blocks = (context + MAX_TOKENS // batch) // block_size + 2
         for number in range(batch):
             mine = tuple(range(number * blocks, (number + 1) * blocks))
-            spec = SequenceSpec(
+            sequence = Sequence(
+                Holding(number + 1, (), mine),
+                block_size,
+                0.0,
                 seq_id=number + 1,
                 token_ids=draw.integers(1000, 40_000, context).astype(np.int32) if prompt is None else prompt,
                 parent_hash=bytes(32),
@@ -56,7 +59,6 @@ class DecodeLoop:
                 max_tokens=MAX_TOKENS // batch,
                 max_model_len=1_000_000,
             )
-            sequence = Sequence(spec, Holding(number + 1, (), mine), block_size, 0.0)
             attach(number, sequence)
             self.scheduler.add(sequence, 0.0)
 

@@ -30,7 +30,7 @@ from lab.fleets.model_states import ModelStates
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, SequenceSpec
+from pillion.engine.scheduling.sequence import Ending
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_feature import StepFeature
@@ -269,7 +269,12 @@ class SimWorker:
         if self._settings.macro_steps and not prefill_range:
             # One slot more than needed is given, so that the scheduler's stock of slots never looks short.
             total = (job.tokens + job.answer_tokens) // size + 2
-        spec = SequenceSpec(
+        chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
+        holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
+        stream = Stream(
+            holding,
+            size,
+            self._clock.now,
             seq_id=job.seq_id,
             token_ids=np.full(job.tokens, TOKEN, dtype=np.int32),
             parent_hash=ROOT,
@@ -279,10 +284,8 @@ class SimWorker:
             max_model_len=0 if prefill_range else MAX_TOKENS,
             chunk_ends=job.chunk_ends,
             flow=job.flow,
+            hashes=bytes(job.tokens // size * HASH_BYTES),
         )
-        chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
-        holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
-        stream = Stream(spec, holding, size, self._clock.now, hashes=bytes(job.tokens // size * HASH_BYTES))
         self._jobs[job.seq_id] = job
         self._begin_beating()
         self._scheduler.add(stream, self._clock.now)

@@ -23,7 +23,7 @@ from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.types import SamplingParams
 
@@ -130,7 +130,13 @@ class EngineLoop:
     def _add(self) -> None:
         load, number = self._load, self._next
         self._next, self._left, self._live = number + 1, self._left - 1, self._live + 1
-        spec = SequenceSpec(
+        now_s = time.perf_counter()
+        self.seen[number] = RequestTimes(now_s)
+        holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
+        sequence = Sequence(
+            holding,
+            BLOCK_SIZE,
+            now_s,
             seq_id=number,
             token_ids=self._draw.integers(2, 250, load.prompt_tokens).astype(np.int32),
             parent_hash=bytes(32),
@@ -139,10 +145,7 @@ class EngineLoop:
             max_tokens=load.answer_tokens,
             max_model_len=1_000_000,
         )
-        now_s = time.perf_counter()
-        self.seen[number] = RequestTimes(now_s)
-        holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
-        self.scheduler.add(Sequence(spec, holding, BLOCK_SIZE, now_s), now_s)
+        self.scheduler.add(sequence, now_s)
 
     def _slots(self, count: int) -> tuple[int, ...]:
         assert count <= len(self.free_slots), "the pool is too small for this load"
