@@ -16,7 +16,6 @@ from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import GREEDY
-from tests.support.sequences import new_sequence
 
 
 def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
@@ -26,7 +25,7 @@ def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
 
 def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> Sequence:
     """Return a greedy stream of these tokens, whose own KV has a slot and is not computed."""
-    return new_sequence(
+    return Sequence(
         Holding(1, (), (0,)),
         block_size,
         0.0,

@@ -45,7 +45,6 @@ from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
 from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
-from tests.support.sequences import new_sequence, task_of
 
 BLOCK = 4
 ROOT = b"\7" * 32
@@ -211,7 +210,7 @@ class SchedulerHarness:
                 scored=scored and not parent,
                 adapter=adapter,
             )
-        sequence = new_sequence(
+        sequence = Sequence(
             holding,
             BLOCK,
             self.now,
@@ -293,7 +292,7 @@ class SchedulerHarness:
             assert isinstance(packed, NumberedAdapter)
             self.placed[place] = packed.number
         assert len(self.placed) <= self.max_loras
-        wanted = [int(task_of(piece.sequence).adapter or 0) for piece in plan.pieces]
+        wanted = [int(piece.sequence.adapter or 0) for piece in plan.pieces]
         named = [-1] * len(wanted) if batch.adapters is None else batch.adapters.tolist()
         assert [self.placed[place] if place >= 0 else 0 for place in named] == wanted
         assert (batch.adapters is None) == (not any(wanted))
@@ -577,17 +576,17 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
         sequence, end = piece.sequence, piece.start + piece.count
         if not piece.samples:
             continue
-        assert task_of(sequence).sampling is not None
+        assert sequence.sampling is not None
         # Of each row, the answer before the token that it chooses, drafts among it.
         histories = [0] * (piece.samples + len(piece.sibling_seeds))
-        if task_of(sequence).sampling.frequency_penalty:
+        if sequence.sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_proposed
             # The token before was not chosen, for its mask was late: this choice is void.
             void = sequence.end_reported or (grammar_of(sequence) is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
             ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.sibling_seeds))]
-            histories = [int(sequence.tokens(task_of(sequence).prompt_tokens, place).sum()) for place in ends]
-        seeds = (*[int(task_of(sequence).sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
+            histories = [int(sequence.tokens(sequence.prompt_tokens, place).sum()) for place in ends]
+        seeds = (*[int(sequence.sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
         masks = None
         grammar = grammar_of(sequence)
         if grammar is not None:

@@ -11,10 +11,9 @@ import torch
 
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import SiblingSpec
+from pillion.engine.scheduling.sequence import Sequence, SiblingSpec
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
-from tests.support.sequences import new_sequence
 
 ALTERNATIVES = 3
 
@@ -25,7 +24,7 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
     blocks = -(-max(map(len, texts)) // block_size) + 1
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3, logprobs=1, prompt_logprobs=ALTERNATIVES)
     sequences = [
-        new_sequence(
+        Sequence(
             Holding(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
             block_size,
             0.0,

@@ -9,7 +9,6 @@ from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import Internal
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import BAD_ADAPTER, SchedulerHarness, prompt, states
-from tests.support.sequences import task_of
 
 
 def run_out(harness: SchedulerHarness) -> None:
@@ -37,7 +36,7 @@ def test_one_step_mixes_adapters_and_the_model_alone() -> None:
     assert sorted(harness.loading) == ["1", "2"]
     harness.load(2)
     plan = harness.step()
-    assert sorted(task_of(piece.sequence).adapter for piece in plan.pieces) == ["", "1", "1", "2"]
+    assert sorted(piece.sequence.adapter for piece in plan.pieces) == ["", "1", "1", "2"]
     assert len(plan.placements) == 2
     assert not harness.step().placements
     run_out(harness)

@@ -21,7 +21,6 @@ from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 from tests.support.sampling import GivenMasks
-from tests.support.sequences import new_sequence
 
 BLOCK = 4
 
@@ -38,7 +37,7 @@ def sequence(
 ) -> Sequence:
     params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
     slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
-    return new_sequence(
+    return Sequence(
         Holding(seq_id, (), slots),
         BLOCK,
         0.0,

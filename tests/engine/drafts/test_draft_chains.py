@@ -22,7 +22,6 @@ from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD
 from tests.support.examples import examples
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, FakeStateBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
-from tests.support.sequences import task_of
 
 GUESSES = 3
 Pool = npt.NDArray[np.int64]
@@ -63,7 +62,7 @@ class CheckedPasses:
         for piece, found in zip(plan.pieces, guesses, strict=True):
             text = piece.chain.sequence.tokens(0, piece.chain.sequence.num_tokens).tolist()
             assert len(found) == piece.guesses
-            sampling = task_of(piece.chain.sequence).sampling
+            sampling = piece.chain.sequence.sampling
             # A penalty changes what is guessed.
             if sampling is not None and not sampling.frequency_penalty:
                 assert found.tolist() == greedy(text, piece.guesses), "a guess came of other KV than that of its text"

@@ -20,7 +20,6 @@ from tests.support.drafts import guessing, speculate
 from tests.support.examples import examples
 from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
-from tests.support.sequences import new_sequence, task_of
 
 
 class OracleDrafter:
@@ -39,13 +38,13 @@ class OracleDrafter:
         """It keeps nothing."""
 
     def _guess(self, sequence: Sequence, most: int) -> Int32:
-        assert task_of(sequence).sampling is not None
+        assert sequence.sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
-        end = task_of(sequence).prompt_tokens
+        end = sequence.prompt_tokens
         followed = grammar_of(sequence)
         grammar = None if followed is None else number_of(followed)
-        shift = ADAPTER_SHIFT * int(task_of(sequence).adapter or 0)
-        seed, known = int(task_of(sequence).sampling.seed or 0) + shift, len(tokens) - end
+        shift = ADAPTER_SHIFT * int(sequence.adapter or 0)
+        seed, known = int(sequence.sampling.seed or 0) + shift, len(tokens) - end
         guess = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
             guess[(np.arange(len(guess)) + len(tokens)) % self.wrong == 0] += 1
@@ -125,7 +124,7 @@ def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: in
 
 
 def sequence_of(tokens: list[int]) -> Sequence:
-    return new_sequence(
+    return Sequence(
         Holding(1, (), tuple(range(100))),
         4,
         0.0,

@@ -17,7 +17,6 @@ from pillion.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import looked_up, sequence_of
 from tests.support.drafts import guessing
 from tests.support.examples import examples
-from tests.support.sequences import change_task
 
 ROOT = bytes(32)
 CONFIG = SpeculativeConfig(method="suffix", num_speculative_tokens=16)
@@ -123,7 +122,7 @@ def test_tenants_share_nothing_and_memory_is_bounded() -> None:
     drafter = drafter_of([[5, 6, 7, 8, 9]])
     assert looked_up(drafter, [1, 5, 6, 7], 16) == [8, 9]
     other = sequence_of([1, 5, 6, 7])
-    change_task(other, parent_hash=b"\1" * 32)
+    other.parent_hash = b"\1" * 32
     assert drafter.draft([(other, 16)])[0].tolist() == []
 
 

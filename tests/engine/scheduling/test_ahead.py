@@ -28,7 +28,6 @@ from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
-from tests.support.sequences import change_task, new_sequence
 
 
 def run_out(harness: AheadHarness) -> None:
@@ -139,7 +138,7 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
 
 
 def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
-    return new_sequence(
+    return Sequence(
         Holding(seq_id, (), tuple(slots)),
         BLOCK,
         0.0,
@@ -205,7 +204,7 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
     in_flight = InFlightSteps()
     texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
     for text in texts:
-        change_task(text, pooled=range(5, 6), max_tokens=0)
+        text.pooled, text.max_tokens = range(5, 6), 0
         text.start_running()
     plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)

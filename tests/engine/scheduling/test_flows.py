@@ -14,7 +14,6 @@ from pillion.priority import MAX_PRIORITY, MAX_WEIGHT, MIN_FLOW_WEIGHT, OUTPUT_C
 from tests.support.ahead_harness import AheadHarness
 from tests.support.examples import examples
 from tests.support.scheduler_harness import FLOWS, SchedulerHarness, prompt
-from tests.support.sequences import task_of
 
 NOBODY, ONE, THREE, HALF = range(4)
 MakeHarness = Callable[..., SchedulerHarness]
@@ -300,13 +299,13 @@ def test_whoever_is_next_had_least(
     queues = harness.scheduler.queues
     while harness.scheduler.sequences:
         counters = queues.flows.counters([*queues.running, *queues.preempted])
-        waiting = {task_of(s).flow.key for s in queues.waiting}
+        waiting = {s.flow.key for s in queues.waiting}
         was_waiting = {s.seq_id for s in queues.waiting}
         lacked = {s.seq_id: s.left_to_compute for s in queues if not s.decoding}
         pieces = harness.answered_step().pieces
-        largest = sum(lacked.get(p.sequence.seq_id, 0) / task_of(p.sequence).flow.weight for p in pieces)
+        largest = sum(lacked.get(p.sequence.seq_id, 0) / p.sequence.flow.weight for p in pieces)
         for sequence in (piece.sequence for piece in pieces if piece.sequence.seq_id in was_waiting):
-            left = waiting & {task_of(s).flow.key for s in queues.waiting}
-            assert all(counters[task_of(sequence).flow.key] <= counters[key] + largest for key in left)
+            left = waiting & {s.flow.key for s in queues.waiting}
+            assert all(counters[sequence.flow.key] <= counters[key] + largest for key in left)
     harness.finish()
     harness.check_answers()

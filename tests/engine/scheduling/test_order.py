@@ -9,7 +9,6 @@ from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import ConfigError
 from pillion.priority import PRIORITY_AGING_S
 from tests.support.scheduler_harness import SchedulerHarness, prompt, states
-from tests.support.sequences import change_task
 
 
 def served(harness: SchedulerHarness) -> list[int]:
@@ -95,7 +94,7 @@ def test_a_stream_that_moves_here_keeps_the_place_of_its_arrival() -> None:
     moved = harness.submit(prompt(1, 60), 8)
     assert moved is not None
     sequence = harness.scheduler.sequences[moved]
-    change_task(sequence, prompt_tokens=50)
+    sequence.prompt_tokens = 50
     sequence.wait_for(5.0)
     assert sequence.prompt_order == sequence.queue_order
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import SchedulerHarness, prompt
-from tests.support.sequences import change_task
 
 
 def preempt(harness: SchedulerHarness, seq_id: int) -> None:
@@ -79,7 +78,7 @@ def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
     for seq_id, ids in zip(asked, ((5,), (), (6, 7), (8,), ()), strict=True):
         assert seq_id is not None
         sequence = harness.scheduler.sequences[seq_id]
-        change_task(sequence, pooled=range(5, 6), pooled_ids=ids)
+        sequence.pooled, sequence.pooled_ids = range(5, 6), ids
         sequence.num_scored, sequence.score_end = 5, 6
     plan = harness.scheduler.schedule(harness.now)
     assert [(piece.sequence.seq_id, piece.pools) for piece in plan.pieces] == [

@@ -12,7 +12,6 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingS
 from pillion.engine.scheduling.siblings import copy_partial_block
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
-from tests.support.sequences import change_task, new_sequence, task_of
 
 
 def computed(harness: SchedulerHarness) -> int:
@@ -171,7 +170,7 @@ def test_a_sibling_is_not_more_urgent_than_its_request() -> None:
 
 
 def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, ...] = ()) -> Sequence:
-    return new_sequence(
+    return Sequence(
         Holding(seq_id, (), tuple(slots)),
         BLOCK,
         0.0,
@@ -196,7 +195,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
     scheduler.add(stream(2, 11, range(20, 24), (SiblingSpec(3, 5),)), 0.0)
     if victim == "parent":
         parent = scheduler.sequences[2]
-        change_task(parent, priority=1)
+        parent.priority = 1
         parent.queue_order = 5.0
     outcomes = []
     for step in range(4):
@@ -209,7 +208,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
                 scheduler.granted((), now)
         if step == 3:
             child = scheduler.sequences[3]
-            change_task(child, priority=0 if victim == "parent" else task_of(child).priority)
+            child.priority = 0 if victim == "parent" else child.priority
             scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
         scheduler.recall(recall, now)
         plan = scheduler.schedule(now)

@@ -13,7 +13,6 @@ from pillion.engine.scheduling.step_feature import StepFeature, overrides
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.types import FinishReason
 from tests.support.scheduler_harness import SchedulerHarness, answer, prompt
-from tests.support.sequences import task_of
 
 
 class Asked(StepFeature):
@@ -41,7 +40,7 @@ class Asked(StepFeature):
         used = 0
         for piece in pieces:
             sequence = piece.sequence
-            known = self.knows.get(sequence.seq_id, [])[sequence.num_tokens - task_of(sequence).prompt_tokens :]
+            known = self.knows.get(sequence.seq_id, [])[sequence.num_tokens - sequence.prompt_tokens :]
             tokens = known[: min(spare - used, sequence.room_for_proposals)]
             if tokens:
                 sequence.propose(np.array(tokens, np.int32), self)
