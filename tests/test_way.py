@@ -13,7 +13,7 @@ from tests.way import PAGE, render, trace
 # instruction, and 82 files to the first byte of the answer.
 MOST_FILES = {"colocated": 91, "disaggregated": 103}
 MOST_ANSWER_FILES = {"colocated": 105, "disaggregated": 112}
-MOST_FORMS = {"colocated": 11, "disaggregated": 13}
+MOST_FORMS = {"colocated": 10, "disaggregated": 12}
 MOST_CALLS = {"colocated": 4, "disaggregated": 9}
 
 
