@@ -210,6 +210,7 @@ class SchedulerHarness:
                 scored=scored and not parent,
                 adapter=adapter,
             )
+        sampling = replace(GREEDY, seed=seed, frequency_penalty=penalty, prompt_logprobs=0 if scored else None)
         sequence = Sequence(
             holding,
             BLOCK,
@@ -219,9 +220,7 @@ class SchedulerHarness:
             parent_hash=root,
             adapter=str(adapter) if adapter else "",
             prompt_tokens=len(prompt),
-            sampling=None
-            if chunks
-            else replace(GREEDY, seed=seed, frequency_penalty=penalty, prompt_logprobs=0 if scored else None),
+            sampling=None if chunks else sampling,
             stop_token_ids=stop,
             max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
