@@ -190,8 +190,7 @@ class SchedulerHarness:
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total, pages)
         if ticket is None:
             return None
-        lease = total - ticket.blocks - (1 if chunks else 0)
-        adopted = self.ledger.adopt(self.worker, ticket.ticket_id, lease)
+        adopted = self.ledger.adopt(self.worker, ticket.ticket_id, total - ticket.blocks - (1 if chunks else 0))
         self.ledger.release(self.gateway, [ticket.ticket_id])
         seq_id = next(self._ids)
         siblings = tuple(SiblingSpec(next(self._ids), sibling_seed) for sibling_seed in sibling_seeds)
