@@ -67,9 +67,6 @@ def installed(
     def attach_server(path: str, memory_fds: Any, admit: Any, ended: Any, *_: Any, **__: Any) -> AttachPoint:
         return AttachPoint(machine, path, memory_fds, admit, ended)
 
-    async def explained(self: Any, error: Any, *_: Any) -> Any:
-        return error
-
     def runner(*args: Any) -> Any:
         made: Any = RequestRunner(*args)
         made.owner = PROCESS.get()
@@ -101,7 +98,6 @@ def installed(
         (gateway, "RequestRunner", runner),
         (supervisor, "ChildProcess", children),
         (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
-        (GatewayConnection, "explained_async", explained),
     ]
     SimSegment.machine = machine
     use_network(network)

@@ -307,9 +307,8 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     """
     import asyncio
 
+    from pillion.client.connection import connection_hint
     from pillion.net import rpc, tls
-    from pillion.net.advice import grpc_advice
-    from pillion.net.listener import find_listener
     from pillion.supervisor.probes import is_serving
 
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
@@ -318,9 +317,7 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
         click.echo("serving")
         return 0
     place, encrypted = address.removeprefix("grpcs://"), address.startswith("grpcs://") or bool(internal_tls_cert)
-    listener = find_listener(place)
-    advice = grpc_advice(place, listener, encrypted, "") if listener else ""
-    click.echo(f"{address} is not serving{': ' * bool(advice)}{advice}")
+    click.echo(f"{address} is not serving; {connection_hint(place, encrypted)}")
     return EXIT_FAILED
 
 

@@ -31,7 +31,6 @@ REPLACEMENTS = (
     ("run_batch_async", "run_batch"),
     ("open_async", "open"),
     ("pause_async", "pause"),
-    ("explained_async", "explained"),
     ("end_with_async", "end_with"),
     ("async def", "def"),
     ("async for", "for"),

@@ -485,7 +485,7 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
                 if not goes_on(found, spoken, sent, len(self._connection.targets)):
-                    raise await self._connection.explained_async(found, found, spoken, number) from None
+                    raise self._connection.explained(found, found, spoken, number) from None
                 self._leave(number)
         raise AssertionError("the last call returns or raises")
 
@@ -518,9 +518,9 @@ class _AsyncStream:
                     pause_s = progress.delay_s(found, spoken, time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
-                    # Finding the listener takes time, which must not prolong the caller's own limit.
+                    # A caller's own limit has ended the stream, whatever its connection was like.
                     spoken = spoken or isinstance(found, DeadlineExceeded)
-                    raise await connection.explained_async(final, found, spoken, self._number) from None
+                    raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
                     self._client._leave(self._number)
                 await self._client._connection.pause_async(self._client._channel(), pause_s, self._ended)

@@ -519,7 +519,7 @@ class _BlockingStream:
                     pause_s = progress.delay_s(found, spoken, time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
-                    # Finding the listener takes time, which must not prolong the caller's own limit.
+                    # A caller's own limit has ended the stream, whatever its connection was like.
                     spoken = spoken or isinstance(found, DeadlineExceeded)
                     raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):

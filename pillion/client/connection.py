@@ -23,8 +23,6 @@ import grpc.aio
 
 from pillion.errors import ConfigError, DeadlineExceeded, Internal, PillionError, Unauthenticated, Unavailable
 from pillion.net import rpc
-from pillion.net.advice import grpc_advice
-from pillion.net.listener import KnownListener, proxy_variable
 from pillion.net.tls import load_pair
 from pillion.observability import telemetry
 
@@ -36,6 +34,8 @@ RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
 MAX_ADDRESSES = 64
+# gRPC reads these variables, and goes by the proxy that the first of them names.
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 Pem = str | os.PathLike[str] | bytes
 
@@ -48,7 +48,6 @@ class GatewayConnection:
     credentials: grpc.ChannelCredentials | None
     api_key: str
     max_message_bytes: int
-    listeners: tuple[KnownListener, ...]
     # Health checks ask a port itself, whatever proxy the environment names.
     by_proxy: bool = True
 
@@ -71,8 +70,7 @@ class GatewayConnection:
         return key + telemetry.inject()
 
     def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
-        """Returns ``error`` with a message that says what to do. Where the connection has failed, the method finds out
-        what listens at the address, and blocks for as long as :func:`pillion.net.listener.find_listener` does.
+        """Returns ``error`` with a message that says what to do.
 
         Args:
             error: what the caller gets.
@@ -85,12 +83,6 @@ class GatewayConnection:
             error.message = error.message.replace(found.message, advice) if found.message else advice
             error.args = (error.message,)
         return error
-
-    async def explained_async(
-        self, error: PillionError, found: PillionError, spoken: bool, number: int
-    ) -> PillionError:
-        """Runs :meth:`explained` off the event loop."""
-        return await asyncio.to_thread(self.explained, error, found, spoken, number)
 
     def pause(self, channel: grpc.Channel, pause_s: float, over: threading.Event) -> None:
         """Waits until ``pause_s`` have passed or ``over`` is set, and lets a channel whose connection was lost connect
@@ -119,10 +111,7 @@ class GatewayConnection:
             return f"{target} speaks gRPC and is no gateway of Pillion: give the gateway's public gRPC port"
         if spoken or not isinstance(found, Unavailable | DeadlineExceeded):
             return ""
-        if variable := proxy_variable(target):
-            return f"{found.message} ({variable} is set, so gRPC goes to {target} by that proxy: see no_proxy)"
-        listener = self.listeners[number].find()
-        return grpc_advice(target, listener, self.credentials is not None, found.message) if listener else ""
+        return f"{found.message}; {connection_hint(target, self.credentials is not None)}"
 
     def _options(self) -> rpc.Options:
         direct = [] if self.by_proxy else [("grpc.enable_http_proxy", 0)]
@@ -177,8 +166,24 @@ def connect(
             # gRPC would only log that they do not fit, and then every connection would fail.
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), os.fspath(cert), os.fspath(key))
         credentials = grpc.ssl_channel_credentials(*pems)
-    listeners = tuple(map(KnownListener, targets))
-    return GatewayConnection(targets, credentials, key_text, max_message_bytes, listeners)
+    return GatewayConnection(targets, credentials, key_text, max_message_bytes)
+
+
+def connection_hint(target: str, encrypted: bool) -> str:
+    """Returns what to look at where a connection to ``target`` fails, over TLS where it is ``encrypted``. What happened
+    is told by gRPC's own words."""
+    if encrypted:
+        tls = (
+            "This client speaks TLS: check --ca, --cert and --key, or leave out grpcs:// where the gateway has no TLS."
+        )
+    else:
+        tls = "This client speaks no TLS: write grpcs:// where the gateway does."
+    named = [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    proxy = f" gRPC goes by the proxy of {named[0]} unless no_proxy names the host." if named else ""
+    return (
+        f"does a gateway listen at {target} (`pillion serve` starts one), and is this its gRPC port (50051 unless "
+        f"--grpc-port says otherwise)? {tls}{proxy}"
+    )
 
 
 def _check_address(target: str) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 
 from pillion.errors import ConfigError
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
-from pillion.net.advice import http_advice
-from pillion.net.listener import find_listener
 from pillion.net.tls import client_context
 
 READ_BYTES = 1 << 16
@@ -162,16 +160,16 @@ class OpenAITarget:
             models = [model["id"] for model in json.loads(body)["data"]]
             self._model = self._model or models[0]
         except TargetError as error:
-            raise TargetError(error.status, await self._advice() or error.message) from None
+            if error.status != "connection":
+                raise
+            raise TargetError(
+                error.status,
+                f"{error.message}; is port {self._port} of {self._host} the server's HTTP port (a gateway's is 8000 "
+                f"unless --http-port says otherwise), and does it speak {'http' if self._tls is None else 'https'}?",
+            ) from None
         except (ValueError, TypeError, LookupError, TimeoutError) as error:
             raise TargetError("models", f"/v1/models gives no list of models: {error!r}; say --model") from None
         return {"models": models}
-
-    async def _advice(self) -> str:
-        """Says what to do where the server is not reached; returns "" where it is."""
-        address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-        listener = await asyncio.to_thread(find_listener, address)
-        return http_advice(address, listener, self._tls is not None) if listener else ""
 
     async def aclose(self) -> None:
         for _, writer in self._idle:

@@ -4,7 +4,6 @@
 - `reflection_servicer`: tells clients which services and messages a server has.
 - `in_process`: the same calls without sockets, for components in one process (a room's).
 - `addresses`: which addresses are local.
-- `listener`: what listens at an address. `advice`: what to do about a connection that failed, by what listens there.
 - `private_socket`: Unix sockets of one user, and lines beside which descriptors travel.
 - `tls`: certificates at the edge and between components. `watched`: files that may be replaced while a process runs.
 

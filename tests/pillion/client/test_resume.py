@@ -190,7 +190,7 @@ async def test_the_next_of_several_addresses_is_called(monkeypatch: pytest.Monke
 
         assert await asyncio.to_thread(ask) == "Hello"
     async with AsyncClient([dead, dead]) as client:
-        with pytest.raises(Unavailable, match="no server listens at"):
+        with pytest.raises(Unavailable, match="does a gateway listen at"):
             await client.models()
 
 
