@@ -2,7 +2,5 @@
 itself, pillion.engine.worker, is the same as behind the prefill service, and so is the door for streams,
 pillion.engine.streams.
 
-    decode_server.py  starts a decode worker
-
 It has no scheduling policy (pillion.engine.scheduling) and no text: tokens become text in the gateway.
 """

@@ -3,9 +3,6 @@ itself, pillion.engine.worker, is the same as behind the decode service.
 
 Open first: prefill_run.py, which follows one prefill range from its ticket to its last acknowledgement.
 
-    prefill_server.py   starts a prefill worker; the gRPC service Prefill.RunPrefill
-    prefill_run.py      one prefill range: checked, ticket adopted, run, acknowledged
-
 Texts that end with a vector come in by pillion.engine.streams, as streams of a decode worker do. It has no sampling,
 no client and no scheduling policy: pillion.engine.scheduling decides what runs in a step.
 """

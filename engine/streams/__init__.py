@@ -2,9 +2,6 @@
 
 Open first: stream_session.py, which follows a stream from its submit to its last delta.
 
-    stream_servicer.py  the gRPC service Decode.Connect, over any worker
-    stream_session.py   one gateway's connection: its streams and their pending deltas; what a Submit must look like
-
 A decode worker takes every stream. A prefill worker takes those that end with a vector, because nothing of them is
 sampled. There is no scheduling policy here (pillion.engine.scheduling) and no text: tokens become text in the gateway.
 """

@@ -1,4 +1,1 @@
-"""Brings KV of requests that wait for their turn from lower tiers, so that it is in the pool when their turn comes.
-
-- `read_ahead` decides whose KV is brought, and asks the KV nodes for it.
-"""
+"""Brings KV of requests that wait for their turn from lower tiers, so that it is in the pool when their turn comes."""

@@ -1,4 +1,1 @@
-"""Has the kernels of ranks, the processes that share a model.
-
-rank_sums.py    sums over ranks, and the waits for them
-"""
+"""Has the kernels of ranks, the processes that share a model."""
