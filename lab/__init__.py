@@ -1,10 +1,9 @@
 """The laboratory: what measures and tries the product from outside. Nothing here is in the wheel, and nothing in
 `pillion` imports it.
 
-    lab/testbed/       servers, clusters and models that tests and benchmarks share. Open it first
-    lab/benchmarks/    programs that measure, and their results
-    lab/simulator/     whole components on a simulated clock, with faults that a seed draws
-    fleets/        fleets of any size on a simulated clock under a trace's load; `python -m lab.fleets`
-    fleet_states/  models whose layers carry a state, in such fleets
-    docs/          where ideas came from, what was measured before, and what is used of libraries inside
+    testbed/     servers, clusters and models that tests and benchmarks share. Open it first
+    benchmarks/  programs that measure, and their results
+    simulator/   whole components on a simulated clock, with faults that a seed draws
+    fleets/      fleets of any size on a simulated clock under a trace's load: `python -m lab.fleets`
+    docs/        where ideas came from, what was measured before, and what is used of libraries inside
 """

@@ -46,7 +46,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.backends.stages": ("pillion.engine.stages.stage_loading:Stages",),
     "engine.stages.gpu": ("pillion.engine.gpu_stages.gpu_stage_loading:GpuStages",),
     "gateway.planning.forecaster": ("pillion.gateway.scaling.forecaster:make_forecaster",),
-    "simulator.fleet.states": ("lab.fleet_states.fleet_states:FleetStates",),
     "engine.models.quantization": ("pillion.engine.quantized.quantization_methods:parse_quantization",),
     "engine.checkpoints.format": ("pillion.engine.quantized.formats.table:format_of",),
     "engine.checkpoints.files": ("pillion.engine.quantized.gguf_files:GgufFiles",),

@@ -16,7 +16,7 @@ from tests.support.source_facts import facts_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
-SIMULATED = ("lab/simulator", "lab/fleets", "lab/fleet_states")
+SIMULATED = ("lab/simulator", "lab/fleets")
 ALL = (*PRODUCT, "lab", "tests")
 # Folders at the root that are imported as pillion.NAME: by their own name they would be a second copy.
 LINKED = PRODUCT[1:]

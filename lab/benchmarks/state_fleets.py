@@ -19,9 +19,9 @@ from rich.table import Table
 from lab.benchmarks.mooncake import WORKLOADS, generate_like
 from lab.benchmarks.report import save, show_table
 from lab.benchmarks.state_hits import BLOCK_TOKENS, MORE_PERCENT, STATE_TOKENS
-from lab.fleet_states.state_store import StateStore
 from lab.fleets.figures import FleetFigures, GoodBounds, figures_of
 from lab.fleets.prefix_store import NodeStore, PrefixIndex
+from lab.fleets.state_store import StateStore
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, simulate
 from pillion.config import ServeFlags

@@ -26,7 +26,7 @@ import numpy as np
 
 from lab.fleets.clock import Clock
 from lab.fleets.host_cores import OwnCores, SharedCores
-from lab.fleets.model_states import ModelStates
+from lab.fleets.states import FleetStates
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -98,7 +98,7 @@ class WorkerSettings:
     residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
     macro_steps: bool = False
-    states: ModelStates | None = None
+    states: FleetStates | None = None
 
 
 # This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.

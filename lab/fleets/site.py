@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lab.fleets.clock import Clock
-from lab.fleets.model_states import ModelStates
 from lab.fleets.prefix_store import NodeStore, PrefixIndex
 from lab.fleets.sim_worker import SimWorker
+from lab.fleets.states import FleetStates
 from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.kvstore.index.shared_loads import UnderWay
 from pillion.wire.registry import ComponentRecord
@@ -73,7 +73,7 @@ class FleetSite:
     nodes: dict[str, ComponentRecord] = field(default_factory=dict)
     rosters: list[Roster] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
-    states: ModelStates | None = None
+    states: FleetStates | None = None
 
     @property
     def state_pages(self) -> int:

@@ -18,11 +18,11 @@ from functools import partial
 
 from lab.fleets.clock import Clock
 from lab.fleets.host_cores import OwnCores, SharedCores
-from lab.fleets.model_states import states_of
 from lab.fleets.prefix_store import NodeStore, PrefixIndex
 from lab.fleets.sim_gateway import MODEL, PATIENCE_S, GatewaySettings, SimGateway
 from lab.fleets.sim_worker import SimWorker, WorkerSettings
 from lab.fleets.site import FleetSite
+from lab.fleets.states import FleetStates
 from lab.fleets.traffic import ClientRecord, Request
 from pillion.config import AUTO, ServeFlags, parse_split_policy
 from pillion.engine.backends.devices import cpu_budgets
@@ -178,7 +178,7 @@ class FleetWorld:
         self, config: FleetConfig, make: MakeGateway = SimGateway, make_store: MakeStore | None = None
     ) -> None:
         config.check()
-        states = states_of(config.state_pages, config.flags)
+        states = FleetStates(config.state_pages, config.flags) if config.state_pages else None
         self._make_store = make_store or (states.store if states is not None else NodeStore)
         self.config = config = config.settled()
         flags = config.flags

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.fleet_states.state_store import StateIndex, StateStore
 from lab.fleets.__main__ import main
 from lab.fleets.prefix_store import SimTicket, SlotsOfState
+from lab.fleets.state_store import StateIndex, StateStore
 from lab.fleets.traffic import Request
 from lab.fleets.world import FleetConfig, FleetWorld, simulate
 from pillion.config import KVNodeFlags, ServeFlags
