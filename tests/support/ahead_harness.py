@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -18,7 +17,6 @@ from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_step_batch
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.sampling.sampling_rows import Sampled
-from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -122,7 +120,7 @@ class AheadHarness(SchedulerHarness):
         max_loras: int = 0,
         drafter: Drafter | None = None,
         max_under_way: int = 2,
-        features: Seq[MakeStepFeature] = (),
+        state_pages: int = 0,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -131,7 +129,7 @@ class AheadHarness(SchedulerHarness):
             punctual=punctual,
             max_loras=max_loras,
             drafter=drafter,
-            features=features,
+            state_pages=state_pages,
         )
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()

@@ -22,6 +22,7 @@ from pillion.engine.drafts.draft_feature import Guesses, with_draft_model, with_
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.grammars.answer_grammar import MaskRows, follow, grammar_of
 from pillion.engine.grammars.grammar_feature import GrammarSteps
+from pillion.engine.partial_blocks.partial_blocks import PartialBlocks
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -35,6 +36,7 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
+from pillion.engine.states.states import States
 from pillion.errors import NotFound, PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -101,15 +103,19 @@ class SchedulerHarness:
         punctual: float = 1.0,
         max_loras: int = 0,
         draft: Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]] | None = None,
-        features: Seq[MakeStepFeature] = (),
+        partial_blocks: int | None = None,
+        state_pages: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size. ``features``
-        come before the others. A step takes ``token_s`` seconds a token; 0 leaves the length of prompts unknown."""
+        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size. At most so
+        many ``partial_blocks`` are kept, None keeps nothing of the kind. A state takes ``state_pages`` slots, 0 is a
+        model without. A step takes ``token_s`` seconds a token; 0 leaves the length of prompts unknown."""
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
         control, guessing = DraftControl(MAX_SPECULATIVE_TOKENS), []
+        features: list[MakeStepFeature] = [] if partial_blocks is None else [partial(PartialBlocks, partial_blocks)]
+        features += [partial(States, state_pages)] if state_pages else []
         if draft_model is not None:
             guessing.append(partial(with_draft_model, *draft_model, control))
         elif drafter is not None:
@@ -155,6 +161,21 @@ class SchedulerHarness:
         assert self.guesses is not None
         assert self.guesses.draft_chains is not None
         return self.guesses.draft_chains
+
+    @property
+    def partial_blocks(self) -> PartialBlocks:
+        """The partial blocks that it keeps."""
+        return next(one for one in self.scheduler.features if isinstance(one, PartialBlocks))
+
+    @property
+    def states(self) -> States:
+        """The states of its sequences."""
+        return next(one for one in self.scheduler.features if isinstance(one, States))
+
+    def ends_at_a_place(self, sequence: Sequence) -> bool:
+        """Whether the next step of a prompt may end where its state is kept."""
+        working = self.states.working(sequence)
+        return working is not None and working.places.after(sequence.next_start) > 0
 
     @property
     def adapters(self) -> AdapterSlots:
@@ -356,6 +377,10 @@ class SchedulerHarness:
         return self.masks.punctual < 1 or (sequence.num_in_flight > 0 and known)
 
     # The loader's side.
+
+    def expect_adapter(self, number: int) -> None:
+        """A sequence with this adapter will come."""
+        self.scheduler.expected(ADAPTER, str(number), self.now)
 
     def load(self, count: int = 1) -> None:
         """The loader answers its first orders."""

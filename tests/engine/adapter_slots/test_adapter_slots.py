@@ -66,13 +66,13 @@ def test_an_idle_adapter_gives_way_the_least_recently_used_first() -> None:
 
 def test_an_adapter_is_loaded_ahead_of_its_sequence_into_an_idle_slot_only() -> None:
     harness = SchedulerHarness(max_loras=1)
-    harness.scheduler.expected("adapter", "1", harness.now)
+    harness.expect_adapter(1)
     steps(harness, 1)
     assert harness.loading == ["1"]
     harness.load()
     harness.submit(prompt(1, 5), 9, adapter=1)
     steps(harness, 1)
-    harness.scheduler.expected("adapter", "2", harness.now)
+    harness.expect_adapter(2)
     steps(harness, 1)
     assert not harness.loading
     run_out(harness)

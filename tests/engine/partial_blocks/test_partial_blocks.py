@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.partial_blocks.partial_blocks import PartialBlocks
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
 def harness_of(most: int = 2, **shape: int) -> SchedulerHarness:
-    return SchedulerHarness(features=(partial(PartialBlocks, most),), **shape)
+    return SchedulerHarness(partial_blocks=most, **shape)
 
 
 def run_all(harness: SchedulerHarness) -> int:
@@ -79,7 +76,7 @@ def test_a_scored_prompt_is_computed_whole() -> None:
 
 
 def test_an_adapter_finds_its_own_blocks_alone() -> None:
-    harness = SchedulerHarness(features=(partial(PartialBlocks, 2),), max_loras=2)
+    harness = SchedulerHarness(partial_blocks=2, max_loras=2)
     first, _ = ask(harness, prompt(1, 3), 3, adapter=1)
     history = prompt(1, 3) + harness.records[first].token_ids
     ask(harness, history, 3, adapter=2)
@@ -109,8 +106,7 @@ def test_the_least_used_go_and_no_more_than_so_many_stay() -> None:
     for number in (1, 2, 3):
         first, _ = ask(harness, prompt(number, 5), 2)
         histories.append(prompt(number, 5) + harness.records[first].token_ids)
-    (feature,) = (one for one in harness.scheduler.features if isinstance(one, PartialBlocks))
-    assert len(list(feature.chains())) == 2
+    assert harness.partial_blocks.kept_blocks == 2
     for history, copied in zip(reversed(histories), (1, 2, 2), strict=True):
         ask(harness, history, 1)
         assert harness.copies == copied
@@ -120,8 +116,7 @@ def test_memory_comes_first() -> None:
     harness = harness_of(most=8, slots=12, max_num_seqs=2)
     for number in range(4):
         ask(harness, prompt(number, 5), 1)
-    (feature,) = (one for one in harness.scheduler.features if isinstance(one, PartialBlocks))
-    assert len(list(feature.chains())) == 4
+    assert harness.partial_blocks.kept_blocks == 4
     # It needs nearly all slots. The node asks for those that it lacks, and the decode that grows takes the rest before
     # it is preempted.
     assert harness.submit(prompt(9, 36), 9) is None
@@ -129,7 +124,7 @@ def test_memory_comes_first() -> None:
     harness.receive_flush()
     while harness.answer():
         pass
-    assert len(list(feature.chains())) == 2
+    assert harness.partial_blocks.kept_blocks == 2
     assert harness.submit(prompt(9, 36), 9) is not None
     run_all(harness)
     assert harness.preemptions == 0

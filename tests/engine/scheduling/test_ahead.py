@@ -390,7 +390,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
         harness.load(numbers[0])
     elif kind == "preload":
         if harness.max_loras:
-            harness.scheduler.expected("adapter", str(numbers[0]), harness.now)
+            harness.expect_adapter(numbers[0])
     elif kind == "scribble":
         harness.scribble()
     elif kind == "refuse":

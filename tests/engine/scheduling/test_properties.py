@@ -78,7 +78,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
         elif kind == "load":
             harness.load(numbers[0])
         elif kind == "preload" and harness.max_loras:
-            harness.scheduler.expected("adapter", str(numbers[0]), harness.now)
+            harness.expect_adapter(numbers[0])
         elif kind == "answer":
             for _ in range(numbers[0]):
                 harness.answer()

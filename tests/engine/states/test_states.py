@@ -19,7 +19,6 @@ from pillion.engine.drafts.lookup_drafters import SuffixDrafter
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import StepPlan
-from pillion.engine.states.states import States
 from tests.engine.drafts.test_draft_chains import drafting
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.drafts.test_eagle_chains import head_of, heading
@@ -35,21 +34,11 @@ from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 MakeDraft = Callable[[], Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]]]
 
 
-def states_of(harness: SchedulerHarness) -> States:
-    return next(one for one in harness.scheduler.features if isinstance(one, States))
-
-
-def ends_at_a_place(harness: SchedulerHarness, sequence: Sequence) -> bool:
-    """Returns whether the next step of a prompt may end where its state is kept."""
-    working = states_of(harness).working(sequence)
-    return working is not None and working.places.after(sequence.next_start) > 0
-
-
 class StateHarness(SchedulerHarness):
     """A harness whose model has a state: how many tokens it is of, and a number that depends on each of them."""
 
     def __init__(self, pages: int, **options: object) -> None:
-        super().__init__(features=[partial(States, pages)], **options)  # type: ignore[arg-type]
+        super().__init__(state_pages=pages, **options)  # type: ignore[arg-type]
 
     def run_plan(self, plan: StepPlan) -> Sampled:
         if plan.pieces:
@@ -65,12 +54,8 @@ class StateHarness(SchedulerHarness):
                 self.pool[writes] = self.state(tokens, len(writes))
         return super().run_plan(plan)
 
-    @property
-    def states(self) -> States:
-        return states_of(self)
-
     def _held_up(self, sequence: Sequence) -> bool:
-        return super()._held_up(sequence) or ends_at_a_place(self, sequence)
+        return super()._held_up(sequence) or self.ends_at_a_place(sequence)
 
     @staticmethod
     def state(tokens: list[int], pages: int) -> list[list[int]]:
@@ -86,13 +71,13 @@ class PipelineOfStates(AheadHarness):
     no slot of a step under way is anybody else's."""
 
     def __init__(self, pages: int, **options: object) -> None:
-        super().__init__(features=[partial(States, pages)], **options)  # type: ignore[arg-type]
+        super().__init__(state_pages=pages, **options)  # type: ignore[arg-type]
         self.device.beside = self._carry
         # What launched steps have to find, and what they leave, by sequence.
         self._expected: deque[list[tuple[list[int], list[int]]]] = deque()
 
     def _held_up(self, sequence: Sequence) -> bool:
-        return super()._held_up(sequence) or ends_at_a_place(self, sequence)
+        return super()._held_up(sequence) or self.ends_at_a_place(sequence)
 
     def _launch(self, plan: StepPlan) -> bool:
         texts = [(piece.sequence.tokens(0, piece.start + piece.count).tolist(), piece.start) for piece in plan.pieces]
