@@ -128,17 +128,17 @@ STOCK_TARGET_TOKENS = 16
 
 
 class BlockManager:
-    """Manages the blocks of one scheduler.
+    """Manages the blocks of one scheduler, each of ``block_size`` tokens. What a scheduler has beside it uses the same.
 
     Attributes:
         stock: free slots leased to this worker.
-        out: the outcome being gathered; slots that leave for the node wait for the steps ``in_flight`` that may use
-            them.
+        in_flight: the launched steps.
+        out: the outcome being gathered; slots that leave for the node wait for the steps in flight that may use them.
     """
 
-    def __init__(self, block_size: int, in_flight: InFlightSteps) -> None:
-        self._block_size = block_size
-        self._in_flight = in_flight
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.in_flight = InFlightSteps()
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
@@ -171,12 +171,12 @@ class BlockManager:
         """Orders a ticket for a sequence without one. The ticket's chain ends before the tokens whose logits are
         needed, the last token at least."""
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
-        whole = last // self._block_size
+        whole = last // self.block_size
         self.out.resumes.append(
             ResumeOrder(
                 seq_id=sequence.seq_id,
                 block_hashes=sequence.block_hashes(0, whole),
-                total_blocks=sequence.num_tokens // self._block_size + 1 + self.beside_blocks,
+                total_blocks=sequence.num_tokens // self.block_size + 1 + self.beside_blocks,
                 priority=sequence.priority,
                 state_pages=self.state_pages,
             )
@@ -211,14 +211,14 @@ class BlockManager:
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
         """Returns the orders that gathered since the last outcome. ``decodes`` will need slots; ``urgent`` says that
         one of them lacks one. Features would like to have ``wanted_blocks``, which they get where decodes need none."""
-        room = [s.num_blocks * self._block_size - s.next_start for s in decodes]
+        room = [s.num_blocks * self.block_size - s.next_start for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
         self.needed_blocks = low
         target = max(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
         self.stock.aim(low + wanted_blocks, target + wanted_blocks)
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
-        if self._in_flight.hold_back(out):
+        if self.in_flight.hold_back(out):
             self.stock.memory_is_coming()
         self._leased -= len(out.give_back)
         out.lease_blocks = self.stock.wanted(now, urgent=urgent)
@@ -227,7 +227,7 @@ class BlockManager:
     def check_integrity(self, chains: Iterable[BlockChain]) -> None:
         """Raises AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
         self.stock.check_integrity()
-        places = [*self.stock.slots, *self._in_flight.held_back_slots()]
+        places = [*self.stock.slots, *self.in_flight.held_back_slots()]
         for chain in chains:
             places.extend(chain.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"

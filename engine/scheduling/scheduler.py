@@ -40,7 +40,6 @@ from pillion.engine.backends.backend import Int32
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import Siblings
@@ -66,7 +65,7 @@ class Scheduler:
     ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``.
 
     Args:
-        block_size: tokens per block.
+        blocks: manages its blocks, and those of what it has beside its sequences.
         max_num_batched_tokens: most tokens of a step.
         max_num_seqs: most sequences of a step.
         target_itl_s: duration of a step beside streams to aim at; 0 leaves the budget constant.
@@ -87,7 +86,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        block_size: int,
+        blocks: BlockManager,
         max_num_batched_tokens: int,
         max_num_seqs: int,
         target_itl_s: float = 0.0,
@@ -109,7 +108,8 @@ class Scheduler:
                 f"without chunked prefill a step must hold a prompt of --max-model-len {max_whole_tokens} beside the "
                 f"decodes of --max-num-seqs {max_num_seqs}: its token budget of {max_num_batched_tokens} is too small"
             )
-        self.block_size = block_size
+        self.blocks, self.block_size = blocks, blocks.block_size
+        self.in_flight, self.stock = blocks.in_flight, blocks.stock
         targets = (0.0, 0.0) if max_whole_tokens else (target_itl_s, target_itl_steps)
         even = even_steps and not max_whole_tokens
         self.budget = TokenBudget(
@@ -119,9 +119,6 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
         self._max_scored_rows = max_scored_rows
-        self.in_flight = InFlightSteps()
-        self.blocks = BlockManager(block_size, self.in_flight)
-        self.stock = self.blocks.stock
         self._siblings = Siblings(self.queues, self.blocks)
         self._starved = False
         self.features = tuple(make() for make in features)

@@ -35,6 +35,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
 from pillion.engine.worker.step_meter import StepMeter, load_readings
@@ -146,9 +147,8 @@ class Worker:
         if model.whole_texts:
             # A step holds at least the longest text, which nobody may cut.
             max_num_batched_tokens = max(max_num_batched_tokens, longest + max_num_seqs)
-        make_scheduler = partial(
+        limits = partial(
             Scheduler,
-            block_size=flags.block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             target_itl_s=target_itl_ms / 1000,
@@ -163,7 +163,7 @@ class Worker:
             # Where the start fails, this ends the backend's threads and the processes of other ranks.
             undo.callback(model.backend.close)
             # The scheduler refuses bad flags before anything is held.
-            make_scheduler()
+            limits(blocks=BlockManager(flags.block_size))
             setup = WorkerSetup(flags, role, model, max_num_batched_tokens, backend_factory, turn)
             features: list[WorkerFeature] = []
             for load in entered(WORKER_FEATURES):
@@ -171,7 +171,11 @@ class Worker:
                 if feature is not None:
                     undo.callback(feature.close)
                     features.append(feature)
-            make_scheduler = partial(make_scheduler, features=[feature.step_feature for feature in features])
+
+            def make_scheduler() -> Scheduler:
+                made = [feature.step_feature for feature in features]
+                return limits(blocks=BlockManager(flags.block_size), features=made)
+
             warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)

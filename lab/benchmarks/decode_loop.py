@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import MakeStepFeature
@@ -41,7 +42,7 @@ class DecodeLoop:
         number and the sequence of each stream before it is added."""
         self.backend, self.block_size = backend, block_size
         self.scheduler = Scheduler(
-            block_size=block_size, max_num_batched_tokens=4096, max_num_seqs=batch, features=features
+            blocks=BlockManager(block_size), max_num_batched_tokens=4096, max_num_seqs=batch, features=features
         )
         draw = np.random.default_rng(batch)
         blocks = (context + MAX_TOKENS // batch) // block_size + 2

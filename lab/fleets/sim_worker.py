@@ -29,6 +29,7 @@ from lab.fleets.host_cores import OwnCores, SharedCores
 from lab.fleets.states import FleetStates
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending
 from pillion.engine.scheduling.sequence import Sequence as Stream
@@ -187,7 +188,7 @@ class SimWorker:
         self._noises: deque[StepNoise] = deque()
         cost = StepModel._make(settings.cost_s)
         self._scheduler = Scheduler(
-            block_size=settings.block_size,
+            blocks=BlockManager(settings.block_size),
             max_num_batched_tokens=record.max_step_tokens,
             max_num_seqs=settings.max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,

@@ -25,6 +25,7 @@ from pillion.engine.grammars.grammar_feature import GrammarSteps
 from pillion.engine.partial_blocks.partial_blocks import PartialBlocks
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.step_feature import MakeStepFeature
@@ -122,7 +123,7 @@ class SchedulerHarness:
             guessing.append(partial(with_drafter, drafter, control))
         self.control = control
         self.scheduler = Scheduler(
-            block_size=BLOCK,
+            blocks=BlockManager(BLOCK),
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,

@@ -22,6 +22,7 @@ from lab.benchmarks.gpu.model import BLOCK_SIZE, RandomModel
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import Outcome
@@ -86,7 +87,7 @@ class EngineLoop:
     def __init__(self, backend: GpuBackend, num_slots: int, load: EngineLoad) -> None:
         self._backend, self._load = backend, load
         self.scheduler = Scheduler(
-            block_size=BLOCK_SIZE, max_num_batched_tokens=load.step_tokens, max_num_seqs=load.streams
+            blocks=BlockManager(BLOCK_SIZE), max_num_batched_tokens=load.step_tokens, max_num_seqs=load.streams
         )
         self.free_slots = list(range(num_slots))
         self._held: dict[int, list[int]] = {}

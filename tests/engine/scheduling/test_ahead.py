@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pillion.engine.backends.backend import Int32
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
@@ -156,7 +157,7 @@ def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozen
 def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
     """A stream stops, and the node, which has not heard of it, says that it is exhausted: who lacks a slot waits for
     the landing, and for the next answer, instead of preempting the newest."""
-    scheduler, stop = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8), 7
+    scheduler, stop = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=8), 7
     for number in (1, 2, 3):
         scheduler.add(stream(number, 6, range(10 * number, 10 * number + 2)), 0.0)
     scheduler.add(stream(4, 5, range(40, 42), frozenset({stop})), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import ConfigError
@@ -214,5 +215,5 @@ def test_whole_prompts_wait_until_they_fit() -> None:
 
 def test_whole_prompts_need_a_budget_that_holds_the_longest_one() -> None:
     with pytest.raises(ConfigError, match="max-model-len 64"):
-        Scheduler(block_size=4, max_num_batched_tokens=63, max_num_seqs=4, max_whole_tokens=64)
-    Scheduler(block_size=4, max_num_batched_tokens=66, max_num_seqs=4, max_whole_tokens=64)
+        Scheduler(blocks=BlockManager(4), max_num_batched_tokens=63, max_num_seqs=4, max_whole_tokens=64)
+    Scheduler(blocks=BlockManager(4), max_num_batched_tokens=66, max_num_seqs=4, max_whole_tokens=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import SequenceState
 from pillion.engine.scheduling.step_plan import Outcome
@@ -297,4 +298,4 @@ def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
 
 def test_the_budget_must_hold_all_decodes() -> None:
     with pytest.raises(ConfigError, match="max-num-seqs"):
-        Scheduler(block_size=4, max_num_batched_tokens=8, max_num_seqs=9)
+        Scheduler(blocks=BlockManager(4), max_num_batched_tokens=8, max_num_seqs=9)

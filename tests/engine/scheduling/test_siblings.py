@@ -7,6 +7,7 @@ import pytest
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import copy_partial_block
@@ -190,7 +191,7 @@ def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, 
 def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
     """A decode needs memory, and takes it from the sibling or its parent, in the very step that would start the
     sibling."""
-    scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=4)
+    scheduler = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=4)
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)
     scheduler.add(stream(2, 11, range(20, 24), (SiblingSpec(3, 5),)), 0.0)
     if victim == "parent":

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_cost import (
     AUTO_TARGET_STEPS,
@@ -267,7 +268,9 @@ def test_no_budget_is_guessed() -> None:
 def test_the_scheduler_keeps_to_it() -> None:
     """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
     harness = SchedulerHarness(slots=400, budget=256, max_num_seqs=4)
-    harness.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
+    harness.scheduler = Scheduler(
+        blocks=BlockManager(4), max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020
+    )
     harness.submit(prompt(1, 8), 60)
     harness.submit(prompt(2, 600), 4)
     counts = []
@@ -414,9 +417,9 @@ def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) 
 
 
 def test_whole_prompts_are_not_even() -> None:
-    shape = {"block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 2, "even_steps": True}
-    assert Scheduler(**shape).budget.even
-    assert not Scheduler(**shape, max_whole_tokens=500).budget.even
+    shape = {"max_num_batched_tokens": 512, "max_num_seqs": 2, "even_steps": True}
+    assert Scheduler(blocks=BlockManager(16), **shape).budget.even
+    assert not Scheduler(blocks=BlockManager(16), **shape, max_whole_tokens=500).budget.even
 
 
 def test_auto_holds_back_no_draft() -> None:

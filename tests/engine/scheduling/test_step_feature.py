@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature, overrides
@@ -60,7 +61,9 @@ class Asked(StepFeature):
 
 def with_feature(feature: StepFeature) -> SchedulerHarness:
     harness = SchedulerHarness(slots=200, budget=32)
-    harness.scheduler = Scheduler(block_size=4, max_num_batched_tokens=32, max_num_seqs=4, features=[lambda: feature])
+    harness.scheduler = Scheduler(
+        blocks=BlockManager(4), max_num_batched_tokens=32, max_num_seqs=4, features=[lambda: feature]
+    )
     return harness
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.in_flight import InFlightSteps
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
@@ -41,7 +40,7 @@ def decode(room_tokens: int) -> Any:
 
 
 def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
-    block_manager = BlockManager(16, InFlightSteps())
+    block_manager = BlockManager(16)
     decodes = [decode(2), decode(10), decode(10), decode(16)]
     out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
     assert out.lease_blocks == 3, "a slot for each decode that fills its block within STOCK_TARGET_TOKENS"
