@@ -8,7 +8,6 @@
     quantized/     checkpoints in few bits, and plain weights that are quantized here
     sampling/      logits to tokens
     adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
-    adapter_slots/ which adapters are ready in a worker, and how they come there
     grammars/      which tokens an answer may go on with
     drafts/        speculative decoding: guesses of next tokens, which steps judge
     partial_blocks/ last blocks of answers that are not full, kept for the next turns

@@ -33,7 +33,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
         "pillion.engine.states.states:load_states",
         "pillion.engine.grammars.grammar_feature:load_grammars",
         "pillion.engine.drafts.draft_feature:load_drafts",
-        "pillion.engine.adapter_slots.adapter_feature:load_adapters",
     ),
     "engine.backends.states": ("pillion.engine.states.states_check:check_states",),
     "engine.backends.adapter_reader": ("pillion.engine.adapters.adapter_reader:reader_of",),

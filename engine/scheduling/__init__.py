@@ -11,6 +11,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     block_manager.py  the slots leased to this worker, and the stock from which decodes grow; orders for its KV node
     in_flight.py      steps that were launched and have not ended, and what waits for them
     siblings.py       further answers to one prompt
+    adapter_slots.py  adapters that are ready or loading, and who may run with them
     step_feature.py   what a feature adds to steps, and when it is asked
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the

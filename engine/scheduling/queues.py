@@ -5,7 +5,7 @@
                when it gave its place to another tenant, and waits to run
     waiting    has a ticket and has not begun
 
-Preempted and waiting sequences that a feature keeps waiting are passed over.
+Preempted and waiting sequences whose adapter is not there are passed over.
 
 Decodes come first, always. Prompt tails of one tenant are served by their place in line, whether they have begun or
 not: by arrival, later for each level of less urgency and for each second of their own work
@@ -69,7 +69,7 @@ def _service_order(sequence: Sequence) -> Place:
 
 
 def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
-    return (sequence for sequence in queue if not sequence.kept_waiting)
+    return (sequence for sequence in queue if not sequence.awaits_adapter)
 
 
 def _in_background(sequence: Sequence) -> bool:

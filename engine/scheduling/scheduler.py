@@ -9,9 +9,10 @@ step is
     outcome = scheduler.commit(plan, sampled, now)
 
 and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, the node's answers, :meth:`committed`,
-:meth:`granted`, :meth:`resumed`, and the worker's, :meth:`expected`, :meth:`answered`. Their effects are in the next
-Outcome; without a step, :meth:`flush` gives it. For a backend that runs ahead the next step is scheduled before this
-one is committed: :meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the rules.
+:meth:`granted`, :meth:`resumed`, and the worker's, :meth:`adapter_loaded`, :meth:`adapter_failed`. Their effects are in
+the next Outcome; without a step, :meth:`flush` gives it. For a backend that runs ahead the next step is scheduled
+before this one is committed: :meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the
+rules.
 
 **Order.** :mod:`pillion.engine.scheduling.queues` decides which sequence is served first and which is preempted;
 :mod:`pillion.engine.scheduling.step_cost` decides how many tokens a step has.
@@ -36,9 +37,10 @@ from math import isnan
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
+from pillion.engine.backends.backend import Int32, PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.adapter_slots import AdapterSlots
+from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
@@ -62,7 +64,7 @@ def scored_rows(vocab_size: int) -> int:
 
 class Scheduler:
     """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
-    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``.
+    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``, ``adapters``.
 
     Args:
         blocks: manages its blocks, and those of what it has beside its sequences.
@@ -78,6 +80,7 @@ class Scheduler:
         expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
         pair_tokens: the cost of a query-key pair in tokens by the model's shape; 0 where that is not known.
         features: the features that were made for this scheduler; they are asked in this order.
+        adapters: slots for the sequences' adapters, where the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
     prompts run whole.
@@ -97,6 +100,7 @@ class Scheduler:
         expected_cost: StepModel | None = None,
         pair_tokens: float = 0.0,
         features: Seq[MakeStepFeature] = (),
+        adapters: AdapterSlots | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -121,6 +125,7 @@ class Scheduler:
         self._max_scored_rows = max_scored_rows
         self._siblings = Siblings(self.queues, self.blocks)
         self._starved = False
+        self.adapters = adapters
         self.features = tuple(make() for make in features)
         for feature in self.features:
             feature.bind(self)
@@ -136,7 +141,6 @@ class Scheduler:
         self._on_preempted = overrides(features, StepFeature.preempted)
         self._on_left = overrides(features, StepFeature.left)
         self._on_sibling = overrides(features, StepFeature.sibling_begins)
-        self._on_begin = overrides(features, StepFeature.step_begins)
         self._choosers = overrides(features, StepFeature.may_choose)
         self._followers = overrides(features, StepFeature.may_follow)
         self._proposers = [one for one in features if type(one).propose is not StepFeature.propose]
@@ -148,10 +152,7 @@ class Scheduler:
         self._on_accepted = overrides(features, StepFeature.accepted)
         self._cutters = () if self.whole_prompts else overrides(features, StepFeature.cut)
         self._on_planned = overrides(features, StepFeature.planned)
-        self._on_failed = overrides(features, StepFeature.step_failed)
         self._on_flush = overrides(features, StepFeature.flush)
-        self._loads = overrides(features, StepFeature.load)
-        self._serving = {one.need: one for one in features if one.need}
         self._on_landed = overrides(features, StepFeature.landed)
         self._lacking = overrides(features, StepFeature.lacking_blocks)
         self._yielding = overrides(features, StepFeature.yield_slots)
@@ -258,14 +259,21 @@ class Scheduler:
         """Gives up an adopted ticket that no sequence holds."""
         self.blocks.let_go(holding)
 
-    def expected(self, need: str, what: str, now: float) -> None:
-        """Notes that a sequence with this need comes as soon as its prompt's chain is there."""
-        if need in self._serving:
-            self._serving[need].expected(what, now)
+    def expect_adapter(self, digest: str, now: float) -> None:
+        """Notes that a sequence with this adapter comes as soon as its prompt's chain is there."""
+        if self.adapters is not None:
+            self.adapters.preload(digest)
 
-    def answered(self, need: str, what: str, answer: object, now: float) -> None:
-        """Notes that the worker has carried out a FeatureOrder."""
-        self._serving[need].answered(what, answer, now)
+    def adapter_loaded(self, digest: str, packed: PackedAdapter, now: float) -> None:
+        """Notes that an adapter that was ordered (``Outcome.adapter_orders``) has been read and packed."""
+        assert self.adapters is not None
+        self.adapters.loaded(digest, packed)
+
+    def adapter_failed(self, digest: str, error: PillionError, now: float) -> None:
+        """Notes that an adapter that was ordered could not be loaded: the sequences that hold its slot fail."""
+        assert self.adapters is not None
+        for sequence in self.adapters.failed(digest):
+            self.fail(sequence.seq_id, error, now)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -274,9 +282,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Returns the next step's work; it is empty when nothing can run, or nothing more until a step has landed."""
-        for begin in self._on_begin:
-            begin(now)
-        queues = self.queues
+        queues, adapters = self.queues, self.adapters
+        if adapters is not None:
+            adapters.assign(now)
         if queues.yielding or queues.flows.several:
             queues.make_way(self.in_flight)
         pieces = self._decodes(now)
@@ -298,7 +306,9 @@ class Scheduler:
             copies += [piece.sequence.take_copy() for piece in tails if piece.sequence.copy_first]
         # A step's cost is measured without what it took to find proposals.
         self.budget.begin(pieces, now + took_s, len(self.in_flight))
-        plan = StepPlan(tuple(pieces), tuple(copies), most, self.in_flight.unknown(pieces))
+        placements, slots = adapters.place(pieces) if adapters is not None and pieces else ((), None)
+        unknown = self.in_flight.unknown(pieces)
+        plan = StepPlan(tuple(pieces), tuple(copies), most, unknown, placements=placements, adapters=slots)
         for planned in self._on_planned:
             plan = planned(plan)
         return plan
@@ -345,14 +355,14 @@ class Scheduler:
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
-        """Notes that the backend failed: the sequences of this batch fail, and those that a feature names."""
+        """Notes that the backend failed: the sequences of this batch fail, and those that hold the slots of adapters
+        which the step was to place."""
         self.budget.end(now, ok=False)
         for piece in self.in_flight.landed(plan, Sampled())[0]:
             piece.sequence.drop_proposed()
             self.fail(piece.sequence.seq_id, error, now)
-        for failed in self._on_failed:
-            for sequence in failed(plan):
-                self.fail(sequence.seq_id, error, now)
+        for sequence in self.adapters.not_placed(plan.placements) if self.adapters is not None else ():
+            self.fail(sequence.seq_id, error, now)
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
@@ -362,11 +372,14 @@ class Scheduler:
         out = self.blocks.finish_outcome(decodes, now, urgent=self._starved, wanted_blocks=lacking)
         for flush in self._on_flush:
             flush(out)
+        adapters = self.adapters
+        if adapters is not None:
+            out.adapter_orders, out.evicted_adapters = adapters.take_orders(), adapters.take_evicted()
         if not out.empty:
             # Nobody reads the load of an empty outcome, and there is one before most steps.
             out.load = self.queues.load(self.budget)
-            for load in self._loads:
-                out.load |= load()
+            if adapters is not None:
+                out.load |= {"adapters": adapters.ready, "adapter_waits": adapters.waits}
         return out
 
     @property
@@ -377,12 +390,18 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, queues and what features know add up."""
         sequences = self.sequences.values()
-        self.blocks.check_integrity([*sequences, *(chain for one in self.features for chain in one.chains())])
+        self.blocks.check_integrity([*sequences, *self.side_chains()])
         for feature in self.features:
             feature.check_integrity(sequences)
+        if self.adapters is not None:
+            self.adapters.check_integrity(sequences)
         self.queues.check_integrity(sequences)
         self.in_flight.check_integrity(sequences)
         assert not any(s.num_proposed for s in sequences if not s.num_in_flight), "a proposal outlived its step"
+
+    def side_chains(self) -> list[BlockChain]:
+        """Returns the chains of blocks that are beside those of sequences."""
+        return [chain for one in self.features for chain in one.chains()]
 
     def _decodes(self, now: float) -> list[SequencePiece]:
         """Returns a piece of one token for each running decode that has a slot for it."""
@@ -611,6 +630,8 @@ class Scheduler:
         self.queues.join(sequence)
         for joined in self._on_joined:
             joined(sequence, now)
+        if self.adapters is not None:
+            self.adapters.join(sequence, now)
         for one in self._sharers:
             if one.blocks_after and sequence.hash_before(sequence.num_committed) in one.blocks_after:
                 one.share(sequence)
@@ -630,6 +651,8 @@ class Scheduler:
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         for left in self._on_left:
             left(sequence)
+        if self.adapters is not None:
+            self.adapters.leave(sequence)
         if sequence.in_commit:
             self.blocks.out.hurry = True
         else:

@@ -207,8 +207,8 @@ class Sequence(BlockChain):
         self.parent: Sequence | None = None
         # This holds what features know of the sequence, by a name of each feature's own.
         self.kept: dict[str, Any] = {}
-        # This says whether it is in a queue and a feature keeps it from running.
-        self.kept_waiting = False
+        # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
+        self.awaits_adapter, self.adapter_slot = False, -1
         sampling = self.sampling
         # This says whether a sampled token depends on the tokens before it, and not only on the logits and its
         # position.
@@ -469,9 +469,18 @@ class Sequence(BlockChain):
         """Forgets the proposed tokens, because the step that would have judged them has failed."""
         self.num_proposed = 0
 
-    def keep_waiting(self, waits: bool) -> None:
-        """Notes whether a feature keeps the sequence from running."""
-        self.kept_waiting = waits
+    def await_adapter(self) -> None:
+        """Notes that the sequence is in a queue and cannot run before its adapter is ready."""
+        self.awaits_adapter, self.adapter_slot = True, -1
+
+    def use_adapter(self, slot: int, now: float) -> None:
+        """Notes that the sequence's adapter is ready in the backend's slot of that number."""
+        self.awaits_adapter, self.adapter_slot = False, slot
+        self.progress.adapter_s = self.progress.adapter_s or now
+
+    def leave_adapter(self) -> None:
+        """Notes that the sequence is in no queue any more."""
+        self.awaits_adapter, self.adapter_slot = False, -1
 
     def take_siblings(self) -> tuple[SiblingSpec, ...]:
         """Returns the siblings that begin now, and empties the list of those that have not begun."""

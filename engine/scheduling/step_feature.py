@@ -1,9 +1,9 @@
 """Defines what a feature adds to the steps of one scheduler, and when it is asked: the seam between the core and such
 rooms.
 
-    add       joined, share, added                   schedule  step_begins -> may_choose, may_follow (each decode)
+    add       joined, share, added                   schedule  may_choose, may_follow (each decode)
     resumed   joined, share                                    -> proposes, propose -> planned -> masks (of the batch)
-    commit    stepped -> judged, accepted -> landed  between   may_run_ahead; step_failed; flush, load
+    commit    stepped -> judged, accepted -> landed  between   may_run_ahead; flush
     closed    ends, preempted, left                  memory    lacking_blocks, yield_slots, chain_opened, ...
 
 A feature overrides what it needs. The scheduler keeps, for each method, those of the features that have one of their
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pillion.engine.backends.backend import Int32
 from pillion.engine.sampling.sampling_rows import RowMasks, Sampled
@@ -60,21 +60,16 @@ class StepFeature:
     Attributes:
         use: the use as which its proposed tokens are counted (:mod:`pillion.engine.worker.step_meter`).
         certain: whether each token that it proposes is right, so that no step has to judge it.
-        need: the name of a request's need that it serves, if it does.
         blocks_after: hashes of blocks (or roots) after which it has one that is not full; :meth:`share` is asked for a
             sequence whose chain ends there.
     """
 
     use = ""
     certain = False
-    need = ""
     blocks_after: Collection[bytes] = ()
 
     def bind(self, steps: Steps) -> None:
         """Notes that the feature belongs to a scheduler from now on. It is called once, before everything else."""
-
-    def expected(self, what: str, now: float) -> None:
-        """Notes that a sequence will be added soon that has this feature's need, such as the adapter ``what``."""
 
     def added(self, sequence: Sequence, now: float) -> None:
         """Notes that a new sequence has joined the queues for the first time."""
@@ -99,9 +94,6 @@ class StepFeature:
 
     def sibling_begins(self, parent: Sequence, child: Sequence) -> None:
         """Notes that another answer to the parent's prompt begins; it has no token yet."""
-
-    def step_begins(self, now: float) -> None:
-        """Notes that the scheduler begins to plan a step."""
 
     def may_choose(self, sequence: Sequence, now: float) -> bool:
         """Says whether a step can choose the sequence's next token. The feature may have ended the sequence if not."""
@@ -160,19 +152,8 @@ class StepFeature:
     def landed(self, plan: StepPlan, sampled: Sampled) -> None:
         """Notes that all results of a step are applied."""
 
-    def step_failed(self, plan: StepPlan) -> Iterable[Sequence]:
-        """Notes that a step has failed, with all of its sequences. Returns other sequences that cannot go on either."""
-        return ()
-
     def flush(self, out: Outcome) -> None:
         """Adds to an outcome what the feature has gathered since the last one."""
-
-    def answered(self, what: str, answer: object, now: float) -> None:
-        """Notes that the worker has carried out a FeatureOrder, with this answer."""
-
-    def load(self) -> dict[str, Any]:
-        """Returns the feature's figures for :attr:`Outcome.load`."""
-        return {}
 
     def lacking_blocks(self) -> int:
         """Returns how many slots the feature would like to have, which it gets only where decodes need none."""

@@ -141,15 +141,6 @@ class ChainOrder:
     block_hashes: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureOrder:
-    """Asks a feature's part in the worker, named by the need that it serves, to do something.
-    :meth:`Scheduler.answered` takes the answer."""
-
-    need: str
-    what: str
-
-
 @dataclass(slots=True)
 class Outcome:
     """Holds everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
@@ -160,7 +151,8 @@ class Outcome:
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
-        feature_orders: orders of features to the worker.
+        adapter_orders: digests of adapters to be read and packed; :meth:`Scheduler.adapter_loaded` or
+            :meth:`Scheduler.adapter_failed` takes each answer.
         hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a sibling.
         judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
@@ -176,7 +168,7 @@ class Outcome:
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
     chain_orders: list[ChainOrder] = field(default_factory=list)
-    feature_orders: list[FeatureOrder] = field(default_factory=list)
+    adapter_orders: list[str] = field(default_factory=list)
     hurry: bool = False
     judged_guesses: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
@@ -187,7 +179,7 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.feature_orders
+        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.adapter_orders
         return not (told or self.hurry or self.has_orders)
 
     @property

@@ -330,8 +330,8 @@ class DecodeSession:
             held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
             if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
                 return held
-            for need, what in needs.by_name().items() if needs is not NO_NEEDS else ():
-                epoch.expect(need, what)
+            if needs.adapter:
+                epoch.expect_adapter(needs.adapter)
             return await tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
         began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:

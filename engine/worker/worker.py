@@ -32,8 +32,11 @@ import msgspec
 
 from pillion._version import VERSION
 from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_loader import AdapterLoader
+from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
+from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
@@ -48,9 +51,8 @@ from pillion.engine.worker.worker_feature import (
     StartTurn,
     WorkerFeature,
     WorkerSetup,
-    unserved,
 )
-from pillion.errors import PillionError, Unavailable
+from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
@@ -117,6 +119,7 @@ class Worker:
         self._node_gone = asyncio.Event()
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
+        self._adapters = _adapter_loader(flags, model, self.node, self.meters) if flags.enable_lora else None
         self.epoch = self._make_epoch(attachment.epoch)
         for feature in features:
             feature.attached(self)
@@ -171,11 +174,10 @@ class Worker:
                 if feature is not None:
                     undo.callback(feature.close)
                     features.append(feature)
-
-            def make_scheduler() -> Scheduler:
-                made = [feature.step_feature for feature in features]
-                return limits(blocks=BlockManager(flags.block_size), features=made)
-
+            if flags.enable_lora:
+                # On a GPU the node's pool takes the memory that is left.
+                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            make_scheduler = partial(_make_scheduler, limits, flags, features)
             warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
@@ -204,6 +206,8 @@ class Worker:
 
     async def _abandon(self) -> None:
         """Ends everything that this object has begun, where its start fails."""
+        if self._adapters is not None:
+            self._adapters.close()
         await self.node.aclose()
 
     def _bind(self) -> None:
@@ -222,7 +226,7 @@ class Worker:
             on_lost=self._epoch_lost,
             on_fail=self._epoch_failed,
             meter=self._meter,
-            features={one.serves: one for one in self._features if one.serves},
+            adapters=self._adapters,
         )
 
     def announce(self, address: str) -> None:
@@ -293,17 +297,25 @@ class Worker:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
     async def made_ready(self, needs: RequestNeeds) -> list[Attach]:
-        """Returns what features make ready for a request, to be attached to its sequence. Raises PillionError if a
-        feature fails, or no feature serves one of the needs."""
+        """Returns what features make ready for a request, to be attached to its sequence, once the files of its adapter
+        are on this machine. Raises PillionError if one of the needs cannot be served: NotFound, Unavailable or
+        Overloaded where another worker may serve it."""
         attach: list[Attach] = []
         if needs is NO_NEEDS:
             return attach
         needs.check()
-        for name in needs.by_name():
-            feature = next((one for one in self._features if one.serves == name), None)
+        if needs.grammar:
+            feature = next((one for one in self._features if one.serves), None)
             if feature is None:
-                raise unserved(self.component_id, name)
+                raise InvalidRequest(
+                    f"the answer has a grammar, which {self.component_id} cannot follow; its log says why"
+                )
             attach.append(await feature.made_ready(needs))
+        if needs.adapter:
+            if self._adapters is None:
+                raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
+            if needs.adapter not in self.epoch.load.adapters:
+                await self._adapters.bring(needs.adapter)
         return attach
 
     async def run_sequence(
@@ -469,6 +481,8 @@ class Worker:
         self.model.backend.close()
         for feature in self._features:
             feature.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
@@ -497,6 +511,20 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,
         timeout_s=ATTACH_TIMEOUT_S,
     )
+
+
+def _make_scheduler(limits: Callable[..., Scheduler], flags: WorkerFlags, features: Seq[WorkerFeature]) -> Scheduler:
+    """Makes the scheduler of one epoch, and what it has beside its sequences."""
+    blocks = BlockManager(flags.block_size)
+    made = [feature.step_feature for feature in features]
+    adapters = AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None
+    return limits(blocks=blocks, features=made, adapters=adapters)
+
+
+def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
+    """Makes what brings adapters to a worker whose backend has slots for them."""
+    process = AdapterProcess(model.adapter_reader(flags.max_lora_rank))
+    return AdapterLoader(process, model.backend, flags.store_limits, node, meters)
 
 
 def _warm_up(model: LoadedModel, features: Seq[WorkerFeature], tokens: int) -> None:

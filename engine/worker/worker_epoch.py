@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loading import LoadedModel
@@ -31,7 +32,6 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import (
     CommitOrder,
-    FeatureOrder,
     Outcome,
     ResumeOrder,
     StepPlan,
@@ -75,13 +75,6 @@ class SequenceListener(Protocol):
     def on_chunk(self, chunk: ChunkDone) -> None: ...
 
 
-class CarriesOut(Protocol):
-    """Represents a feature's part in the worker, as far as an epoch uses it."""
-
-    async def carry_out(self, what: str) -> object:
-        """Does what the feature's part in the steps has ordered. Returns the answer to the order."""
-
-
 class WorkerEpoch:
     """Runs one epoch of a worker. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``,
     ``heartbeats``, and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit
@@ -93,7 +86,7 @@ class WorkerEpoch:
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
         meter: counts the steps.
-        features: carry out what the scheduler's features order, by the need that they serve.
+        adapters: reads and packs the adapters that the scheduler orders, where the worker runs any.
     """
 
     def __init__(
@@ -108,7 +101,7 @@ class WorkerEpoch:
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
         meter: StepMeter,
-        features: Mapping[str, CarriesOut] | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self.number = number
         self.listeners: dict[int, SequenceListener] = {}
@@ -126,7 +119,7 @@ class WorkerEpoch:
         self._on_lost = on_lost
         self._on_fail = on_fail
         self._meter = meter
-        self._features = features or {}
+        self._adapters = adapters
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
         # The tasks are kept in the order in which they began, in which they are cancelled too.
@@ -205,11 +198,9 @@ class WorkerEpoch:
         self._steps.post_event(Scheduler.add, sequence)
         return sequence.progress
 
-    def expect(self, need: str, what: str) -> None:
-        """Notes that a sequence with this need is still to come: its feature may begin to load what the sequence
-        needs."""
-        if need in self._features:
-            self._steps.post_event(Scheduler.expected, need, what)
+    def expect_adapter(self, digest: str) -> None:
+        """Notes that a sequence with this adapter is still to come: the adapter may be loaded already."""
+        self._steps.post_event(Scheduler.expect_adapter, digest)
 
     def cancel(self, seq_id: int) -> None:
         """Ends a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
@@ -373,8 +364,8 @@ class WorkerEpoch:
         self._meter.count_outcome(outcome)
         # The node's orders are sent first, so that no slot depends on what a listener does.
         self._updates.put(outcome)
-        for order in outcome.feature_orders:
-            self._spawn(self._carry_out(order))
+        for digest in outcome.adapter_orders:
+            self._spawn(self._load_adapter(digest))
         for chunk in outcome.chunks:
             listener = self.listeners.get(chunk.seq_id)
             if listener is not None:
@@ -386,9 +377,14 @@ class WorkerEpoch:
                     self._forget(update.seq_id)
                 listener.on_update(update)
 
-    async def _carry_out(self, order: FeatureOrder) -> None:
-        answer = await self._features[order.need].carry_out(order.what)
-        self._steps.post_event(Scheduler.answered, order.need, order.what, answer)
+    async def _load_adapter(self, digest: str) -> None:
+        assert self._adapters is not None
+        try:
+            packed = await self._adapters.load(digest)
+        except PillionError as error:
+            self._steps.post_event(Scheduler.adapter_failed, digest, error)
+        else:
+            self._steps.post_event(Scheduler.adapter_loaded, digest, packed)
 
     def resume(self, order: ResumeOrder) -> None:
         """Opens a new ticket for a preempted sequence, if it still has a listener when the task starts."""

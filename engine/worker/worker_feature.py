@@ -22,7 +22,7 @@ from pillion.engine.backends.loading import BackendFactory, LoadedModel
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.worker.worker_epoch import WorkerEpoch
-from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
+from pillion.errors import FieldViolation, InvalidRequest
 from pillion.kvstore.client.attachment import Attachment
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability.metrics import Meters
@@ -75,23 +75,10 @@ class RequestNeeds:
     answer: Seq[int] = ()
     stop_token_ids: frozenset[int] = frozenset()
 
-    def by_name(self) -> dict[str, str]:
-        """Returns what a request needs, by the name of the need (:attr:`WorkerFeature.serves`), in the order of
-        serving."""
-        found = {"grammar": self.grammar, "adapter": self.adapter}
-        return {name: what for name, what in found.items() if what}
-
     def check(self) -> None:
         """Raises InvalidRequest for an adapter that is no digest."""
         if self.adapter and not is_adapter_digest(self.adapter):
             raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
-
-
-def unserved(component_id: str, need: str) -> PillionError:
-    """Makes the error of a request whose need no feature of this worker serves."""
-    if need == "adapter":
-        return Unavailable(f"{component_id} runs no adapters (--enable-lora)")
-    return InvalidRequest(f"the answer has a {need}, which {component_id} cannot follow; its log says why")
 
 
 NO_NEEDS = RequestNeeds()
@@ -135,10 +122,6 @@ class WorkerFeature:
     async def made_ready(self, needs: RequestNeeds) -> Attach:
         """Makes ready what a request needs. Raises PillionError where that cannot be."""
         return lambda sequence: None
-
-    async def carry_out(self, what: str) -> object:
-        """Does what the feature's part of the steps has ordered (FeatureOrder). Returns the answer to the order."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Ends everything that the feature has begun. Idempotent."""

@@ -180,7 +180,7 @@ class Checker:
             if life.is_worker and life.runs:
                 epoch = life.component.worker.epoch
                 scheduler = epoch._steps.scheduler
-                chains = [chain.owned_slots() for one in scheduler.features for chain in one.chains()]
+                chains = [chain.owned_slots() for chain in scheduler.side_chains()]
                 stocks[epoch.number] = set().union(scheduler.stock.slots, *chains)
         for holder in node.component.pool.ledger.holders.values():
             lost = set(holder.leased) - stocks.get(holder.epoch, set())

@@ -56,8 +56,7 @@ LATER_MODULES = (
     *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
     *("pillion.engine.partial_blocks.partial_blocks", "pillion.engine.states.states"),
     *("pillion.engine.grammars.grammar_feature", "pillion.engine.drafts.draft_feature"),
-    *("pillion.engine.adapter_slots.adapter_feature", "pillion.kvstore.pool_survival.surviving_memory"),
-    "llguidance",
+    *("pillion.kvstore.pool_survival.surviving_memory", "llguidance"),
 )
 # When a component without --drain-timeout-s stops, running requests get STOP_GRACE_S to end, and the clean-up after
 # them gets STOP_TIMEOUT_S.

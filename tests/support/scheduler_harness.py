@@ -12,8 +12,6 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.adapter_slots.adapter_feature import ADAPTER, AdapterSteps
-from pillion.engine.adapter_slots.adapter_slots import AdapterSlots, slot_of
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
@@ -24,6 +22,7 @@ from pillion.engine.grammars.answer_grammar import MaskRows, follow, grammar_of
 from pillion.engine.grammars.grammar_feature import GrammarSteps
 from pillion.engine.partial_blocks.partial_blocks import PartialBlocks
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
+from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -122,12 +121,14 @@ class SchedulerHarness:
         elif drafter is not None:
             guessing.append(partial(with_drafter, drafter, control))
         self.control = control
+        blocks = BlockManager(BLOCK)
         self.scheduler = Scheduler(
-            blocks=BlockManager(BLOCK),
+            blocks=blocks,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,
-            features=[*features, GrammarSteps, *guessing, partial(AdapterSteps, max_loras)],
+            features=[*features, GrammarSteps, *guessing],
+            adapters=AdapterSlots(max_loras, blocks.in_flight),
         )
         self.guesses = next((one for one in self.scheduler.features if isinstance(one, Guesses)), None)
         # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
@@ -181,7 +182,8 @@ class SchedulerHarness:
     @property
     def adapters(self) -> AdapterSlots:
         """The slots of its adapters."""
-        return next(one.slots for one in self.scheduler.features if isinstance(one, AdapterSteps))
+        assert self.scheduler.adapters is not None
+        return self.scheduler.adapters
 
     # The gateway's side.
 
@@ -280,7 +282,7 @@ class SchedulerHarness:
         # As the step loop does it: what the events led to is told before the step runs.
         before_run = self.scheduler.flush(self.now)
         owned = {slot for s in self.scheduler.sequences.values() for slot in s.table().tolist()}
-        owned |= {slot for one in self.scheduler.features for chain in one.chains() for slot in chain.owned_slots()}
+        owned |= {slot for chain in self.scheduler.side_chains() for slot in chain.owned_slots()}
         for source, target in plan.copies:
             assert {source, target} <= owned, "a copy of a slot that nobody has"
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
@@ -319,7 +321,7 @@ class SchedulerHarness:
 
     def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`, what is for the loader for :meth:`load`."""
-        self.loading += [order.what for order in outcome.feature_orders]
+        self.loading += outcome.adapter_orders
         self.evicted_adapters += outcome.evicted_adapters
         for update in outcome.updates:
             record = self.records[update.seq_id]
@@ -358,7 +360,7 @@ class SchedulerHarness:
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
         for sequence in sorted(begun, key=lambda s: s.queue_order) + outside:
-            if self._held_up(sequence) or sequence.kept_waiting:
+            if self._held_up(sequence) or sequence.awaits_adapter:
                 continue
             piece = planned.get(id(sequence))
             cut = cut or piece is None or piece.count < sequence.num_tokens - sequence.next_start
@@ -381,16 +383,16 @@ class SchedulerHarness:
 
     def expect_adapter(self, number: int) -> None:
         """A sequence with this adapter will come."""
-        self.scheduler.expected(ADAPTER, str(number), self.now)
+        self.scheduler.expect_adapter(str(number), self.now)
 
     def load(self, count: int = 1) -> None:
         """The loader answers its first orders."""
         for _ in range(min(count, len(self.loading))):
             digest = self.loading.pop(0)
             if int(digest) in self.broken_adapters:
-                self.scheduler.answered(ADAPTER, digest, NotFound(BAD_ADAPTER), self.now)
+                self.scheduler.adapter_failed(digest, NotFound(BAD_ADAPTER), self.now)
             else:
-                self.scheduler.answered(ADAPTER, digest, NumberedAdapter(int(digest)), self.now)
+                self.scheduler.adapter_loaded(digest, NumberedAdapter(int(digest)), self.now)
             self.scheduler.check_integrity()
 
     # The node's side.
@@ -616,7 +618,7 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
         if grammar is not None:
             masks = grammar.place_masks(sequence.proposed().tolist(), piece.samples)
         last = piece.samples - 1
-        shift = ADAPTER_SHIFT * placed.get(slot_of(sequence), 0)
+        shift = ADAPTER_SHIFT * placed.get(sequence.adapter_slot, 0)
         found += [
             RowChoice(seed + history + shift, masks, min(place, last))
             for place, (seed, history) in enumerate(zip(seeds, histories, strict=True))

@@ -20,7 +20,7 @@ from lab.testbed.conditions import WITHIN_S, until
 from pillion.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.config import KVNodeFlags
 from pillion.cores import BACKGROUND_NICENESS
-from pillion.engine.adapter_slots import adapter_loader
+from pillion.engine.adapters import adapter_loader
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of

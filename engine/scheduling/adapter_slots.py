@@ -20,20 +20,24 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pillion.engine.backends.backend import PackedAdapter
+import numpy as np
+
+from pillion.engine.backends.backend import Int32, PackedAdapter
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import SequencePiece
 
 # A sequence whose adapter has no slot lets others whose adapter has one go first for this long.
 SLOT_PATIENCE_S = 1.0
 # The scheduler looks this often for sequences that have waited for SLOT_PATIENCE_S.
 PATIENCE_CHECK_S = 0.1
 
-# A sequence keeps its slot's number under this name.
-_SLOT = "adapter slot"
+# (slot, packed adapter) pairs.
+Placements = tuple[tuple[int, PackedAdapter], ...]
 
 
 class SlotState(Enum):
@@ -64,13 +68,12 @@ class AdapterSlot:
 class AdapterSlots:
     """Manages the slots of one scheduler, whose steps in flight it asks.
 
-    Two attributes are for reading: ``ready`` has digests of the adapters that sequences can run with at once, and
-    ``evicted`` counts adapters that have lost their slot to another one.
+    ``ready``, which is for reading, has digests of the adapters that sequences can run with at once.
     """
 
     def __init__(self, slots: int, in_flight: InFlightSteps) -> None:
         self.ready: tuple[str, ...] = ()
-        self.evicted = 0
+        self._evicted = 0
         self._in_flight = in_flight
         self._slots = [AdapterSlot(index) for index in range(slots)]
         self._of: dict[str, AdapterSlot] = {}
@@ -93,15 +96,10 @@ class AdapterSlots:
         """Gives the number of sequences that cannot run yet for want of their adapter."""
         return len(self._waiting) + sum(len(slot.holders) for slot in self._slots if slot.state is not SlotState.READY)
 
-    @property
-    def in_use(self) -> bool:
-        """Says whether a sequence holds a slot, or an adapter is on its way into one."""
-        return bool(self._held or self._placements)
-
     def join(self, sequence: Sequence, now: float) -> None:
         """Takes a sequence that joins the scheduler's queues; one without an adapter needs nothing here."""
         if sequence.adapter:
-            _await(sequence)
+            sequence.await_adapter()
             insort(self._waiting, sequence, key=_queue_order)
             self._since_s[sequence.seq_id] = now
             self._changed = True
@@ -118,7 +116,7 @@ class AdapterSlots:
         """Takes a sequence that leaves the scheduler's queues. A sequence that is in none is ignored."""
         if not sequence.adapter:
             return
-        _leave(sequence)
+        sequence.leave_adapter()
         if self._since_s.pop(sequence.seq_id, None) is not None:
             self._waiting.remove(sequence)
             return
@@ -139,7 +137,7 @@ class AdapterSlots:
         has no adapter now."""
         return self._clear(self._of[digest])
 
-    def not_placed(self, placements: Iterable[tuple[int, PackedAdapter]]) -> tuple[Sequence, ...]:
+    def not_placed(self, placements: Placements) -> tuple[Sequence, ...]:
         """Notes that the step that was to place these adapters has failed. Returns all holders of their slots."""
         # A slot that was given away meanwhile is filled by a later step.
         slots = [slot for index, _ in placements if (slot := self._slots[index]).state is SlotState.READY]
@@ -154,7 +152,7 @@ class AdapterSlots:
                 slot.state = SlotState.READY
                 self._placements[slot.index], slot.packed = slot.packed, None
                 for sequence in slot.holders.values():
-                    _use(sequence, slot.index, now)
+                    sequence.use_adapter(slot.index, now)
                 self._changed = True
                 self._count_ready()
         if not self._waiting or not (self._changed or now >= self._check_s):
@@ -162,9 +160,9 @@ class AdapterSlots:
         self._changed, self._check_s = False, now + PATIENCE_CHECK_S
         self._close_slots(now)
         for sequence in tuple(self._waiting):
-            slot_of = self._slot_for(sequence.adapter)
-            if slot_of is not None:
-                self._hold(slot_of, sequence, now)
+            found = self._slot_for(sequence.adapter)
+            if found is not None:
+                self._hold(found, sequence, now)
 
     def take_orders(self) -> list[str]:
         """Returns the digests of the adapters to be loaded from now on; :meth:`loaded` or :meth:`failed` answers
@@ -172,12 +170,19 @@ class AdapterSlots:
         orders, self._orders = self._orders, []
         return orders
 
-    def take_placements(self) -> tuple[tuple[int, PackedAdapter], ...]:
-        """Returns (slot, packed adapter) pairs that the backend must get before the next step that is launched."""
-        if not self._placements:
-            return ()
+    def take_evicted(self) -> int:
+        """Returns how many adapters have lost their slot to another one since the last call."""
+        evicted, self._evicted = self._evicted, 0
+        return evicted
+
+    def place(self, pieces: Seq[SequencePiece]) -> tuple[Placements, Int32 | None]:
+        """Returns the adapters that the backend must get before a step of these pieces, and int32, the slot of the
+        adapter of each piece's sequence, or -1; None where no piece has one."""
+        if not (self._held or self._placements):
+            return (), None
         placements, self._placements = tuple(self._placements.items()), {}
-        return placements
+        slots = [piece.sequence.adapter_slot for piece in pieces]
+        return placements, np.array(slots, dtype=np.int32) if max(slots) >= 0 else None
 
     def _close_slots(self, now: float) -> None:
         """Closes as many slots as adapters have waited for too long; those with the fewest holders come first."""
@@ -200,8 +205,7 @@ class AdapterSlots:
     def _send_back(self, slot: AdapterSlot, sequence: Sequence, now: float) -> None:
         """Makes a holder that has not begun wait in the line again."""
         del slot.holders[sequence.seq_id], self._held[sequence.seq_id]
-        _leave(sequence)
-        _await(sequence)
+        sequence.await_adapter()
         insort(self._waiting, sequence, key=_queue_order)
         self._since_s[sequence.seq_id] = now
 
@@ -218,7 +222,7 @@ class AdapterSlots:
         if slot.state is SlotState.READY:
             del self._of[slot.digest]
             self._placements.pop(slot.index, None)
-            self.evicted += 1
+            self._evicted += 1
         slot.digest, slot.state, slot.closed = digest, SlotState.LOADING, False
         slot.read_until = self._in_flight.last_launched
         self._of[digest] = slot
@@ -233,7 +237,7 @@ class AdapterSlots:
         self._held[sequence.seq_id] = slot
         self._use(slot)
         if slot.state is SlotState.READY:
-            _use(sequence, slot.index, now)
+            sequence.use_adapter(slot.index, now)
 
     def _use(self, slot: AdapterSlot) -> None:
         self._uses += 1
@@ -273,34 +277,10 @@ class AdapterSlots:
         for seq_id, sequence in users.items():
             held = self._held.get(seq_id)
             index = held.index if held is not None and held.state is SlotState.READY else -1
-            assert sequence.kept_waiting == (index < 0), "a sequence does not know of its adapter"
-            assert slot_of(sequence) == index, "a sequence names a wrong slot"
+            assert sequence.awaits_adapter == (index < 0), "a sequence does not know of its adapter"
+            assert sequence.adapter_slot == index, "a sequence names a wrong slot"
             assert index >= 0 or sequence.state is not SequenceState.RUNNING, "a sequence runs without its adapter"
 
 
 def _queue_order(sequence: Sequence) -> tuple[float, int]:
     return sequence.queue_order, sequence.seq_id
-
-
-def slot_of(sequence: Sequence) -> int:
-    """Returns the slot of the sequence's adapter while that is ready, else -1."""
-    found: int = sequence.kept.get(_SLOT, -1)
-    return found
-
-
-def _await(sequence: Sequence) -> None:
-    """Notes that a sequence is in a queue and cannot run before its adapter is ready."""
-    sequence.keep_waiting(True)
-
-
-def _use(sequence: Sequence, slot: int, now: float) -> None:
-    """Notes that the sequence's adapter is ready in the backend's slot of that number."""
-    sequence.kept[_SLOT] = slot
-    sequence.keep_waiting(False)
-    sequence.progress.adapter_s = sequence.progress.adapter_s or now
-
-
-def _leave(sequence: Sequence) -> None:
-    """Notes that the sequence is in no queue any more."""
-    sequence.kept.pop(_SLOT, None)
-    sequence.keep_waiting(False)

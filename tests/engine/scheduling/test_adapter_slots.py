@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.engine.adapter_slots.adapter_slots import SLOT_PATIENCE_S
+from pillion.engine.scheduling.adapter_slots import SLOT_PATIENCE_S
 from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import Internal
 from tests.support.ahead_harness import AheadHarness
@@ -206,7 +206,7 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
     if state == "holders":
         harness.adapters.leave(sequence)
     else:
-        sequence.kept["adapter slot"] = 5
+        sequence.adapter_slot = 5
     with pytest.raises(AssertionError, match=r"sequence|slot"):
         harness.scheduler.check_integrity()
 
