@@ -24,11 +24,10 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,10 +39,6 @@ INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # The folder holds at most this many files, of all tenants, because a list has to look through them.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
-# Where a bound is met, inputs that no open batch reads and batches that have ended make room from this age on.
-IDLE_KEEP_S = 3600
-# A file of unknown length reserves this many bytes ahead of what has come of it.
-RESERVED_AHEAD_BYTES = 8 * 2**20
 # One tenant may have this many batches that have not ended.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
@@ -82,38 +77,12 @@ def told_if_full() -> Iterator[None]:
         raise FolderFull(f"the disk of --batch-path keeps nothing more: {error.strerror}", FULL_RETRY_MS) from None
 
 
-@dataclass(frozen=True, slots=True)
-class FolderUse:
-    """Holds numbers of bytes, files and batches: those that a tenant uses, or the most that are allowed."""
+class FolderUse(NamedTuple):
+    """Holds the numbers of bytes, files and batches that a tenant uses."""
 
-    bytes: int = 0
-    files: int = 0
-    batches: int = 0
-
-    def plus(self, other: FolderUse) -> FolderUse:
-        """Returns the sum of this use and another one."""
-        return FolderUse(self.bytes + other.bytes, self.files + other.files, self.batches + other.batches)
-
-    def beyond(self, most: FolderUse, used: FolderUse) -> FolderUse | None:
-        """Returns by how much this use goes beyond the bound where ``used`` is in use already; None where it does not.
-        A count of 0 always fits."""
-        total = self.plus(used)
-        over = FolderUse(
-            max(0, total.bytes - most.bytes) if self.bytes else 0,
-            max(0, total.files - most.files) if self.files else 0,
-            max(0, total.batches - most.batches) if self.batches else 0,
-        )
-        return over if over != FolderUse() else None
-
-    def weight(self, most: FolderUse) -> float:
-        """Returns the largest of the three shares (of bytes, files and batches) that this use takes of ``most``."""
-        return max(self.bytes / most.bytes, self.files / most.files, self.batches / most.batches)
-
-    def words(self, most: FolderUse) -> str:
-        """Names in words the numbers of ``most``, a bound, that this use exceeds."""
-        if self.bytes:
-            return f"about {most.bytes} bytes (--batch-bytes)"
-        return f"{most.files} files" if self.files else f"{most.batches} batches"
+    bytes: int
+    files: int
+    batches: int
 
 
 class Upload:
@@ -122,27 +91,25 @@ class Upload:
     The part file is made as long as the file may become, so that every gateway counts what is reserved.
     """
 
-    def __init__(self, folder: BatchFolder, tenant: str) -> None:
+    def __init__(self, folder: BatchFolder, tenant: str, most_bytes: int) -> None:
         self._folder = folder
         self.tenant = tenant
         self.id = f"file-{secrets.token_hex(12)}"
         self._path = folder.content(self.id).with_suffix(".part")
-        self.size = self.reserved_bytes = 0
+        self.size, self._most_bytes = 0, most_bytes
         self._file = open_new(self._path)
-
-    def reserve(self, size_bytes: int) -> None:
-        """Makes the part file this long, which reserves the room for it."""
-        with told_if_full():
-            os.ftruncate(self._file, size_bytes)
-        self.reserved_bytes = size_bytes
+        try:
+            self._resize(most_bytes)
+        except BaseException:
+            self.close()
+            raise
+        folder.uploads[self.id] = self
 
     def write(self, data: bytes | bytearray) -> None:
         """Adds bytes to the file. Raises FileTooLarge, and FolderFull."""
         self.size += len(data)
-        if self.size > self._folder.file_bytes:
+        if self.size > self._most_bytes:
             raise self._folder.too_large()
-        if self.size > self.reserved_bytes:
-            self._folder.reserve(self, self.size)
         with told_if_full():
             write_all(self._file, data)
 
@@ -150,7 +117,7 @@ class Upload:
         """Ends the writing of the file, which is its tenant's from now on. Raises InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
-        self.reserve(self.size)
+        self._resize(self.size)
         return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose)
 
     def close(self) -> None:
@@ -158,6 +125,10 @@ class Upload:
         self._folder.uploads.pop(self.id, None)
         os.close(self._file)
         self._path.unlink(missing_ok=True)
+
+    def _resize(self, size_bytes: int) -> None:
+        with told_if_full():
+            os.ftruncate(self._file, size_bytes)
 
 
 class BatchFolder:
@@ -201,56 +172,29 @@ class BatchFolder:
             raise ConfigError(f"--batch-path {self.path}: {error.strerror}") from None
 
     def upload(self, tenant: str, size_bytes: int = 0) -> Upload:
-        """Begins to write a file of about so many bytes; 0 means that the size is unknown. Raises FolderFull, and
-        FileTooLarge."""
+        """Begins to write a file of at most so many bytes; 0 means that the size is unknown, so that the file reserves
+        as much as any may have. Raises FolderFull, and FileTooLarge."""
         if size_bytes > self.file_bytes:
             raise self.too_large()
         with self._lock, told_if_full():
-            self._find_room(tenant, size_bytes, files=1)
-            upload = Upload(self, tenant)
-            self.uploads[upload.id] = upload
-            try:
-                upload.reserve(size_bytes)
-            except BaseException:
-                upload.close()
-                raise
-        return upload
-
-    def reserve(self, upload: Upload, size_bytes: int) -> None:
-        """Reserves room in the folder for an upload of at least so many bytes. Raises FolderFull."""
-        with self._lock:
-            ahead = min(size_bytes + RESERVED_AHEAD_BYTES, self.file_bytes)
-            for wanted in (ahead, size_bytes):
-                try:
-                    self._find_room(upload.tenant, wanted - upload.reserved_bytes)
-                except FolderFull:
-                    if wanted == size_bytes:
-                        raise
-                else:
-                    upload.reserve(wanted)
-                    return
+            self._require_room(tenant, size_bytes or self.file_bytes, files=1)
+            return Upload(self, tenant, size_bytes or self.file_bytes)
 
     def too_large(self) -> InvalidRequest:
         """Makes the error for a file that is larger than clients may bring."""
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
 
-    def _find_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
-        """Raises FolderFull where so much more does not fit within a tenant's share, or in the folder. Before that,
-        idle files and batches make room: the tenant's own, and in a full folder those of the tenant that has most."""
+    def _require_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
+        """Raises FolderFull where so much more does not fit within a tenant's share, or in the folder."""
         wanted, uses = FolderUse(size_bytes, files, batches), self.uses()
         for whose in (tenant, "") if tenant else ("",):
-            most = self._share(whose)
-            over = wanted.beyond(most, _sum(uses, whose))
-            if over is None:
-                continue
-            heaviest = whose or max(uses, key=lambda one: uses[one].weight(most), default="")
-            self._remove_idle(heaviest, over)
-            uses = self.uses()
-            over = wanted.beyond(most, _sum(uses, whose))
-            if over is not None:
-                share = f", the share of a tenant (--batch-tenant-percent {self.tenant_percent})" if whose else ""
-                holds = "this tenant has in" if whose else "there are in"
-                raise FolderFull(f"{holds} the folder of --batch-path already {over.words(most)}{share}", FULL_RETRY_MS)
+            most, used = self._share(whose), [use for one, use in uses.items() if whose in ("", one)]
+            for place, what in enumerate(("bytes (--batch-bytes)", "files", "batches")):
+                if wanted[place] and wanted[place] + sum(use[place] for use in used) > most[place]:
+                    share = f", the share of a tenant (--batch-tenant-percent {self.tenant_percent})" if whose else ""
+                    holds = "this tenant has in" if whose else "there are in"
+                    text = f"{holds} the folder of --batch-path already {most[place]} {what}{share}"
+                    raise FolderFull(text, FULL_RETRY_MS)
 
     def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
         """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then."""
@@ -314,7 +258,7 @@ class BatchFolder:
             text = f"a file of purpose {known.purpose!r} is no input; purpose={INPUT_PURPOSE} is"
             raise InvalidRequest.of(FieldViolation("input_file_id", text))
         with self._lock:
-            self._find_room(tenant, 0, batches=1)
+            self._require_room(tenant, 0, batches=1)
         if sum(batch.tenant == tenant for batch in self.open_batches()) >= MAX_OPEN_BATCHES:
             raise Overloaded(f"{MAX_OPEN_BATCHES} batches have not ended yet", FULL_RETRY_MS)
         now = int(time.time())
@@ -376,9 +320,9 @@ class BatchFolder:
         return known
 
     def open_batches(self) -> list[BatchRecord]:
-        """Returns all batches that have not ended, the oldest first."""
-        known = filter(None, map(self.known_batch, self.batch_ids()))
-        return sorted((one for one in known if not one.over), key=lambda one: (one.created_at, one.id))
+        """Returns all batches that have not ended."""
+        known = map(self.known_batch, self.batch_ids())
+        return [one for one in known if one is not None and not one.over]
 
     def uses(self) -> dict[str, FolderUse]:
         """Returns what each tenant uses of the folder. Files that other gateways are writing count for the tenant whose
@@ -432,19 +376,6 @@ class BatchFolder:
             found = record.tenant
         known[name] = found
         return found
-
-    def _remove_idle(self, tenant: str, over: FolderUse) -> None:
-        """Removes idle files and batches of a tenant, the oldest first, until as much as ``over`` is free."""
-        before_s = time.time() - IDLE_KEEP_S
-        in_use = {batch.input_file_id for batch in self.open_batches()}
-        left_bytes, left_files = over.bytes, over.files
-        for file in reversed(self.files(tenant, INPUT_PURPOSE)):
-            if file.created_at < before_s and file.id not in in_use and (left_bytes > 0 or left_files > 0):
-                self._remove_file(file.id)
-                left_bytes, left_files = left_bytes - file.bytes, left_files - 1
-        ended = [batch for batch in self.batches(tenant) if batch.over and batch.ended_at < before_s]
-        for batch in ended[::-1][: over.batches]:
-            self._remove_batch(batch.id)
 
     def sweep(self, now_s: float) -> None:
         """Removes files and batches that are older than they are kept, and what writers that died have left."""
@@ -511,14 +442,6 @@ class BatchFolder:
         if lock is not None:
             shutil.rmtree(self.of_batch(name), ignore_errors=True)
             os.close(lock)
-
-
-def _sum(uses: Mapping[str, FolderUse], tenant: str) -> FolderUse:
-    """Returns what a tenant uses of the folder; for "", what all tenants use."""
-    found = FolderUse()
-    for one, use in uses.items():
-        found = found.plus(use) if tenant in ("", one) else found
-    return found
 
 
 def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) -> tuple[Sequence[T], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,13 +22,6 @@ from pillion.gateway.batches.batch_folder import (
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.multipart import FormReader
-from pillion.gateway.batches.upload_places import (
-    MAX_UPLOADS,
-    MIN_BYTES_PER_S,
-    TENANT_UPLOADS,
-    UploadPlace,
-    UploadPlaces,
-)
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
@@ -42,6 +36,11 @@ MAX_BATCH_BODY_BYTES = 64 * 2**10
 MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
 MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
 JSON_LINES = b"application/jsonl"
+# Clients may upload at most MAX_UPLOADS files to one gateway at the same time, and those of one tenant at most
+# TENANT_UPLOADS.
+MAX_UPLOADS, TENANT_UPLOADS = 64, 4
+# An upload may take UPLOAD_GRACE_S, and as long as its bytes take at MIN_BYTES_PER_S.
+UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,34 +68,33 @@ class BatchesApi:
         self._calls = calls
         self._kept = runner
         self._urls = urls
-        self._places = UploadPlaces()
+        # The numbers of uploads that are under way, by tenant.
+        self._uploads: Counter[str] = Counter()
 
     async def create_file(self, call: HttpCall) -> None:
         """Takes a file of requests, and keeps it for batches."""
-        form, loop = FormReader(call.header(b"content-type")), asyncio.get_running_loop()
-        folder, tenant = self._folder, call.tenant.name
-        limit = asyncio.timeout(None)
-        place = self._places.begin(tenant, loop.time(), lambda: limit.reschedule(loop.time()))
-        if place is None:
-            text = f"{MAX_UPLOADS} files are being sent, or {TENANT_UPLOADS} by this tenant"
+        form, folder, tenant = FormReader(call.header(b"content-type")), self._folder, call.tenant.name
+        if self._uploads[tenant] >= TENANT_UPLOADS or self._uploads.total() >= MAX_UPLOADS:
+            text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
             raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+        self._uploads[tenant] += 1
+        limit = asyncio.timeout(UPLOAD_GRACE_S)
         try:
             async with limit:
-                limit.reschedule(place.ends_s)
-                record = await self._uploaded(call, form, folder, place, limit)
+                record = await self._uploaded(call, form, folder, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
-            text = f"the file comes at less than {MIN_BYTES_PER_S} bytes a second"
-            raise ApiError(408, "another file has its place: it comes too slowly" if place.lost else text) from None
+            raise ApiError(408, f"the file comes at less than {MIN_BYTES_PER_S} bytes a second") from None
         finally:
-            self._places.end(place)
+            self._uploads[tenant] -= 1
         await _answer(call, record.shown())
 
     async def _uploaded(
-        self, call: HttpCall, form: FormReader, folder: BatchFolder, place: UploadPlace, limit: asyncio.Timeout
+        self, call: HttpCall, form: FormReader, folder: BatchFolder, limit: asyncio.Timeout
     ) -> FileRecord:
-        """Reads the form of an upload into a file of the folder."""
+        """Reads the form of an upload into a file of the folder; the more of it has come, the later ``limit`` ends."""
+        grace_ends_s, size_bytes = asyncio.get_running_loop().time() + UPLOAD_GRACE_S, 0
         length, on_disk = call.header(b"content-length"), self._runner.on_disk
         expected = int(length) if length.isdigit() and len(length) < 16 else 0
         most = folder.file_bytes + MAX_FORM_BYTES
@@ -106,16 +104,15 @@ class BatchesApi:
 
             def begin() -> Upload:
                 # The folder knows the file even where this call ends while the thread works on it.
-                size_bytes = min(expected, folder.file_bytes)
-                return opened.enter_context(contextlib.closing(folder.upload(place.tenant, size_bytes)))
+                most_bytes = min(expected, folder.file_bytes)
+                return opened.enter_context(contextlib.closing(folder.upload(call.tenant.name, most_bytes)))
 
             upload = await on_disk(begin)
             waiting = bytearray()
             async for piece in call.pieces():
-                place.size_bytes += len(piece)
-                if not place.lost:
-                    limit.reschedule(place.ends_s)
-                if place.size_bytes > most:
+                size_bytes += len(piece)
+                limit.reschedule(grace_ends_s + size_bytes / MIN_BYTES_PER_S)
+                if size_bytes > most:
                     raise folder.too_large()
                 waiting += form.feed(piece)
                 if len(waiting) >= PIECE_BYTES:

@@ -21,11 +21,10 @@ from lab.testbed.conditions import until
 from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
-from pillion.gateway.batches import batch_folder, batch_machine, batch_runner, upload_places
+from pillion.gateway.batches import batch_folder, batch_machine, batch_runner, batches_api
 from pillion.gateway.batches.batch_folder import BatchFolder
-from pillion.gateway.batches.batches_api import MAX_FORM_BYTES
+from pillion.gateway.batches.batches_api import MAX_FORM_BYTES, TENANT_UPLOADS
 from pillion.gateway.batches.multipart import FormReader
-from pillion.gateway.batches.upload_places import TENANT_UPLOADS
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
 from pillion.priority import MAX_PRIORITY
@@ -276,32 +275,10 @@ async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.
     assert (await call(served, "/v1/files", body, headers)).status == 200
 
 
-async def test_uploads_that_drip_keep_nobody_out(
-    served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that has a place and sends nothing loses it to a newcomer, and is told so."""
-    monkeypatch.setattr(upload_places, "YIELD_S", 0.0)
-    body, headers = form(PURPOSE, FILE)
-    begun_only = request_bytes("POST", "/v1/files", body, headers)[:-20]
-    async with contextlib.AsyncExitStack() as stack:
-        drips = [await stack.enter_async_context(connected(served)) for _ in range(TENANT_UPLOADS)]
-        for _, writer in drips:
-            writer.write(begun_only)
-        await until("the files to be begun", lambda: len(kept(tmp_path)) == TENANT_UPLOADS)
-        assert (await call(served, "/v1/files", body, headers)).status == 200
-        lost = [asyncio.create_task(reader.read()) for reader, _ in drips]
-        done, others = await asyncio.wait(lost, return_when=asyncio.FIRST_COMPLETED)
-        said = parse_reply(done.pop().result())
-        assert (said.status, len(others)) == (408, TENANT_UPLOADS - 1)
-        assert "another file has its place" in said.error["message"]
-        for task in others:
-            task.cancel()
-
-
 async def test_an_upload_that_comes_too_slowly_ends(
     served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload_places, "GRACE_S", 0.0)
+    monkeypatch.setattr(batches_api, "UPLOAD_GRACE_S", 0.0)
     body, headers = form(PURPOSE, FILE)
     async with connected(served) as (reader, writer):
         writer.write(request_bytes("POST", "/v1/files", body, headers)[:-20])
