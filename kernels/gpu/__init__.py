@@ -1,4 +1,4 @@
-"""Has Triton kernels for GPUs. Each module has kernels, a launcher that checks its arguments, and ``build_specs``.
+"""Has Triton kernels for GPUs. Each module has kernels, and a launcher that checks its arguments.
 
     attention/         paged attention, and the kernel that writes KV
     rows/              norms, gated activations, embedding
@@ -9,9 +9,8 @@
     launch.py          checks that launchers share, and facts about the device
     interpreter.py     makes Triton's interpreter quicker, in which tests run without a GPU
     tuned.py           constants of kernels by architecture, from tuning/*.json
-    build_spec.py      describes a use of a kernel for such a build
-    build.py           builds all kernels ahead of time, without a GPU, and checks registers and spills
-    gpu_reference.py   the smaller kernels in plain torch: the oracle of their tests
 
-Read rows/gated.py first, the simplest of them. Never in here: CUDA graphs and buffers of a model (engine/backends/gpu).
+What they compute is also there in plain torch, for tests: lab/testbed/gpu_reference.py. Uses that are built without a
+GPU are rows of lab/gpu_builds/specs.py. Read rows/gated.py first, the simplest of them. Never in here: CUDA graphs and
+buffers of a model (engine/backends/gpu).
 """

@@ -10,14 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 # Blocks are moved in the largest of these types of words whose size divides a block; a thread moves two words of 8
 # bytes at a time.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
 
 @triton.jit
@@ -89,26 +87,3 @@ def _constants(block_bytes: int, word: int, arch: int) -> dict[str, int]:
     use = tuned("blocks", arch)
     words, block = block_bytes // word, use["part_words"]
     return {"PARTS": triton.cdiv(words, block), "WORDS": words, "BLOCK": block, "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
-    llama3 = 32 * 2 * 8 * 16 * 128
-    return [
-        _spec("llama3-gather", 2 * llama3, 8, "source"),
-        _spec("llama3-scatter", 2 * llama3, 8, "target"),
-        _spec("llama3-copy", 2 * llama3, 8, "pairs"),
-        _spec("llama3-fp8-copy", llama3 // 128 * 132, 8, "pairs"),
-        _spec("small-words-copy", 2**20 + 4, 4, "pairs"),
-        _spec("bytes-copy", 2**20 + 1, 1, "pairs"),
-    ]
-
-
-def _spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSpec:
-    return BuildSpec(
-        name=f"blocks-{name}",
-        kernel=_move,
-        signature=f"{_WORD_NAMES[word]}:16, {_WORD_NAMES[word]}:16, *i32:16",
-        constants={"PAIRED": paired, **_constants(block_bytes, word, 90)},
-        max_registers=64,
-    )

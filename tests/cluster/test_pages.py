@@ -84,7 +84,7 @@ SMALL = {"random": "--input-len 8 --output-len 4", "chats": "--turns 2 --think-s
 FOREIGN_FLAGS = {
     *("--scale", "--build-arg", "--build", "--profile"),  # docker
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
-    *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; lab.benchmarks.gpu
+    *("--strict", "--all", "--time-s"),  # mypy; lab.gpu_builds; lab.benchmarks.gpu
     *("--careful", "--mutate"),  # lab.simulator
     "--chat-template-path",  # vLLM's example of a chat
 }

@@ -18,11 +18,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT_S = 600
 
-# Builds kernels as `python -m pillion.kernels.gpu.build` does, after one whose limits no kernel can keep.
+# Builds kernels as `python -m lab.gpu_builds` does, after one whose limits no kernel can keep.
 _TOO_TIGHT = """
 import sys
 from dataclasses import replace
-from pillion.kernels.gpu import build
+from lab.gpu_builds import __main__ as build
 spec = replace(build.all_specs("embed")[0], max_registers=1, max_spill_bytes=-1)
 print(build.build(spec, 90).excess)
 """

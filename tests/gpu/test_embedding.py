@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed import gpu_reference
 from pillion.errors import Internal
-from pillion.kernels.gpu import gpu_reference
 from pillion.kernels.gpu.rows.embedding import embed
 from tests.support.examples import examples
 

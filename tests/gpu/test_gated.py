@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed import gpu_reference as reference
 from pillion.engine.models.layers import ACTIVATIONS as DECODERS
 from pillion.engine.models.layers import GATED
 from pillion.errors import Internal
-from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.rows.gated import ACTIVATIONS, gated
 from tests.support.examples import examples
 from tests.support.guarded import Guarded

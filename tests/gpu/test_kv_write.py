@@ -9,10 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lab.testbed import gpu_reference as reference
 from pillion.engine.models.layers import RmsNorm
 from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
-from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from tests.support.examples import examples
 from tests.support.guarded import MARK, Guarded

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed import gpu_reference as reference
 from pillion.engine.models import layers
 from pillion.errors import Internal
-from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.rows.norms import MAX_COLUMNS, add_rms_norm, rms_norm
 from tests.support.examples import examples
 from tests.support.guarded import Guarded

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.gpu_reference import masked
 from pillion.engine.sampling.sampler import sample
 from pillion.errors import Internal
-from pillion.kernels.gpu.gpu_reference import masked
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks

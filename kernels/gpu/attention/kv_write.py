@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu import fp8
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -259,65 +258,3 @@ def _constants(
     shape = {"HEADS": heads, "KV_HEADS": len(kv_heads), "POOL_HEADS": pool_heads, "FIRST_HEAD": kv_heads.start}
     shape |= {"HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
     return {**shape, "TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
-    return [
-        _spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
-        _spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
-        _spec("llama3-fp8", 32, 8, 128, "bf16", "u8"),
-        _spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
-        _spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
-        _spec("hunyuan-bf16", 32, 8, 128, "bf16", "bf16", norm=True, norm_last=True),
-        _spec("persimmon-bf16", 64, 64, 64, "bf16", "bf16", norm=True, centred=True, bias=True),
-        _spec("command-r-plus-bf16", 96, 8, 128, "bf16", "bf16", norm=True, centred=True),
-        _spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
-        _spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
-        _spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
-        _spec("head96-bf16", 32, 32, 96, "bf16", "bf16"),
-        _spec("head256-bf16", 8, 4, 256, "bf16", "bf16", norm=True),
-        _spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
-        _spec("rank-bf16", 16, 4, 128, "bf16", "bf16", norm=True, pool_heads=8),
-        _spec("rank-fp8", 16, 4, 128, "bf16", "u8", pool_heads=8),
-    ]
-
-
-def _spec(
-    name: str,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    kv: str,
-    *,
-    norm: bool = False,
-    norm_last: bool = False,
-    centred: bool = False,
-    bias: bool = False,
-    rope: bool = True,
-    pool_heads: int = 0,
-) -> BuildSpec:
-    """Describes one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
-    ``pool_heads`` heads; 0 means as many as it writes."""
-    pool_heads = pool_heads or kv_heads
-    mine = range(pool_heads - kv_heads, pool_heads)
-    scales = "*fp32" if kv == "u8" else f"*{kv}"
-    # A LayerNorm's weights are float32.
-    weights = "fp32" if centred else dtype
-    return BuildSpec(
-        name=f"kv_write-{name}",
-        kernel=_kv_write,
-        signature=f"*{dtype}:16, *{weights}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16,"
-        f" {scales}:16, i32, fp32",
-        constants={
-            "NORM": norm,
-            "NORM_LAST": norm_last,
-            "CENTRED": centred,
-            "BIASED": bias,
-            "ROPE": rope,
-            "FP8": kv == "u8",
-            **_constants(heads, mine, pool_heads, head_dim, 32, 16, 90),
-        },
-        max_registers=96,
-    )

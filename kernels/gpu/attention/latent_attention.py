@@ -21,7 +21,6 @@ import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
-from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import (
@@ -293,47 +292,3 @@ def _merge_constants(arch: int, heads: int, rank: int, decode_rows: int, chunk_r
         "PARTS": use["parts"],
         "num_warps": use["num_warps"],
     }
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
-    deepseek = {"HEADS": 128, "RANK": 512, "ROTARY": 64, "BLOCK_SIZE": 16}
-    cases = [
-        ("", "bf16", deepseek),
-        ("_fp16", "fp16", deepseek),
-        ("_fp8", "bf16", deepseek),
-        ("_fp32", "fp32", deepseek),
-        ("_rank", "bf16", {**deepseek, "HEADS": 16}),
-        ("_256", "bf16", {**deepseek, "HEADS": 40, "RANK": 256, "ROTARY": 32, "BLOCK_SIZE": 32}),
-    ]
-    specs = [
-        _spec(kernel, name, arch, dtype, shape)
-        for name, dtype, shape in cases
-        for kernel in ("latents_decode", "latents_chunk")
-        for arch in ARCHITECTURES
-    ]
-    return specs + [
-        BuildSpec(
-            name="latents_merge",
-            kernel=_merge,
-            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants=_merge_constants(arch, 128, 512, 16, 64),
-            max_registers=128,
-            architectures=(arch,),
-        )
-        for arch in ARCHITECTURES
-    ]
-
-
-def _spec(kernel: str, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
-    fp8 = name == "_fp8"
-    constants, _ = _constants(kernel, arch, shape, fp8, 4 if dtype == "fp32" else 2)
-    pool, scales = ("*u8", "*fp32") if fp8 else (f"*{dtype}", f"*{dtype}")
-    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
-    return BuildSpec(
-        name=f"{kernel}{name}",
-        kernel=_attend_latents,
-        signature=f"{pointers}, i32:16, i32:16, i32, i32, fp32",
-        constants=constants,
-        architectures=(arch,),
-    )

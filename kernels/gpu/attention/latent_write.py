@@ -17,7 +17,6 @@ import triton.language as tl
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.attention.latent_attention import LATENT_SCALES, check_widths
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -158,21 +157,3 @@ def _constants(
     shape = {"HEADS": heads, "RANK": rank, "ROTARY": rotary, "STILL": still, "LAYERS": layers, "BLOCK_SIZE": block_size}
     blocks = {"BLOCK": int(triton.next_power_of_2(rank)), "BLOCK_HALF": half}
     return {**shape, **blocks, "TILE": use["tile_values"] // half, "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
-    return [
-        BuildSpec(
-            name=f"latent_write-{name}",
-            kernel=_latent_write,
-            signature=", ".join([f"*{dtype}:16"] * 6 + ["*i32:16"] * 2 + [f"*{kv}:16", f"*{scales}:16", "i32", "fp32"]),
-            constants={"WIDE": False, "FP8": kv == "u8", **_constants(128, 512, 64, 128, 61, 16, 90)},
-            max_registers=96,
-        )
-        for name, dtype, kv, scales in (
-            ("bf16", "bf16", "bf16", "bf16"),
-            ("fp8", "bf16", "u8", "fp32"),
-            ("fp32", "fp32", "fp32", "fp32"),
-        )
-    ]

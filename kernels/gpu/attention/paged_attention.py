@@ -13,14 +13,13 @@ replay it over another record at the same address. A graph without chunks serves
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
-from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
     arch_of,
@@ -247,72 +246,3 @@ def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_r
     use = tuned("attention_merge", arch)
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
     return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B, and what differs in other models."""
-    llama = {
-        "KV_HEADS": 8,
-        "POOL_HEADS": 8,
-        "GROUP": 4,
-        "HEAD_DIM": 128,
-        "BLOCK_SIZE": 16,
-        "WINDOW": 0,
-        "SOFTCAP": False,
-        "SINKS": False,
-    }
-    cases: list[tuple[str, str, PlainOrFloat8, dict[str, Any]]] = [
-        ("", "bf16", "plain", {}),
-        ("_fp16", "fp16", "plain", {}),
-        ("_fp8", "bf16", "fp8_e4m3", {}),
-        ("_fp8_fp16", "fp16", "fp8_e4m3", {}),
-        ("_fp32", "fp32", "plain", {}),
-        ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
-        ("_64", "bf16", "plain", {"HEAD_DIM": 64}),
-        ("_64_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64}),
-        ("_sinks", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 128, "SINKS": True}),
-        ("_sinks_all", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
-        ("_sinks_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
-        ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32, "POOL_HEADS": 32}),
-        ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
-        ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
-        ("_wide_group", "bf16", "plain", {"GROUP": 28, "KV_HEADS": 2, "POOL_HEADS": 2}),
-        ("_rank", "bf16", "plain", {"KV_HEADS": 4}),
-        ("_rank_fp8", "bf16", "fp8_e4m3", {"KV_HEADS": 4}),
-        ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
-        ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
-    ]
-    specs = [
-        _spec(kernel, name, arch, dtype, kv, {**llama, **other})
-        for name, dtype, kv, other in cases
-        for kernel in ("attention_decode", "attention_chunk")
-        for arch in ARCHITECTURES
-    ]
-    heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-    return specs + [
-        BuildSpec(
-            name="attention_merge" + "_sinks" * sinks,
-            kernel=_merge,
-            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants=_merge_constants(arch, {**heads, "SINKS": sinks}, 16, 128),
-            max_registers=128,
-            architectures=(arch,),
-        )
-        for arch in ARCHITECTURES
-        for sinks in (False, True)
-    ]
-
-
-def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any]) -> BuildSpec:
-    constants, _ = _attend_constants(kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0)
-    pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
-    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16, *fp32:16"
-    wide = constants["EDGES"] and constants["BLOCK_D"] == WIDE_HEAD_DIM
-    return BuildSpec(
-        name=f"{kernel}{name}",
-        kernel=_attend,
-        signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
-        constants=constants,
-        max_spill_bytes=WIDE_SPILL_BYTES if wide else 0,
-        architectures=(arch,),
-    )

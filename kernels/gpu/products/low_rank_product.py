@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import check, check_tensor
 
@@ -186,30 +185,3 @@ def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
 def padded_rank(max_rank: int) -> int:
     """Returns the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
     return max(RANK_MULTIPLE, int(triton.next_power_of_2(max_rank)))
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    specs = []
-    for dtype in ("bf16", "fp16", "fp32"):
-        for rank in (16, 64, 256):
-            layer = LayerSlot(0, 0, 4096, 6144, (4096, 5120, 6144), rank)
-            pointers = f"*{dtype}:16, *{dtype}:16, *i32:16, *i32:16, *{dtype}:16"
-            if rank == RANK_MULTIPLE:
-                specs.append(
-                    BuildSpec(
-                        name=f"low_rank_shrink-{dtype}",
-                        kernel=_shrink,
-                        signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16",
-                        constants=_shrink_constants(),
-                    )
-                )
-            specs.append(
-                BuildSpec(
-                    name=f"low_rank_expand-{rank}-{dtype}",
-                    kernel=_expand,
-                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16, i32:16",
-                    constants=_expand_constants(layer, 4 if dtype == "fp32" else 2),
-                )
-            )
-    return specs

@@ -16,14 +16,12 @@ the left operand of the products of tiles, so that tiles of any number of rows u
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting
@@ -317,42 +315,3 @@ def _constants(kind: PackedKind, shifted: bool, rows: int, item_bytes: int, arch
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
-    down, up = (4096, 14336), (28672, 4096)
-    cases = [
-        ("uint4_128", PackedKind("uint4", *down, 128), True, "bf16"),
-        ("uint4_128_whole", PackedKind("uint4", *up, 128), True, "bf16"),
-        ("int4_32", PackedKind("int4", *down, 32), False, "bf16"),
-        ("nf4_64", PackedKind("nf4", *down, 64), False, "bf16"),
-        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), False, "bf16"),
-        ("int8", PackedKind("int8", *down, 0), False, "bf16"),
-        ("int8_16", PackedKind("int8", *down, 16), True, "bf16"),
-        ("int8_ragged", PackedKind("int8", 576, 1500, 32), False, "bf16"),
-        ("fp8_128", PackedKind("fp8_e4m3", *down, 128), False, "bf16"),
-        ("uint4_128_fp32", PackedKind("uint4", *down, 128), True, "fp32"),
-    ]
-    specs = [
-        _spec(name, kind, shifted, dtype, rows, arch)
-        for (name, kind, shifted, dtype), rows, arch in product(cases, ROW_TILES, ARCHITECTURES)
-    ]
-    use = tuned("quantized_sum", 90)
-    constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"]}
-    signature = "*fp32:16, *bf16:16, *bf16:16, i32, i32:16"
-    return [*specs, BuildSpec(name="quantized_sum", kernel=_sum, signature=signature, constants=constants)]
-
-
-def _spec(name: str, kind: PackedKind, shifted: bool, dtype: str, rows: int, arch: int) -> BuildSpec:
-    constants = _constants(kind, shifted, rows, 4 if dtype == "fp32" else 2, arch)
-    inputs = "i32:16" if kind.inputs % 16 == 0 else "i32"
-    target = "fp32" if constants["SHARED"] else dtype
-    pointers = f"*{dtype}:16, *i32:16, *fp32:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
-    return BuildSpec(
-        name=f"quantized_{name}-{rows}",
-        kernel=_product,
-        signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
-        constants={"ADDED": False, **constants},
-        architectures=(arch,),
-    )

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -84,18 +83,3 @@ def embed(
 def _tile(arch: int) -> dict[str, int]:
     use = tuned("embed", arch)
     return {"BLOCK": use["block"], "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
-    return [
-        BuildSpec(
-            name=name,
-            kernel=_embed,
-            signature=signature,
-            constants={**share, "SCALED": False, **_tile(90)},
-            max_registers=64,
-        )
-        for name, share in (("embed", {"FIRST": 0, "TOKENS": 0}), ("embed_rank", {"FIRST": 64128, "TOKENS": 64128}))
-    ]

@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -72,18 +71,3 @@ def _constants(activation: str, has_gate: bool, arch: int) -> dict[str, int]:
     use = tuned("gated", arch)
     kind = {"GELU": activation == "gelu_tanh", "RELU2": activation == "relu2", "GATED": has_gate}
     return {**kind, "BLOCK": use["block"], "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    return [
-        BuildSpec(
-            name=f"gated-{activation}-{dtype}",
-            kernel=_gated,
-            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32",
-            constants=_constants(activation, activation != "relu2", 90),
-            max_registers=64,
-        )
-        for activation in ACTIVATIONS
-        for dtype in ("bf16", "fp16", "fp32")
-    ]

@@ -14,13 +14,10 @@ Triton must not specialize on the number of rows: compiling for 1 row or multipl
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -209,44 +206,3 @@ def _row_tile(columns: int, arch: int) -> dict[str, int]:
     block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
     use = tuned("norms", arch, columns=block)
     return {"ROWS": use["rows"], "BLOCK": block, "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
-    return [
-        _spec(_rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
-        _spec(_rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
-        _spec(_rms_norm, 2048, "bf16", {"WIDE": True, "CENTERED": True, "BIAS": True}, max_registers=96),
-        _spec(_rms_norm, 576, "fp16", {"WIDE": False}, max_registers=96),
-        _spec(_add_rms_norm, 4096, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
-        _spec(_add_rms_norm, 4096, "fp32", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
-        _spec(_add_rms_norm, 4608, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
-        _spec(_add_rms_norm, 4096, "bf16", {"WIDE": True, "POST": True, "NORM": False}, max_registers=96),
-        _spec(
-            _add_rms_norm,
-            4096,
-            "bf16",
-            {"WIDE": True, "POST": False, "NORM": True, "CENTERED": True, "BIAS": True},
-            max_registers=96,
-        ),
-        _spec(_add_rms_norm, 16384, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
-        _spec(_add_rms_norm, 16384, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
-        _spec(_add_rms_norm, 576, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
-    ]
-
-
-def _spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
-    row, weight = f"*{dtype}:16", "*fp32:16" if options["WIDE"] else f"*{dtype}:16"
-    options = {"CENTERED": False, "BIAS": False, **options}
-    bias = "*fp32:16" if options["BIAS"] else row
-    types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
-    if kernel is _add_rms_norm:
-        types = [row, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
-    flags = "-".join(name.lower() for name, on in options.items() if on)
-    return BuildSpec(
-        name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),
-        kernel=kernel,
-        signature=", ".join(types),
-        constants={**options, **_row_tile(columns, 90)},
-        max_registers=max_registers,
-    )

@@ -31,7 +31,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, random_words
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
@@ -189,27 +188,3 @@ def _race_constants(arch: int, cutting: bool, slice_groups: int) -> dict[str, in
 
 def _settle_constants(arch: int, slices: int) -> dict[str, int]:
     return {"SLICES": triton.next_power_of_2(slices), "num_warps": tuned("sample_race", arch)["settle_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: a vocabulary of 128256 tokens, with and without cuts."""
-    slice_groups = tuned("sample_race", 90)["slice_groups"]
-    race = [
-        BuildSpec(
-            name=f"sample_race_{kind}{'_cut' if cutting else ''}",
-            kernel=_race,
-            signature=f"*{kind}:16, *i32:16, *fp32, *i32:16, i32:16, i32",
-            constants=_race_constants(90, cutting, slice_groups),
-            max_registers=128,
-        )
-        for kind in ("bf16", "fp32")
-        for cutting in (False, True)
-    ]
-    settle = BuildSpec(
-        name="sample_settle",
-        kernel=_settle,
-        signature="*fp32:16, *i32:16, *i32:16, *i32, i32:16, i32",
-        constants=_settle_constants(90, 32),
-        max_registers=128,
-    )
-    return [*race, settle]

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.sampling.sampling_device import (
     FIELDS,
@@ -244,25 +243,3 @@ def _cut_constants(arch: int, groups: int) -> dict[str, int]:
     use = tuned("sample_cut", arch)
     tiles = {"GROUPS": triton.next_power_of_2(groups), "CHUNK": use["chunk_groups"], "BLOCK": use["block"]}
     return {**tiles, "HEAD": HEAD_TOKENS, "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: a vocabulary of 128256 tokens."""
-    survey, cut = _survey_constants(90, tuned("sample_race", 90)["slice_groups"]), _cut_constants(90, 1024)
-    specs = []
-    for kind in ("bf16", "fp32"):
-        found = f"*{kind}:16, *i32:16, *fp32:16, *fp32:16"
-        for name, kernel, signature, constants in (
-            ("survey", _survey, f"{found}, i32:16, i32", survey),
-            ("cut", _cut, f"{found}, *i32:16, *fp32:16, *fp32, i32:16, i32", cut),
-        ):
-            specs.append(
-                BuildSpec(
-                    name=f"sample_{name}_{kind}",
-                    kernel=kernel,
-                    signature=signature,
-                    constants=constants,
-                    max_registers=128,
-                )
-            )
-    return specs

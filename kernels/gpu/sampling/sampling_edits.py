@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS
 from pillion.kernels.gpu.tuned import tuned
@@ -70,11 +69,3 @@ def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> No
     check_tensor("rows", rows, (None,), torch.int64, logits.device)
     check_tensor("kept", kept, (len(rows), logits.shape[1]), torch.float32, logits.device)
     kept.copy_(logits.index_select(0, rows))
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    signature = "*fp32:16, *i32:16, i32, i32, i32:16"
-    return [
-        BuildSpec(name="sample_edits", kernel=_edit, signature=signature, constants=_constants(90), max_registers=64)
-    ]

@@ -6,7 +6,7 @@ forbidden. Only forbidden logits are written and none is read, so a mask that al
 nothing, and what a forbidden logit was before, even NaN, has no effect.
 
 Masked logits are those of the whole vocabulary, so every later stage works on them unchanged: edits, cuts, the race
-and log probabilities. ``pillion.kernels.gpu.gpu_reference.masked`` is the same in plain torch.
+and log probabilities. ``masked`` of lab/testbed/gpu_reference.py is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.build_spec import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -55,11 +54,3 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -
 def _constants(arch: int) -> dict[str, int]:
     use = tuned("sample_masks", arch)
     return {"BLOCK": use["block"], "num_warps": use["num_warps"]}
-
-
-def build_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
-    return [
-        BuildSpec(name="sample_masks", kernel=_mask, signature=signature, constants=_constants(90), max_registers=64)
-    ]

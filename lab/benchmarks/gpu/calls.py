@@ -59,7 +59,7 @@ BLOCK_ROWS = (1, 16, 256)
 
 def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Make a case of the embedding's rows."""
-    from pillion.kernels.gpu.gpu_reference import embed as reference
+    from lab.testbed.gpu_reference import embed as reference
     from pillion.kernels.gpu.rows.embedding import embed
 
     table = _random(bench, shape.vocab, shape.hidden)
@@ -78,7 +78,7 @@ def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Make a case of the sum with the residual stream and the next norm."""
-    from pillion.kernels.gpu import gpu_reference as reference
+    from lab.testbed import gpu_reference as reference
     from pillion.kernels.gpu.rows.norms import add_rms_norm
 
     size = 4 * rows * shape.hidden * 2
@@ -101,7 +101,7 @@ def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Make a case of the MLP's gated activation."""
-    from pillion.kernels.gpu import gpu_reference as reference
+    from lab.testbed import gpu_reference as reference
     from pillion.kernels.gpu.rows.gated import gated
 
     size = 3 * rows * shape.inner * 2

@@ -1,6 +1,6 @@
 """Builds all kernels ahead of time, without a GPU, and reports their registers, spills and shared memory.
 
-    python -m pillion.kernels.gpu.build [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
+    python -m lab.gpu_builds [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
 from the machine code by cuobjdump. A kernel that exceeds the limits of its BuildSpec fails the build, because no
@@ -20,35 +20,11 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from pillion.kernels.gpu import blocks
-from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
-from pillion.kernels.gpu.build_spec import ARCHITECTURES, BuildSpec
-from pillion.kernels.gpu.products import low_rank_product, quantized_product
-from pillion.kernels.gpu.rows import embedding, gated, norms
-from pillion.kernels.gpu.sampling import gpu_sampling, sampling_cuts, sampling_edits, sampling_masks
-from pillion.kernels.gpu_states import state_specs
+from lab.gpu_builds.specs import ARCHITECTURES, BuildSpec, build_specs
 
 # One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
 # Capabilities").
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-MODULES = (
-    kv_write,
-    latent_attention,
-    latent_write,
-    paged_attention,
-    blocks,
-    low_rank_product,
-    quantized_product,
-    embedding,
-    gated,
-    norms,
-    gpu_sampling,
-    sampling_cuts,
-    sampling_edits,
-    sampling_masks,
-    state_specs,
-)
-
 # Kernels with these names (shell patterns) need nearly the same resources as others, so only ``--all`` builds them.
 RARE = (
     "add_rms_norm-16384-bf16-norm",
@@ -149,8 +125,8 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """Lists the specs of every module whose names contain ``only``; without ``rare``, only common kernels."""
-    specs = [spec for module in MODULES for spec in module.build_specs() if only in spec.name]
+    """Lists the specs whose names contain ``only``; without ``rare``, only those of common kernels."""
+    specs = [spec for spec in build_specs() if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 
@@ -161,7 +137,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         tool = str(knobs.nvidia.cuobjdump.path)
-        output = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout  # noqa: S603
+        output = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", output)}
 
 
@@ -191,7 +167,7 @@ def main() -> int:
     ]
     for each in built:
         line = f"{each.name:44} sm_{each.arch} {each.registers:4} registers {each.spill_bytes:4} B spills "
-        print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")  # noqa: T201
+        print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", "utf-8")
     return 1 if any(each.excess for each in built) else 0

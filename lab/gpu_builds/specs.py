@@ -1,0 +1,605 @@
+"""Lists the uses of kernels that are built ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from pillion.kernels.gpu import blocks
+from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
+from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
+from pillion.kernels.gpu.products import low_rank_product, quantized_product
+from pillion.kernels.gpu.products.gpu_packing import PackedKind
+from pillion.kernels.gpu.rows import embedding, gated, norms
+from pillion.kernels.gpu.sampling import gpu_sampling, sampling_cuts, sampling_edits, sampling_masks
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.gpu_states import gpu_convolutions, gpu_delta_rule, gpu_gates, gpu_state_spaces
+from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape
+from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape
+
+ARCHITECTURES = (80, 90)
+# A thread has at most this many registers.
+MAX_REGISTERS = 255
+# A program with a tile of a matrix in one warp has at most so many registers, so that 16 of them fit into a processor.
+TILE_REGISTERS = 255
+_ARCH = 90
+# Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
+_PLACES = {"PAGES": 193, "SLOT_VALUES": 98304}
+_QWEN = DeltaShape(16, 32, 128, 128)
+_KIMI = DeltaShape(32, 32, 128, 128, by_rows=True)
+_GRANITE = SpaceShape(128, 64, 1, 128)
+_NEMOTRON = SpaceShape(128, 64, 8, 128)
+_FALCON = SpaceShape(32, 128, 2, 256)
+_WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSpec:
+    """Describes one kernel with the constants of one use.
+
+    Attributes:
+        kernel: the jitted function.
+        signature: types of its arguments that are not constexpr, as ``triton.tools.compile`` reads them: ":16" marks
+            multiples of 16, which Triton finds out when it launches.
+        constants: values of all constexpr arguments and, as at a launch, ``num_warps`` (4) and ``num_stages`` (2).
+        max_registers: limit per thread.
+        max_spill_bytes: limit of local memory and stack per thread.
+        architectures: those for which the kernel is built.
+    """
+
+    name: str
+    kernel: Any
+    signature: str
+    constants: Mapping[str, Any]
+    max_registers: int = MAX_REGISTERS
+    max_spill_bytes: int = 0
+    architectures: tuple[int, ...] = ARCHITECTURES
+
+
+def kv_write_specs() -> list[BuildSpec]:
+    """Lists the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    return [
+        _kv_write_spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
+        _kv_write_spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
+        _kv_write_spec("llama3-fp8", 32, 8, 128, "bf16", "u8"),
+        _kv_write_spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
+        _kv_write_spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
+        _kv_write_spec("hunyuan-bf16", 32, 8, 128, "bf16", "bf16", norm=True, norm_last=True),
+        _kv_write_spec("persimmon-bf16", 64, 64, 64, "bf16", "bf16", norm=True, centred=True, bias=True),
+        _kv_write_spec("command-r-plus-bf16", 96, 8, 128, "bf16", "bf16", norm=True, centred=True),
+        _kv_write_spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
+        _kv_write_spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
+        _kv_write_spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
+        _kv_write_spec("head96-bf16", 32, 32, 96, "bf16", "bf16"),
+        _kv_write_spec("head256-bf16", 8, 4, 256, "bf16", "bf16", norm=True),
+        _kv_write_spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
+        _kv_write_spec("rank-bf16", 16, 4, 128, "bf16", "bf16", norm=True, pool_heads=8),
+        _kv_write_spec("rank-fp8", 16, 4, 128, "bf16", "u8", pool_heads=8),
+    ]
+
+
+def _kv_write_spec(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    kv: str,
+    *,
+    norm: bool = False,
+    norm_last: bool = False,
+    centred: bool = False,
+    bias: bool = False,
+    rope: bool = True,
+    pool_heads: int = 0,
+) -> BuildSpec:
+    """Describes one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
+    ``pool_heads`` heads; 0 means as many as it writes."""
+    pool_heads = pool_heads or kv_heads
+    mine = range(pool_heads - kv_heads, pool_heads)
+    scales = "*fp32" if kv == "u8" else f"*{kv}"
+    # A LayerNorm's weights are float32.
+    weights = "fp32" if centred else dtype
+    return BuildSpec(
+        name=f"kv_write-{name}",
+        kernel=kv_write._kv_write,
+        signature=f"*{dtype}:16, *{weights}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16,"
+        f" {scales}:16, i32, fp32",
+        constants={
+            "NORM": norm,
+            "NORM_LAST": norm_last,
+            "CENTRED": centred,
+            "BIASED": bias,
+            "ROPE": rope,
+            "FP8": kv == "u8",
+            **kv_write._constants(heads, mine, pool_heads, head_dim, 32, 16, 90),
+        },
+        max_registers=96,
+    )
+
+
+def latent_attention_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
+    deepseek = {"HEADS": 128, "RANK": 512, "ROTARY": 64, "BLOCK_SIZE": 16}
+    cases = [
+        ("", "bf16", deepseek),
+        ("_fp16", "fp16", deepseek),
+        ("_fp8", "bf16", deepseek),
+        ("_fp32", "fp32", deepseek),
+        ("_rank", "bf16", {**deepseek, "HEADS": 16}),
+        ("_256", "bf16", {**deepseek, "HEADS": 40, "RANK": 256, "ROTARY": 32, "BLOCK_SIZE": 32}),
+    ]
+    specs = [
+        _latent_attention_spec(kernel, name, arch, dtype, shape)
+        for name, dtype, shape in cases
+        for kernel in ("latents_decode", "latents_chunk")
+        for arch in ARCHITECTURES
+    ]
+    return specs + [
+        BuildSpec(
+            name="latents_merge",
+            kernel=_merge,
+            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
+            constants=latent_attention._merge_constants(arch, 128, 512, 16, 64),
+            max_registers=128,
+            architectures=(arch,),
+        )
+        for arch in ARCHITECTURES
+    ]
+
+
+def _latent_attention_spec(kernel: str, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
+    fp8 = name == "_fp8"
+    constants, _ = latent_attention._constants(kernel, arch, shape, fp8, 4 if dtype == "fp32" else 2)
+    pool, scales = ("*u8", "*fp32") if fp8 else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    return BuildSpec(
+        name=f"{kernel}{name}",
+        kernel=latent_attention._attend_latents,
+        signature=f"{pointers}, i32:16, i32:16, i32, i32, fp32",
+        constants=constants,
+        architectures=(arch,),
+    )
+
+
+def latent_write_specs() -> list[BuildSpec]:
+    """Lists the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
+    return [
+        BuildSpec(
+            name=f"latent_write-{name}",
+            kernel=latent_write._latent_write,
+            signature=", ".join([f"*{dtype}:16"] * 6 + ["*i32:16"] * 2 + [f"*{kv}:16", f"*{scales}:16", "i32", "fp32"]),
+            constants={"WIDE": False, "FP8": kv == "u8", **latent_write._constants(128, 512, 64, 128, 61, 16, 90)},
+            max_registers=96,
+        )
+        for name, dtype, kv, scales in (
+            ("bf16", "bf16", "bf16", "bf16"),
+            ("fp8", "bf16", "u8", "fp32"),
+            ("fp32", "fp32", "fp32", "fp32"),
+        )
+    ]
+
+
+def paged_attention_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: Llama 3 8B, and what differs in other models."""
+    llama = {
+        "KV_HEADS": 8,
+        "POOL_HEADS": 8,
+        "GROUP": 4,
+        "HEAD_DIM": 128,
+        "BLOCK_SIZE": 16,
+        "WINDOW": 0,
+        "SOFTCAP": False,
+        "SINKS": False,
+    }
+    cases: list[tuple[str, str, paged_attention.PlainOrFloat8, dict[str, Any]]] = [
+        ("", "bf16", "plain", {}),
+        ("_fp16", "fp16", "plain", {}),
+        ("_fp8", "bf16", "fp8_e4m3", {}),
+        ("_fp8_fp16", "fp16", "fp8_e4m3", {}),
+        ("_fp32", "fp32", "plain", {}),
+        ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
+        ("_64", "bf16", "plain", {"HEAD_DIM": 64}),
+        ("_64_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64}),
+        ("_sinks", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 128, "SINKS": True}),
+        ("_sinks_all", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
+        ("_sinks_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
+        ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32, "POOL_HEADS": 32}),
+        ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
+        ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
+        ("_wide_group", "bf16", "plain", {"GROUP": 28, "KV_HEADS": 2, "POOL_HEADS": 2}),
+        ("_rank", "bf16", "plain", {"KV_HEADS": 4}),
+        ("_rank_fp8", "bf16", "fp8_e4m3", {"KV_HEADS": 4}),
+        ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
+        ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
+    ]
+    specs = [
+        _paged_attention_spec(kernel, name, arch, dtype, kv, {**llama, **other})
+        for name, dtype, kv, other in cases
+        for kernel in ("attention_decode", "attention_chunk")
+        for arch in ARCHITECTURES
+    ]
+    heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
+    return specs + [
+        BuildSpec(
+            name="attention_merge" + "_sinks" * sinks,
+            kernel=_merge,
+            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
+            constants=paged_attention._merge_constants(arch, {**heads, "SINKS": sinks}, 16, 128),
+            max_registers=128,
+            architectures=(arch,),
+        )
+        for arch in ARCHITECTURES
+        for sinks in (False, True)
+    ]
+
+
+def _paged_attention_spec(
+    kernel: str, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
+) -> BuildSpec:
+    constants, _ = paged_attention._attend_constants(
+        kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0
+    )
+    pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16, *fp32:16"
+    wide = constants["EDGES"] and constants["BLOCK_D"] == paged_attention.WIDE_HEAD_DIM
+    return BuildSpec(
+        name=f"{kernel}{name}",
+        kernel=_attend,
+        signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
+        constants=constants,
+        max_spill_bytes=paged_attention.WIDE_SPILL_BYTES if wide else 0,
+        architectures=(arch,),
+    )
+
+
+def blocks_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
+    llama3 = 32 * 2 * 8 * 16 * 128
+    return [
+        _blocks_spec("llama3-gather", 2 * llama3, 8, "source"),
+        _blocks_spec("llama3-scatter", 2 * llama3, 8, "target"),
+        _blocks_spec("llama3-copy", 2 * llama3, 8, "pairs"),
+        _blocks_spec("llama3-fp8-copy", llama3 // 128 * 132, 8, "pairs"),
+        _blocks_spec("small-words-copy", 2**20 + 4, 4, "pairs"),
+        _blocks_spec("bytes-copy", 2**20 + 1, 1, "pairs"),
+    ]
+
+
+def _blocks_spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSpec:
+    return BuildSpec(
+        name=f"blocks-{name}",
+        kernel=blocks._move,
+        signature=f"{_WORD_NAMES[word]}:16, {_WORD_NAMES[word]}:16, *i32:16",
+        constants={"PAIRED": paired, **blocks._constants(block_bytes, word, 90)},
+        max_registers=64,
+    )
+
+
+def low_rank_product_specs() -> list[BuildSpec]:
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    specs = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        for rank in (16, 64, 256):
+            layer = low_rank_product.LayerSlot(0, 0, 4096, 6144, (4096, 5120, 6144), rank)
+            pointers = f"*{dtype}:16, *{dtype}:16, *i32:16, *i32:16, *{dtype}:16"
+            if rank == low_rank_product.RANK_MULTIPLE:
+                specs.append(
+                    BuildSpec(
+                        name=f"low_rank_shrink-{dtype}",
+                        kernel=low_rank_product._shrink,
+                        signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16",
+                        constants=low_rank_product._shrink_constants(),
+                    )
+                )
+            specs.append(
+                BuildSpec(
+                    name=f"low_rank_expand-{rank}-{dtype}",
+                    kernel=low_rank_product._expand,
+                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16, i32:16",
+                    constants=low_rank_product._expand_constants(layer, 4 if dtype == "fp32" else 2),
+                )
+            )
+    return specs
+
+
+def quantized_product_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
+    down, up = (4096, 14336), (28672, 4096)
+    cases = [
+        ("uint4_128", PackedKind("uint4", *down, 128), True, "bf16"),
+        ("uint4_128_whole", PackedKind("uint4", *up, 128), True, "bf16"),
+        ("int4_32", PackedKind("int4", *down, 32), False, "bf16"),
+        ("nf4_64", PackedKind("nf4", *down, 64), False, "bf16"),
+        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), False, "bf16"),
+        ("int8", PackedKind("int8", *down, 0), False, "bf16"),
+        ("int8_16", PackedKind("int8", *down, 16), True, "bf16"),
+        ("int8_ragged", PackedKind("int8", 576, 1500, 32), False, "bf16"),
+        ("fp8_128", PackedKind("fp8_e4m3", *down, 128), False, "bf16"),
+        ("uint4_128_fp32", PackedKind("uint4", *down, 128), True, "fp32"),
+    ]
+    specs = [
+        _quantized_product_spec(name, kind, shifted, dtype, rows, arch)
+        for (name, kind, shifted, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+    ]
+    use = tuned("quantized_sum", 90)
+    constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"]}
+    signature = "*fp32:16, *bf16:16, *bf16:16, i32, i32:16"
+    return [
+        *specs,
+        BuildSpec(name="quantized_sum", kernel=quantized_product._sum, signature=signature, constants=constants),
+    ]
+
+
+def _quantized_product_spec(name: str, kind: PackedKind, shifted: bool, dtype: str, rows: int, arch: int) -> BuildSpec:
+    constants = quantized_product._constants(kind, shifted, rows, 4 if dtype == "fp32" else 2, arch)
+    inputs = "i32:16" if kind.inputs % 16 == 0 else "i32"
+    target = "fp32" if constants["SHARED"] else dtype
+    pointers = f"*{dtype}:16, *i32:16, *fp32:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
+    return BuildSpec(
+        name=f"quantized_{name}-{rows}",
+        kernel=quantized_product._product,
+        signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
+        constants={"ADDED": False, **constants},
+        architectures=(arch,),
+    )
+
+
+def embedding_specs() -> list[BuildSpec]:
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
+    return [
+        BuildSpec(
+            name=name,
+            kernel=embedding._embed,
+            signature=signature,
+            constants={**share, "SCALED": False, **embedding._tile(90)},
+            max_registers=64,
+        )
+        for name, share in (("embed", {"FIRST": 0, "TOKENS": 0}), ("embed_rank", {"FIRST": 64128, "TOKENS": 64128}))
+    ]
+
+
+def gated_specs() -> list[BuildSpec]:
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    return [
+        BuildSpec(
+            name=f"gated-{activation}-{dtype}",
+            kernel=gated._gated,
+            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32",
+            constants=gated._constants(activation, activation != "relu2", 90),
+            max_registers=64,
+        )
+        for activation in gated.ACTIVATIONS
+        for dtype in ("bf16", "fp16", "fp32")
+    ]
+
+
+def norms_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
+    return [
+        _norms_spec(norms._rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
+        _norms_spec(norms._rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
+        _norms_spec(norms._rms_norm, 2048, "bf16", {"WIDE": True, "CENTERED": True, "BIAS": True}, max_registers=96),
+        _norms_spec(norms._rms_norm, 576, "fp16", {"WIDE": False}, max_registers=96),
+        _norms_spec(norms._add_rms_norm, 4096, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
+        _norms_spec(norms._add_rms_norm, 4096, "fp32", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
+        _norms_spec(norms._add_rms_norm, 4608, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
+        _norms_spec(norms._add_rms_norm, 4096, "bf16", {"WIDE": True, "POST": True, "NORM": False}, max_registers=96),
+        _norms_spec(
+            norms._add_rms_norm,
+            4096,
+            "bf16",
+            {"WIDE": True, "POST": False, "NORM": True, "CENTERED": True, "BIAS": True},
+            max_registers=96,
+        ),
+        _norms_spec(
+            norms._add_rms_norm, 16384, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128
+        ),
+        _norms_spec(norms._add_rms_norm, 16384, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
+        _norms_spec(norms._add_rms_norm, 576, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
+    ]
+
+
+def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
+    row, weight = f"*{dtype}:16", "*fp32:16" if options["WIDE"] else f"*{dtype}:16"
+    options = {"CENTERED": False, "BIAS": False, **options}
+    bias = "*fp32:16" if options["BIAS"] else row
+    types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
+    if kernel is norms._add_rms_norm:
+        types = [row, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
+    flags = "-".join(name.lower() for name, on in options.items() if on)
+    return BuildSpec(
+        name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),
+        kernel=kernel,
+        signature=", ".join(types),
+        constants={**options, **norms._row_tile(columns, 90)},
+        max_registers=max_registers,
+    )
+
+
+def gpu_sampling_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: a vocabulary of 128256 tokens, with and without cuts."""
+    slice_groups = tuned("sample_race", 90)["slice_groups"]
+    race = [
+        BuildSpec(
+            name=f"sample_race_{kind}{'_cut' if cutting else ''}",
+            kernel=gpu_sampling._race,
+            signature=f"*{kind}:16, *i32:16, *fp32, *i32:16, i32:16, i32",
+            constants=gpu_sampling._race_constants(90, cutting, slice_groups),
+            max_registers=128,
+        )
+        for kind in ("bf16", "fp32")
+        for cutting in (False, True)
+    ]
+    settle = BuildSpec(
+        name="sample_settle",
+        kernel=gpu_sampling._settle,
+        signature="*fp32:16, *i32:16, *i32:16, *i32, i32:16, i32",
+        constants=gpu_sampling._settle_constants(90, 32),
+        max_registers=128,
+    )
+    return [*race, settle]
+
+
+def sampling_cuts_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: a vocabulary of 128256 tokens."""
+    survey, cut = (
+        sampling_cuts._survey_constants(90, tuned("sample_race", 90)["slice_groups"]),
+        sampling_cuts._cut_constants(90, 1024),
+    )
+    specs = []
+    for kind in ("bf16", "fp32"):
+        found = f"*{kind}:16, *i32:16, *fp32:16, *fp32:16"
+        for name, kernel, signature, constants in (
+            ("survey", sampling_cuts._survey, f"{found}, i32:16, i32", survey),
+            ("cut", sampling_cuts._cut, f"{found}, *i32:16, *fp32:16, *fp32, i32:16, i32", cut),
+        ):
+            specs.append(
+                BuildSpec(
+                    name=f"sample_{name}_{kind}",
+                    kernel=kernel,
+                    signature=signature,
+                    constants=constants,
+                    max_registers=128,
+                )
+            )
+    return specs
+
+
+def sampling_edits_specs() -> list[BuildSpec]:
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    signature = "*fp32:16, *i32:16, i32, i32, i32:16"
+    return [
+        BuildSpec(
+            name="sample_edits",
+            kernel=sampling_edits._edit,
+            signature=signature,
+            constants=sampling_edits._constants(90),
+            max_registers=64,
+        )
+    ]
+
+
+def sampling_masks_specs() -> list[BuildSpec]:
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
+    return [
+        BuildSpec(
+            name="sample_masks",
+            kernel=sampling_masks._mask,
+            signature=signature,
+            constants=sampling_masks._constants(90),
+            max_registers=64,
+        )
+    ]
+
+
+def state_specs() -> list[BuildSpec]:
+    """Lists convolutions of LFM2 and Qwen3-Next, delta rules of Qwen3-Next and Kimi-Linear, and state spaces of
+    Granite, Nemotron-H and Falcon-H1."""
+    specs = [
+        _convolution("lfm2-bf16", "bf16", 3, gated=True, bias=False),
+        _convolution("lfm2-fp32", "fp32", 3, gated=True, bias=True),
+        _convolution("mixed-bf16", "bf16", 4, gated=False, bias=True),
+        _convolution("mixed-fp32", "fp32", 4, gated=False, bias=False),
+        BuildSpec(
+            name="unit_heads-128",
+            kernel=gpu_delta_rule._unit_heads,
+            signature="*fp32:16, i32:16, fp32",
+            constants=gpu_delta_rule.unit_constants(_QWEN, _ARCH),
+            max_registers=64,
+        ),
+        BuildSpec(
+            name="forget_factors-bf16",
+            kernel=gpu_delta_rule._forget_factors,
+            signature="*bf16:16, *fp32:16, *fp32:16, *fp32:16, i32:16, i32",
+            constants=gpu_delta_rule.factor_constants(_KIMI, _ARCH),
+            max_registers=96,
+        ),
+    ]
+    for name, dtype, delta in (
+        ("qwen3_next-bf16", "bf16", _QWEN),
+        ("kimi-bf16", "bf16", _KIMI),
+        ("qwen3_next-fp32", "fp32", _QWEN),
+    ):
+        constants, _ = gpu_delta_rule.delta_constants(delta, _ARCH)
+        pointers = ["*fp32:16", f"*{dtype}:16", *["*fp32:16"] * 5, *["*i32:16"] * 4]
+        specs.append(_tile(f"delta_rule-{name}", gpu_delta_rule._delta_rule, pointers, constants))
+    for name, dtype, space in (
+        ("granite-bf16", "bf16", _GRANITE),
+        ("nemotron-bf16", "bf16", _NEMOTRON),
+        ("falcon-bf16", "bf16", _FALCON),
+        ("granite-fp32", "fp32", _GRANITE),
+    ):
+        constants, _ = gpu_state_spaces.space_constants(space, _ARCH)
+        pointers = ["*fp32:16", f"*{dtype}:16", *["*fp32:16"] * 5, *["*i32:16"] * 4, "i32:16"]
+        specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, pointers, constants))
+    return [*specs, *_gates()]
+
+
+def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool) -> BuildSpec:
+    out = dtype if gated else "fp32"
+    pointers = f"*{dtype}:16, *fp32:16, *fp32:16, *{out}:16, *fp32:16, " + ", ".join(["*i32:16"] * 4)
+    return BuildSpec(
+        name=f"convolve-{name}",
+        kernel=gpu_convolutions._convolve,
+        signature=f"{pointers}, i32:16, i32:16, i32:16",
+        constants={**_PLACES, **gpu_convolutions.convolution_constants(taps, gated, bias, _ARCH)},
+        max_registers=96,
+    )
+
+
+def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int]) -> BuildSpec:
+    signature = ", ".join(arguments)
+    return BuildSpec(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constants={**_PLACES, **constants},
+        max_registers=TILE_REGISTERS,
+    )
+
+
+def _gates() -> list[BuildSpec]:
+    flags = {"OWN_WEIGHTS": False, "GATE_FIRST": False, "NORMED": True, "SIGMOID": False}
+    uses = (
+        ("norm_gated-128-bf16", 128, flags),
+        ("norm_gated-128-bf16-sigmoid", 128, flags | {"SIGMOID": True}),
+        ("norm_gated-8192-bf16-first", 8192, flags | {"OWN_WEIGHTS": True, "GATE_FIRST": True}),
+        ("norm_gated-16384-bf16-first", 16384, flags | {"OWN_WEIGHTS": True, "GATE_FIRST": True}),
+    )
+    return [
+        BuildSpec(
+            name=name,
+            kernel=gpu_gates._norm_gated,
+            signature="*fp32:16, *bf16:16, *fp32:16, *bf16:16, i32, i32:16, i32:16, fp32",
+            constants={**constants, **gpu_gates.gate_constants(width, _ARCH)},
+            max_registers=128,
+        )
+        for name, width, constants in uses
+    ]
+
+
+def build_specs() -> list[BuildSpec]:
+    """Lists all uses."""
+    kernels = (
+        kv_write_specs,
+        latent_attention_specs,
+        latent_write_specs,
+        paged_attention_specs,
+        blocks_specs,
+        low_rank_product_specs,
+        quantized_product_specs,
+        embedding_specs,
+        gated_specs,
+        norms_specs,
+        gpu_sampling_specs,
+        sampling_cuts_specs,
+        sampling_edits_specs,
+        sampling_masks_specs,
+        state_specs,
+    )
+    return [spec for specs in kernels for spec in specs()]
