@@ -61,10 +61,15 @@ from pillion.wire.public import sampling_to_pb
 
 
 def make_range(
-    admitted: AdmittedRequest, chain: BlockHashChain, action: ev.RunPrefill, ticket_id: int, start_blocks: int
+    admitted: AdmittedRequest,
+    chain: BlockHashChain,
+    token_ids: Sequence[int],
+    action: ev.RunPrefill,
+    ticket_id: int,
+    start_blocks: int,
 ) -> RunPrefillRequest:
-    """Makes the message that asks a prefill worker for a prefill range: from ``start_blocks``, which its ticket has
-    pinned, to the split."""
+    """Makes the message that asks a prefill worker for a prefill range of ``token_ids``: from ``start_blocks``, which
+    its ticket has pinned, to the split."""
     plan = action.plan
     start_tokens = start_blocks * plan.block_size
     return RunPrefillRequest(
@@ -73,7 +78,7 @@ def make_range(
         ticket_id=ticket_id,
         parent_hash=chain.before(start_blocks),
         start_tokens=start_tokens,
-        token_ids=action.token_ids[start_tokens : plan.split_tokens],
+        token_ids=token_ids[start_tokens : plan.split_tokens],
         chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
         priority=admitted.priority,
         text_tokens=admitted.text_tokens,
@@ -129,6 +134,7 @@ class RemotePrefill:
         cluster: Cluster,
         admitted: AdmittedRequest,
         chain: BlockHashChain,
+        token_ids: Sequence[int],
         action: ev.RunPrefill,
         on_chunk: Callable[[ChunkAck], None],
         on_queued: Callable[[int], None],
@@ -136,6 +142,7 @@ class RemotePrefill:
         self._cluster = cluster
         self._admitted = admitted
         self._chain = chain
+        self._token_ids = token_ids
         self._action = action
         assert action.plan.prefill is not None
         self._worker = action.plan.prefill
@@ -212,7 +219,9 @@ class RemotePrefill:
         plan = self._action.plan
         if self._there >= plan.split_blocks:
             return
-        prefill_range = make_range(self._admitted, self._chain, self._action, hold.ticket_id, self._there)
+        prefill_range = make_range(
+            self._admitted, self._chain, self._token_ids, self._action, hold.ticket_id, self._there
+        )
         link = self._cluster.prefill(self._worker.component_id)
         async for ack in link.run_prefill(prefill_range, self._admitted.left_s(), self._on_queued):
             self._acked.append(ack)
@@ -548,12 +557,18 @@ class ComponentCalls:
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    end_tokens = await RemotePrefill(self._cluster, admitted, self.chain, action, acked, queued).run()
+                    remote = RemotePrefill(self._cluster, admitted, self.chain, action.token_ids, action, acked, queued)
+                    end_tokens = await remote.run()
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
                     prefill_range = make_range(
-                        admitted, self.chain, action, action.hold.ticket_id, action.plan.cached_blocks
+                        admitted,
+                        self.chain,
+                        action.token_ids,
+                        action,
+                        action.hold.ticket_id,
+                        action.plan.cached_blocks,
                     )
                     link = self._cluster.prefill(worker.component_id)
                     async for ack in link.run_prefill(prefill_range, admitted.left_s(), queued):

@@ -228,7 +228,7 @@ class RunPrefill(TicketAction, frozen=True):
     """Asks to send the prefill range, cached..split, to the prefill worker. ChunkAcked answers each chunk, then
     PrefillEnded; or PrefillLost."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
 
 
 class SubmitDecode(AttemptAction, frozen=True):

@@ -91,7 +91,7 @@ def test_after_the_first_token_each_tries_again_by_itself() -> None:
     for index, emitted in enumerate([(6,), (), ()]):
         *_, (at, look_up) = c.handle(index, ev.DecodeLost(1, GONE, True), 2.0)
         assert isinstance(look_up, ev.LookUp)
-        assert (at, look_up.token_ids, look_up.attempt) == (index, PROMPT + emitted, 2)
+        assert (at, c.machines[index].tokens(), look_up.attempt) == (index, PROMPT + emitted, 2)
 
 
 def test_one_failure_ends_all_and_is_told_once() -> None:
@@ -170,11 +170,12 @@ class AnswersWorld:
                     self.fails.append(action)
                 case ev.SubmitDecode():
                     assert action.hold in {None} | self.opened - set(self.released)
-                    assert not action.siblings or (index == 0 and action.token_ids == self.choices.machines[0].prompt)
+                    tokens = self.choices.machines[index].tokens()
+                    assert not action.siblings or (index == 0 and tokens == self.choices.machines[0].prompt)
                     for begun in (index, *action.siblings):
                         assert begun not in self.streams, "an answer has one stream"
                         self.streams[begun] = action.attempt
-                        self.sent[begun, action.attempt] = len(action.token_ids)
+                        self.sent[begun, action.attempt] = len(tokens)
                 case ev.CancelDecode():
                     assert self.streams.pop(index, action.attempt) == action.attempt
                 case ev.LookUp() if index:

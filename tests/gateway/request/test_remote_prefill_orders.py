@@ -171,9 +171,10 @@ def test_any_course_of_a_remote_prefill_range(data: st.DataObject) -> None:
         acks.append(ack)
 
     async def run() -> int | BaseException:
-        action = ev.RunPrefill(1, decided, ev.TicketHold("kv-0", 5, 1), tuple(range(tokens)))
+        action = ev.RunPrefill(1, decided, ev.TicketHold("kv-0", 5, 1))
         assert decided.prefill is not None
-        prefill_range = RemotePrefill(world, JOB, BlockHashChain(b"root", hashes), action, acked, print)  # type: ignore[arg-type]
+        chain, given = BlockHashChain(b"root", hashes), tuple(range(tokens))
+        prefill_range = RemotePrefill(world, JOB, chain, given, action, acked, print)  # type: ignore[arg-type]
         task = asyncio.create_task(prefill_range.run())
         patience = draw(st.integers(0, 30) | st.none())
         await loop_turns(patience or 0)

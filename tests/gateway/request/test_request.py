@@ -26,6 +26,12 @@ EOS = 7
 GONE = Unavailable("gone")
 
 
+def what(look_up: ev.Action) -> tuple[int, frozenset[str], int, int | None]:
+    """What a look-up asks for."""
+    assert isinstance(look_up, ev.LookUp)
+    return look_up.attempt, look_up.avoid, look_up.after_ms, look_up.unscored_from
+
+
 def planned(
     attempt: int,
     tokens: int,
@@ -76,14 +82,14 @@ def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.Sub
 def test_a_whole_life() -> None:
     m = machine(arrived=10.0)
     (look_up,) = m.start()
-    assert look_up == ev.LookUp(1, m.prompt, frozenset(), 0)
+    assert what(look_up) == (1, frozenset(), 0, None)
     (opened,) = m.handle(planned(1, 21), 10.1)
     assert isinstance(opened, ev.OpenTicket)
     assert opened.plan.total_blocks == 6
     prefill_range, submit = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
     assert isinstance(prefill_range, ev.RunPrefill)
     assert isinstance(submit, ev.SubmitDecode)
-    assert (submit.token_ids, submit.awaited_blocks) == (m.prompt, 5)
+    assert (m.tokens(), submit.awaited_blocks) == (m.prompt, 5)
     assert (prefill_range.plan.cached_tokens, prefill_range.plan.split_tokens, prefill_range.plan.chunks) == (
         4,
         20,
@@ -192,11 +198,12 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
     m.handle(ev.TokensSampled(1, (1, 2)), 2.0)
     released, look_up = m.handle(ev.DecodeLost(1, GONE, True), 3.0)
     assert released == ev.ReleaseTicket(hold(1))
-    assert look_up == ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert what(look_up) == (2, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS, None)
+    assert m.tokens() == (*m.prompt, 1, 2)
     assert m.handle(ev.TokensSampled(1, (3,)), 3.0) == []
     assert m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 3.0) == []
-    submit = to_decoding(m, 2, 4.0)
-    assert submit.token_ids == (*m.prompt, 1, 2)
+    to_decoding(m, 2, 4.0)
+    assert m.tokens() == (*m.prompt, 1, 2)
     assert m.handle(ev.TokensSampled(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
     # Usage and timings speak of the client's prompt, whatever the replay found.
     m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
@@ -226,7 +233,7 @@ def test_a_lost_prefill_range_is_replanned_without_its_worker() -> None:
 
 
 def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
-    actions = m.handle(planned(look_up.attempt, len(look_up.token_ids), 2, avoid=look_up.avoid), 2.0)
+    actions = m.handle(planned(look_up.attempt, len(m.tokens()), 2, avoid=look_up.avoid), 2.0)
     return kinds(actions) == ["SubmitDecode"] and m.state is RequestState.OPENING
 
 
@@ -239,7 +246,7 @@ def test_what_a_prefill_range_leaves_is_the_decode_workers(ended: int, split: in
     assert isinstance(submit, ev.SubmitDecode)
     assert (submit.plan.cached_tokens, submit.plan.split_tokens, sum(submit.plan.chunks)) == (4, split, split - 4)
     assert ("ended" in submit.plan.reason) == (split < 20)
-    assert (m.usage().cached_tokens, submit.token_ids, submit.awaited_blocks) == (4, m.prompt, 0)
+    assert (m.usage().cached_tokens, m.tokens(), submit.awaited_blocks) == (4, m.prompt, 0)
 
 
 def prefilling() -> RequestMachine:
@@ -283,7 +290,7 @@ def test_a_stream_lost_before_its_chain_is_there_lets_the_prefill_range_go_on() 
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 3.0) == []
     released, look_up = m.handle(ev.PrefillEnded(1, 20), 3.0)
     assert released == ev.ReleaseTicket(hold())
-    assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert what(look_up) == (2, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS, None)
     submit = to_decoding(m, 2)
     assert (submit.plan.split_tokens, submit.awaited_blocks) == (20, 0)
     timings = m.timings(4.0)
@@ -294,7 +301,7 @@ def test_a_prefill_range_that_goes_on_without_its_stream_can_be_lost_or_cancelle
     m = prefilling()
     m.handle(ev.DecodeLost(1, GONE, True), 2.0)
     *_, look_up = m.handle(ev.PrefillLost(1, GONE, True), 3.0)
-    assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0", "prefill-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert what(look_up) == (2, frozenset({"decode-0", "prefill-0"}), module.FIRST_RETRY_DELAY_MS, None)
     m = prefilling()
     m.handle(ev.DecodeLost(1, GONE, True), 2.0)
     assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == ["StopWork", "ReleaseTicket", "Fail"]
@@ -359,12 +366,9 @@ def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> No
     m = machine()
     m.start()
     leaving, again = m.handle(ev.PlanFailed(1, GONE, True), 10.0)
-    assert (leaving, again) == (
-        ev.StopWork(1),
-        ev.LookUp(2, m.prompt, frozenset(), module.FIRST_RETRY_DELAY_MS),
-    )
+    assert (leaving, what(again)) == (ev.StopWork(1), (2, frozenset(), module.FIRST_RETRY_DELAY_MS, None))
     (again,) = m.handle(ev.PlanFailed(2, GONE, False, PATIENCE_S), 20.0)
-    assert again == ev.LookUp(2, m.prompt, frozenset(), module.COMPONENT_POLL_MS)
+    assert what(again) == (2, frozenset(), module.COMPONENT_POLL_MS, None)
 
 
 def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
@@ -375,7 +379,7 @@ def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
         m.handle(planned(2, len(m.tokens())), now)
         (again,) = m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), now)
         pause_ms = min(module.MAX_RETRY_DELAY_MS, module.COMPONENT_POLL_MS * 2**number)
-        assert again == ev.LookUp(2, m.prompt, frozenset({"decode-0", "kv-0"}), pause_ms)
+        assert what(again) == (2, frozenset({"decode-0", "kv-0"}), pause_ms, None)
     assert to_decoding(m, 2).attempt == 2
     m = machine(attempts=2)
     to_decoding(m)
@@ -391,7 +395,7 @@ def test_a_new_request_waits_for_the_workers_of_a_node_that_is_back() -> None:
     m.start()
     m.handle(planned(1, 21), 30.0)
     *_, again = m.handle(ev.TicketLost(1, GONE, True, PATIENCE_S), 30.0)
-    assert again == ev.LookUp(2, m.prompt, frozenset({"kv-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert what(again) == (2, frozenset({"kv-0"}), module.FIRST_RETRY_DELAY_MS, None)
     assert to_decoding(m, 2).attempt == 2
 
 
@@ -466,10 +470,10 @@ def test_a_follower_has_no_work_of_its_own_until_it_is_lost_after_the_first_toke
     assert m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0) == []
     assert m.handle(ev.LeaderStarted(), 1.0) == []
     assert m.handle(ev.TokensSampled(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
-    assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == [
-        ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
-    ]
-    assert to_decoding(m, 2).token_ids == (*m.prompt, 1, 2)
+    (again,) = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    assert what(again) == (2, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS, None)
+    to_decoding(m, 2)
+    assert m.tokens() == (*m.prompt, 1, 2)
 
 
 def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:

@@ -48,7 +48,7 @@ class RequestWorld:
                 assert action.hold in self.opened
                 assert action.hold not in self.released
             if isinstance(action, ev.SubmitDecode):
-                self.sent[action.attempt] = len(action.token_ids)
+                self.sent[action.attempt] = len(self.machine.tokens())
             elif isinstance(action, ev.Fetch):
                 assert action.plan.cached_blocks < action.wanted.blocks <= action.plan.limit_blocks
             self.asked.append(action)
