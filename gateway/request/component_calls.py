@@ -295,7 +295,8 @@ class ComponentCalls:
     """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
     runs at a time, and at most one decode stream.
 
-    ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes an exception that no call should raise.
+    ``seed`` is the answer's own, and ``tokens`` returns the tokens that its attempt starts from; ``post`` takes events,
+    ``broken`` takes an exception that no call should raise.
     ``chain`` has the hashes of the latest attempt's whole blocks.
     """
 
@@ -303,6 +304,7 @@ class ComponentCalls:
         self,
         admitted: AdmittedRequest,
         seed: int,
+        tokens: Callable[[], tuple[int, ...]],
         cluster: Cluster,
         span: trace.Span,
         post: Callable[[Event], None],
@@ -310,6 +312,7 @@ class ComponentCalls:
     ) -> None:
         self._admitted = admitted
         self._seed = seed
+        self._tokens = tokens
         self._cluster = cluster
         self._span = span
         self._post = post
@@ -366,7 +369,7 @@ class ComponentCalls:
             request_id=admitted.request_id,
             attempt=attempt,
             root_hash=self.chain.root,
-            token_ids=action.token_ids,
+            token_ids=self._tokens(),
             prompt_tokens=len(admitted.prompt),
             sampling=sampling_to_pb(replace(admitted.resolved.sampling, seed=self._seed)),
             stop_token_ids=admitted.resolved.stop_token_ids,
@@ -447,18 +450,18 @@ class ComponentCalls:
         else:
             self._post(ev.PlanMade(action.attempt, decided))
 
-    async def _make_chain(self, action: ev.LookUp, served: Served) -> bool:
+    async def _make_chain(self, action: ev.LookUp, token_ids: tuple[int, ...], served: Served) -> bool:
         """Hashes the prompt's whole blocks; returns whether some of them may be cached."""
         admitted = self._admitted
         # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
-        last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
-        self.chain = await chain_of(admitted, action.token_ids[:last], served)
+        last = len(token_ids) - 1 if action.unscored_from is None else action.unscored_from
+        self.chain = await chain_of(admitted, token_ids[:last], served)
         # With a salt of its own a request can only find its own blocks, in a later attempt.
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
-        admitted, cluster = self._admitted, self._cluster
-        known = await self._make_chain(action, served)
+        admitted, cluster, token_ids = self._admitted, self._cluster, self._tokens()
+        known = await self._make_chain(action, token_ids, served)
         with telemetry.tracer().start_as_current_span("lookup"):
             found = await cluster.hits(served, self.chain.hashes) if known else PrefixHits([])
         blocks = {hit.node_id: hit.blocks for hit in found.hits}
@@ -468,14 +471,14 @@ class ComponentCalls:
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         seen = ClusterSnapshot(
             model=admitted.model,
-            prompt_tokens=len(action.token_ids),
+            prompt_tokens=len(token_ids),
             hits=blocks,
             far_hits=far,
             components=components,
             policy=admitted.options.policy,
             block_size=served.block_size,
             chunk_tokens=admitted.options.chunk_tokens,
-            answered_tokens=len(action.token_ids) - len(admitted.prompt),
+            answered_tokens=len(token_ids) - len(admitted.prompt),
             lending_mates=mates,
             sent_load=sent_load,
             sent_tokens=sent_tokens,
@@ -537,9 +540,8 @@ class ComponentCalls:
         self._post(ev.BlocksFetched(action.attempt, brought.blocks))
 
     async def _run_prefill(self, action: ev.RunPrefill) -> None:
-        admitted, worker = self._admitted, action.plan.prefill
+        admitted, worker, token_ids = self._admitted, action.plan.prefill, self._tokens()
         assert worker is not None
-
         in_step = False
 
         def acked(ack: ChunkAck) -> None:
@@ -557,7 +559,7 @@ class ComponentCalls:
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    remote = RemotePrefill(self._cluster, admitted, self.chain, action.token_ids, action, acked, queued)
+                    remote = RemotePrefill(self._cluster, admitted, self.chain, token_ids, action, acked, queued)
                     end_tokens = await remote.run()
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
@@ -565,7 +567,7 @@ class ComponentCalls:
                     prefill_range = make_range(
                         admitted,
                         self.chain,
-                        action.token_ids,
+                        token_ids,
                         action,
                         action.hold.ticket_id,
                         action.plan.cached_blocks,

@@ -1,8 +1,8 @@
 """Defines the events and actions of :mod:`pillion.gateway.request.request_machine`.
 
 An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket). Both are
-plain values: sans-IO (I9). They are msgspec structs, which Python creates in a third of a named tuple's time: some are
-made for every token.
+plain values: sans-IO (I9). No action holds tokens: whoever performs it asks the machine for those of its attempt. They
+are msgspec structs, which Python creates in a third of a named tuple's time: some are made for every token.
 """
 
 from __future__ import annotations
@@ -200,10 +200,9 @@ class TicketAction(AttemptAction, frozen=True):
 
 
 class LookUp(AttemptAction, frozen=True):
-    """Asks to hash ``token_ids``, ask the index and make a plan, ``after_ms`` from now. PlanMade or PlanFailed answers
-    it. ``unscored_from`` is that of ClusterSnapshot."""
+    """Asks to hash the attempt's tokens, ask the index and make a plan, ``after_ms`` from now. PlanMade or PlanFailed
+    answers it. ``unscored_from`` is that of ClusterSnapshot."""
 
-    token_ids: tuple[int, ...]
     avoid: frozenset[str]
     after_ms: int
     unscored_from: int | None = None
@@ -228,8 +227,6 @@ class RunPrefill(TicketAction, frozen=True):
     """Asks to send the prefill range, cached..split, to the prefill worker. ChunkAcked answers each chunk, then
     PrefillEnded; or PrefillLost."""
 
-    token_ids: tuple[int, ...] = ()
-
 
 class SubmitDecode(AttemptAction, frozen=True):
     """Asks to send the prompt tail to the decode worker. TicketAdopted, TokensSampled, then DecodeFinished answer it;
@@ -244,7 +241,6 @@ class SubmitDecode(AttemptAction, frozen=True):
 
     plan: RequestPlan
     hold: TicketHold | None
-    token_ids: tuple[int, ...]
     awaited_blocks: int = 0
     siblings: tuple[int, ...] = ()
     scored_tokens: int = 0

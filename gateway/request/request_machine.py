@@ -336,7 +336,7 @@ class RequestMachine:
         # The chunks of this attempt are added to those of earlier attempts.
         self._timeline.prefill_sent, self._timeline.chunks_before = now, self._timeline.chunks
         self._prefill_open = True
-        run_prefill = ev.RunPrefill(self.attempt, self.plan, self.hold, self.tokens())
+        run_prefill = ev.RunPrefill(self.attempt, self.plan, self.hold)
         if self.plan.remote:
             return [run_prefill]
         return [run_prefill, self._submit(self.plan.split_tokens // self.plan.block_size)]
@@ -425,7 +425,7 @@ class RequestMachine:
 
     def tokens(self) -> tuple[int, ...]:
         """Returns the tokens that this attempt starts from: the prompt, and the answer so far."""
-        return (*self.prompt, *self.emitted)
+        return (*self.prompt, *self.emitted) if self.emitted else self.prompt
 
     def _whole(self) -> FinishReason | None:
         """Returns why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever
@@ -445,13 +445,11 @@ class RequestMachine:
 
     def _submit(self, awaited_blocks: int = 0) -> Action:
         self._stream_open = True
-        return ev.SubmitDecode(
-            self.attempt, self._plan(), self.hold, self.tokens(), awaited_blocks, scored_tokens=self.scored_tokens
-        )
+        return ev.SubmitDecode(self.attempt, self._plan(), self.hold, awaited_blocks, scored_tokens=self.scored_tokens)
 
     def _look_up(self, after_ms: int) -> Action:
         unscored_from = self.scored_tokens if self.scored_tokens < len(self.prompt) - 1 else None
-        return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms, unscored_from)
+        return ev.LookUp(self.attempt, self._avoid, after_ms, unscored_from)
 
     def _retry_or_fail(self, loss: ev.AttemptLoss, now: float, stream_over: bool = False) -> list[Action]:
         if not loss.retryable:

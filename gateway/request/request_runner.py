@@ -75,8 +75,10 @@ class RequestRunner:
         self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
         seeds = [answer_seed(admitted.resolved.sampling.seed or 0, index) for index in indexes]
         self._calls = [
-            ComponentCalls(admitted, seed, cluster, span, partial(self._post, index), self._fail_by_defect)
-            for index, seed in enumerate(seeds)
+            ComponentCalls(
+                admitted, seed, machine.tokens, cluster, span, partial(self._post, index), self._fail_by_defect
+            )
+            for index, (seed, machine) in enumerate(zip(seeds, self._samples.machines, strict=True))
         ]
         self._outbox = Outbox(admitted.request_id, len(indexes), admitted.answers, admitted.show_logprobs)
         self._inbox: deque[tuple[int | None, Event]] = deque()
