@@ -51,7 +51,7 @@ WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore"}
 
 def test_each_benchmark_has_a_claim() -> None:
     """What is measured stands on the page with its command, date and machine; what does not stand there goes."""
-    page = (ROOT / "docs/performance.md").read_text()
+    page = (ROOT / "lab/docs/measurements.md").read_text()
     named = set(re.findall(r"[a-z0-9_]+(?:-[a-z0-9_]+)*", " ".join(re.findall(r"`([^`]+)`", page))))
     programs = {
         path.stem

@@ -1,7 +1,7 @@
 """Measures Pillion. Each figure stands beside a peer or a physical limit that was measured in the same run.
 
 Each module is a program, `python -m lab.benchmarks.NAME`, which prints a table and writes `results/NAME.json`. What is
-claimed of a result stands in docs/performance.md; a benchmark whose figure has left that page is deleted.
+claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure has left that page is deleted.
 
 - Clusters: `cluster` (against transformers), `capacity` (requests a second within an objective), `fairness`
   (tenants), `upgrade` (workers that are replaced under load), `deadlines` (what is refused early), `second_turns`
