@@ -1,6 +1,6 @@
 """Holds the number of the release; pyproject.toml holds the same number and a test compares them."""
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 
 # The number of the protocol grows by one when a message changes meaning (see protos/pillion/v1/common.proto), and by
 # two when components of the release before could not even read it. With 7, which 0.2.0 speaks, decode workers open

@@ -28,11 +28,12 @@ class Release(NamedTuple):
 
 
 def last_release() -> Release:
-    """Returns the newest release of the changelog, whose section names its commit."""
-    section = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[2]
-    commit = re.search(r"\bcommit\s+`([0-9a-f]{40})`", section)
-    assert commit, "the changelog does not name the commit of the last release"
-    return Release(section.split()[0], commit[1])
+    """Returns the newest release of the changelog whose section names its commit, which a section does once it is
+    made."""
+    for section in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[2:]:
+        if commit := re.search(r"\bcommit\s+`([0-9a-f]{40})`", section):
+            return Release(section.split()[0], commit[1])
+    raise LookupError("the changelog names no commit of a release")
 
 
 def take_out(release: Release, folder: pathlib.Path) -> str:
