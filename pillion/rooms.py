@@ -26,7 +26,6 @@ class Seam(Generic[T]):
 # stands before a head gets the inputs of layers of its rows, which are computed again from there. Forced tokens are
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "engine.models.encoders": ("pillion.engine.encoders.encoder_parser:ENCODER_PARSER",),
     "engine.backends.encoders": ("pillion.engine.encoders.encoder_backend:load_encoder",),
     "engine.worker.features": (
         "pillion.engine.partial_blocks.partial_blocks:load_partial_blocks",
@@ -45,10 +44,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.backends.stages": ("pillion.engine.stages.stage_loading:Stages",),
     "engine.stages.gpu": ("pillion.engine.gpu_stages.gpu_stage_loading:GpuStages",),
     "gateway.planning.forecaster": ("pillion.gateway.scaling.forecaster:make_forecaster",),
-    "engine.models.quantization": ("pillion.engine.quantized.quantization_methods:parse_quantization",),
-    "engine.checkpoints.format": ("pillion.engine.quantized.formats.table:format_of",),
-    "engine.checkpoints.files": ("pillion.engine.quantized.gguf_files:GgufFiles",),
-    "engine.checkpoints.quantizer": ("pillion.engine.quantized.quantizer:quantize_folder",),
     "engine.backends.devices": ("pillion.engine.backends.gpu.gpu_devices:Gpus",),
     "engine.backends.loader": ("pillion.engine.backends.gpu.gpu_loading:load_gpu_worker",),
     "kvstore.client.map_pool": ("pillion.kvstore.gpu.mapped_memory:map_pool",),

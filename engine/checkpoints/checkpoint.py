@@ -20,11 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pillion.engine.checkpoints.model_files import weight_files
-from pillion.engine.checkpoints.weight_format import FLOATS, TensorHeader, WeightFormat, choose_format
+from pillion.engine.checkpoints.weight_format import FLOATS, TensorHeader, WeightFormat
 from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Layer, LayerTensor, Norm, Role, tensors_of
 from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.quantized.formats.table import format_of
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
@@ -245,7 +246,7 @@ class Checkpoint:
         idle = "|".join(str(layer) for layer, source in enumerate(config.kv_sources) if layer != source)
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
-        self._format: WeightFormat | None = choose_format(config)
+        self._format: WeightFormat | None = format_of(config)
         self._headers = {plain_name: _header(found) for plain_name, found in handles.items()}
         # For a plain name these are the names of the tensors in few bits that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer, try_tokenizer
@@ -41,8 +40,8 @@ from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_
 from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
+from pillion.engine.quantized.gguf_files import convert_gguf, quantized_types
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, entered_one
 
 log = logging.getLogger(__name__)
 
@@ -133,24 +132,6 @@ def is_prepared(flags: ModelFlags) -> bool:
     return flags.load_format == "dummy" or ModelCache().read_record(source.path, str(WeightKind.of(flags))) is not None
 
 
-class FileConverter(Protocol):
-    """Reads files of another format than Hugging Face's, whose matrices may be in few bits."""
-
-    def types(self, source: Path) -> str:
-        """Returns the types of a file's quantized tensors in words; "" where it has none. Raises ConfigError for a
-        damaged file."""
-
-    def convert(self, source: Path, folder: Path, dtype: str, progress: Progress) -> None:
-        """Fills ``folder`` with config, tokenizer and weights, those in floating point in ``dtype``. Raises ConfigError
-        for a file that is damaged or cannot be read."""
-
-
-FILE_CONVERTER = Seam[FileConverter]("engine.checkpoints.files")
-# The room's function fills a folder with a plain model's files, quantized as --quantization says, in groups of so many
-# inputs.
-QUANTIZER = Seam[Callable[[Path, Path, str, int, Progress], None]]("engine.checkpoints.quantizer")
-
-
 @dataclass(frozen=True, slots=True)
 class WeightKind:
     """Says which kind of weights is made of a checkpoint. Each field is the value of the flag of the same name."""
@@ -230,13 +211,12 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     sources = []
     if source.is_gguf:
         sources = [source.path]
-        converter = entered_one(FILE_CONVERTER)
         if kind.quantization != "none":
-            _refuse_twice(source, kind, converter.types(source.path))
+            _refuse_twice(source, kind, quantized_types(source.path))
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
-            lambda into: converter.convert(source.path, into, kind.dtype, progress),
+            lambda into: convert_gguf(source.path, into, kind.dtype, progress),
             progress,
         )
     else:
@@ -272,8 +252,9 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}")[:32]
 
     def fill(into: Path) -> None:
-        quantize = entered_one(QUANTIZER)
-        quantize(folder, into, kind.quantization, kind.group, progress)
+        from pillion.engine.quantized.quantizer import quantize_folder
+
+        quantize_folder(folder, into, kind.quantization, kind.group, progress)
 
     return cache.folder(digest, fill, progress)
 

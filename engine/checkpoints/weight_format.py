@@ -13,9 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
-from pillion.rooms import Seam, entered_one
 
 # Plain tensors of these types can be read.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -47,14 +45,3 @@ class WeightFormat(Protocol):
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         """Reads the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored``, of one expert where they are stacked.
         Raises ConfigError for numbers that cannot be, such as a scale that is NaN."""
-
-
-# The room's function chooses the format of a model whose matrices are in few bits.
-FORMAT = Seam[Callable[[ModelConfig], WeightFormat]]("engine.checkpoints.format")
-
-
-def choose_format(config: ModelConfig) -> WeightFormat | None:
-    """Returns the weight format of a model's matrices, or None if all of them are plain."""
-    if config.quantization is None:
-        return None
-    return entered_one(FORMAT)(config)

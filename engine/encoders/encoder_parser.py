@@ -39,51 +39,49 @@ _IGNORED_ROTARY = (
     *("reference_compile", "repad_logits_with_grad", "position_embedding_type", "layer_norm_eps", "decoder_bias"),
     "mlp_dropout",
 )
+# Encoders are models whose tokens all see each other. These are their values of ``model_type``.
+ENCODER_KINDS = (*_LEARNED, _ROTARY)
 # A slot of the pool has a stand-in for keys and values, which nobody reads: that of one small head.
 _STAND_IN_VALUES = 16
 
 
-class EncoderParser:
-    """Implements :class:`pillion.engine.models.config_parser.EncoderReader`."""
-
-    kinds = (*_LEARNED, _ROTARY)
-
-    def parse(self, raw: Mapping[str, Any], labels: int) -> ModelConfig:
-        kind = str(raw["model_type"])
-        learned = kind in _LEARNED
-        fixed = {"position_embedding_type": "absolute"} if learned else {}
-        own, ignored = (_OWN, _IGNORED) if learned else (_OWN_ROTARY, (*_IGNORED, *_IGNORED_ROTARY))
-        refuse_unknown_keys(kind, own, ignored, fixed, raw)
-        if raw.get("is_decoder"):
-            raise ConfigError(f"{kind}: config.json has is_decoder = True, which is not supported")
-        hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
-        if hidden % heads or (not learned and hidden // heads % 2):
-            raise ConfigError(f"{kind}: {heads} heads do not divide {hidden} values")
-        encoder = _learned(kind, raw, labels) if learned else _rotary(raw, labels)
-        longest = encoder.num_positions - encoder.position_offset
-        if learned and longest < 1:
-            raise ConfigError(f"{kind}: max_position_embeddings = {encoder.num_positions} leaves no position")
-        return ModelConfig(
-            family=kind,
-            vocab_size=size(raw, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=size(raw, "intermediate_size"),
-            num_layers=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=_STAND_IN_VALUES,
-            rms_norm_eps=encoder.eps,
-            # A text is as long as the positions, and a place more is that of the answer that never comes.
-            max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,
-            ropes=(),
-            layer_ropes=(None,),
-            sliding_windows=(0,),
-            attention_scale=1.0,
-            labels=labels,
-            encoder=encoder,
-            bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
-            eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
-        )
+def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
+    """Reads the config of an encoder with so many labels. Raises ConfigError for what is not supported."""
+    kind = str(raw["model_type"])
+    learned = kind in _LEARNED
+    fixed = {"position_embedding_type": "absolute"} if learned else {}
+    own, ignored = (_OWN, _IGNORED) if learned else (_OWN_ROTARY, (*_IGNORED, *_IGNORED_ROTARY))
+    refuse_unknown_keys(kind, own, ignored, fixed, raw)
+    if raw.get("is_decoder"):
+        raise ConfigError(f"{kind}: config.json has is_decoder = True, which is not supported")
+    hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
+    if hidden % heads or (not learned and hidden // heads % 2):
+        raise ConfigError(f"{kind}: {heads} heads do not divide {hidden} values")
+    encoder = _learned(kind, raw, labels) if learned else _rotary(raw, labels)
+    longest = encoder.num_positions - encoder.position_offset
+    if learned and longest < 1:
+        raise ConfigError(f"{kind}: max_position_embeddings = {encoder.num_positions} leaves no position")
+    return ModelConfig(
+        family=kind,
+        vocab_size=size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=size(raw, "intermediate_size"),
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=_STAND_IN_VALUES,
+        rms_norm_eps=encoder.eps,
+        # A text is as long as the positions, and a place more is that of the answer that never comes.
+        max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,
+        ropes=(),
+        layer_ropes=(None,),
+        sliding_windows=(0,),
+        attention_scale=1.0,
+        labels=labels,
+        encoder=encoder,
+        bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
+        eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
+    )
 
 
 def _activation(raw: Mapping[str, Any], key: str) -> str:
@@ -149,6 +147,3 @@ def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> f
     ):
         raise ConfigError(f"modernbert: a rotary embedding other than the default one is not supported: {dict(own)}")
     return above_zero(own, "rope_theta", above_zero(raw, old_key, default))
-
-
-ENCODER_PARSER = EncoderParser()

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from pillion.engine.encoders.encoder_parser import ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
 from pillion.engine.models.families import EITHER_WAY, FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
-    FewBitWeights,
     LatentConfig,
     LinearConfig,
     ModelConfig,
@@ -33,8 +33,9 @@ from pillion.engine.models.rope_config import (
     query_scaling,
     yarn_mscale,
 )
+from pillion.engine.quantized.quantization import QUANTIZATION_KEYS
+from pillion.engine.quantized.quantization_methods import parse_quantization
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, entered_one
 
 # Layers with a window, or with attention in chunks, have these types.
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
@@ -57,25 +58,6 @@ _SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
 # The names of architectures of classifiers end like this.
 CLASSIFIER = "ForSequenceClassification"
-# Checkpoints say under these keys how their weights are quantized; the last is MLX's.
-QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-# The room's function reads what a family's config says under these keys, and raises ConfigError for what is not
-# supported.
-QUANTIZATION = Seam[Callable[[str, Mapping[str, Any]], FewBitWeights]]("engine.models.quantization")
-
-
-class EncoderReader(Protocol):
-    """Reads the configs of encoders, models whose tokens all see each other (the room "encoders")."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Gives the values of ``model_type`` that it reads."""
-
-    def parse(self, raw: Mapping[str, Any], labels: int) -> ModelConfig:
-        """Reads a config of a model with so many labels. Raises ConfigError for what is not supported."""
-
-
-ENCODERS = Seam[EncoderReader]("engine.models.encoders")
 # In these files older tools say how they quantized a folder's weights, where the config.json does not say it.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
@@ -85,12 +67,12 @@ MOST_NEAR_NAMES = 3
 
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
-    return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *entered_one(ENCODERS).kinds}))
+    return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *ENCODER_KINDS}))
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Returns whether a config is that of an encoder, whose tokens all see each other."""
-    return config.get("model_type") in entered_one(ENCODERS).kinds
+    return config.get("model_type") in ENCODER_KINDS
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -112,25 +94,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def quantization_method(config: Mapping[str, Any]) -> str:
-    """Returns the producer of a checkpoint in few bits by its name in configs, such as "awq"; "" for plain weights."""
-    key = next((key for key in QUANTIZATION_KEYS if config.get(key)), "")
-    raw = config.get(key)
-    if not isinstance(raw, Mapping):
-        return repr(raw) if key else ""
-    # Old configs of bitsandbytes name only the width, and those of MLX name no method.
-    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
-        return "bitsandbytes"
-    unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"
-    # MLX writes the same under its own key and under the usual one.
-    return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else unnamed))
-
-
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
     labels = labels_of(config)
     if is_encoder(config):
-        return entered_one(ENCODERS).parse(config, labels)
+        return parse_encoder(config, labels)
     return replace(_parse_decoder(_text_config(config), labels), headless=_is_headless(config))
 
 
@@ -200,7 +168,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         linear=linear,
         bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
         eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
-        quantization=_quantization(name, raw),
+        quantization=parse_quantization(name, raw),
     )
 
 
@@ -241,13 +209,6 @@ def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
         width = size(every, "head_dim", size(every, "hidden_size") // size(every, "num_attention_heads"))
         found["partial_rotary_factor"] = size(raw, "rotary_dim") / width
     return {**found, **family.derived(every)}
-
-
-def _quantization(name: str, raw: Mapping[str, Any]) -> FewBitWeights | None:
-    """Returns how the files hold matrices in few bits; None where all of them are plain."""
-    if not quantization_method(raw):
-        return None
-    return entered_one(QUANTIZATION)(name, raw)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

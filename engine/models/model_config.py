@@ -6,26 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.rope_config import RopeConfig
-
-
-class FewBitWeights(Protocol):
-    """Says how a checkpoint's files hold matrices in few bits: an immutable dataclass, part of a model's
-    fingerprint."""
-
-    @property
-    def words(self) -> str:
-        """Gives the format in a few words: "awq, 4 bits in groups of 128"."""
-
-    def rounding_notes(self, device: str, *, experts: bool, latents: bool) -> Iterator[str]:
-        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``experts`` and
-        ``latents``: whether the model has a mixture of experts, and attention over latents."""
+from pillion.engine.quantized.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +257,7 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: FewBitWeights | None = None
+    quantization: Quantization | None = None
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

@@ -293,10 +293,3 @@ def turn_ends(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
     vocabulary, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")
     ends.update(vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in template)
     return sorted(ends)
-
-
-class GgufFiles:
-    """Implements :class:`pillion.engine.checkpoints.prepare.FileConverter`."""
-
-    types = staticmethod(quantized_types)
-    convert = staticmethod(convert_gguf)

@@ -21,6 +21,8 @@ Raw = Mapping[str, Any]
 _WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
 # This pattern gives a scheme to all modules.
 ANY_MODULE = ""
+# Checkpoints say under these keys how their weights are quantized; the last is MLX's.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 # Checkpoints that Pillion itself converts or quantizes have this quant_method.
 OWN_METHOD = "pillion"
 
@@ -67,7 +69,7 @@ class MatrixScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Says how a checkpoint's files hold its matrices in few bits.
+    """Says how a checkpoint's files hold its matrices in few bits. It is a part of the model's fingerprint.
 
     Attributes:
         method: the name of the producer's format.
@@ -101,6 +103,8 @@ class Quantization:
         return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
 
     def rounding_notes(self, device: str, *, experts: bool, latents: bool) -> Iterator[str]:
+        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``experts`` and
+        ``latents`` say whether the model has a mixture of experts, and attention over latents."""
         rounded, ways = self.activations, self.row_schemes
         if device == "cuda" and self.method == OWN_METHOD and ways:
             yield (
@@ -124,6 +128,20 @@ class Quantization:
                 "latents are not rounded to int8 where keys and values are made of them, which is nearer to the"
                 " unquantized model"
             )
+
+
+def quantization_method(config: Mapping[str, Any]) -> str:
+    """Returns the producer of a checkpoint in few bits by its name in configs, such as "awq"; "" for plain weights."""
+    key = next((key for key in QUANTIZATION_KEYS if config.get(key)), "")
+    raw = config.get(key)
+    if not isinstance(raw, Mapping):
+        return repr(raw) if key else ""
+    # Old configs of bitsandbytes name only the width, and those of MLX name no method.
+    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
+        return "bitsandbytes"
+    unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"
+    # MLX writes the same under its own key and under the usual one.
+    return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else unnamed))
 
 
 def unsupported(what: str, why: str = "") -> ConfigError:

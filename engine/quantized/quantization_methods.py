@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pillion.engine.models.config_parser import QUANTIZATION_KEYS, quantization_method
 from pillion.engine.quantized.auto_round_config import SEARCH_KEYS, WHOLE_NUMBERS, parse_auto_round
 from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
 from pillion.engine.quantized.quantization import (
     ANY_MODULE,
     OWN_METHOD,
+    QUANTIZATION_KEYS,
     MatrixScheme,
     Quantization,
     Raw,
     block_of,
     checked_pattern,
+    quantization_method,
     refuse_others,
     unsupported,
     whole,
@@ -24,14 +25,16 @@ from pillion.engine.quantized.quantization import (
 from pillion.errors import ConfigError
 
 
-def parse_quantization(name: str, config: Raw) -> Quantization:
-    """Returns how the config of a model of family ``name`` says that its matrices are quantized.
+def parse_quantization(name: str, config: Raw) -> Quantization | None:
+    """Returns how the config of a model of family ``name`` says that its matrices are quantized; None where all of them
+    are plain.
 
     Raises ConfigError, before any weights are read, for a method or an option that is not supported.
     """
-    key = next(key for key in QUANTIZATION_KEYS if config.get(key))
-    raw = config[key]
     method = quantization_method(config)
+    if not method:
+        return None
+    raw = next(config[key] for key in QUANTIZATION_KEYS if config.get(key))
     try:
         if not isinstance(raw, Mapping) or method not in METHODS:
             bits = isinstance(raw, Mapping) and (raw.get("bits") or raw.get("w_bit"))

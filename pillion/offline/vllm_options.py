@@ -149,7 +149,8 @@ def check_producer(wanted: str, model: str, folder: Path) -> None:
     """Raises ConfigError where the prepared checkpoint is of another producer than ``quantization`` says."""
     if not wanted:
         return
-    from pillion.engine.models.config_parser import quantization_method, read_config
+    from pillion.engine.models.config_parser import read_config
+    from pillion.engine.quantized.quantization import quantization_method
 
     found = "gguf" if _is_file(model) else quantization_method(read_config(folder))
     if found == wanted:

@@ -47,10 +47,11 @@ _OF_ROWS = (
 )
 
 
-def format_of(config: ModelConfig) -> WeightFormat:
-    """Returns the format of a model whose matrices are in few bits."""
+def format_of(config: ModelConfig) -> WeightFormat | None:
+    """Returns the format of a model's matrices in few bits; None if all of them are plain."""
     quantization = config.quantization
-    assert isinstance(quantization, Quantization)
+    if quantization is None:
+        return None
     own = quantization.method == OWN_METHOD
     return PillionFormat(quantization.row_codes) if own else ConfiguredFormat(quantization)
 

@@ -12,14 +12,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import docs.models_page
 from pillion.engine.backends.backend import kv_layout
+from pillion.engine.encoders.encoder_parser import ENCODER_KINDS
 from pillion.engine.models.config_keys import BOOKKEEPING
-from pillion.engine.models.config_parser import ENCODERS, known_architectures, load_config, parse_config
+from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
 from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
-from pillion.rooms import entered_one
 from tests.support.fake_backend import prepared_model
 
 BASE = {
@@ -78,9 +78,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
         parse_config({**BASE, "model_type": "qwen3_6"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
-    encoders = entered_one(ENCODERS)
-    kinds = () if encoders is None else encoders.kinds
-    assert set(known_architectures()) == {*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *kinds}
+    assert set(known_architectures()) == {*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *ENCODER_KINDS}
 
 
 @pytest.mark.parametrize(
