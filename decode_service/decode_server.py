@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from pillion.config import AUTO, DecodeFlags
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.devices import with_budgets
-from pillion.engine.backends.loading import BackendFactory, load_model
+from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits

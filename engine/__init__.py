@@ -1,5 +1,6 @@
 """Is the engine that prefill and decode workers share, from a step's schedule to the tokens that it samples.
 
+    assemble_worker.py  what a worker's flags ask for, made and put together
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
     streams/       a worker's door for streams: their connections, submits and deltas

@@ -26,27 +26,16 @@ class Seam(Generic[T]):
 # stands before a head gets the inputs of layers of its rows, which are computed again from there. Forced tokens are
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "engine.backends.encoders": ("pillion.engine.encoders.encoder_backend:load_encoder",),
     "engine.worker.features": (
         "pillion.engine.partial_blocks.partial_blocks:load_partial_blocks",
         "pillion.engine.states.states:load_states",
         "pillion.engine.grammars.grammar_feature:load_grammars",
         "pillion.engine.drafts.draft_feature:load_drafts",
     ),
-    "engine.backends.states": ("pillion.engine.states.states_check:check_states",),
-    "engine.backends.adapter_reader": ("pillion.engine.adapters.adapter_reader:reader_of",),
     "engine.backends.torch.adapters": ("pillion.engine.adapters.step_adapters:TorchAdapters",),
     "engine.backends.cpu.adapters": ("pillion.engine.adapters.cpu_adapters:CpuAdapters",),
-    "engine.backends.cpu.compile_adapters": ("pillion.engine.adapters.cpu_adapters:compile_adapter_kernels",),
     "engine.backends.gpu.adapters": ("pillion.engine.gpu_adapters.gpu_adapters:GpuAdapters",),
-    "engine.backends.ranks": ("pillion.engine.ranks.rank_loading:Ranks",),
-    "engine.ranks.gpu": ("pillion.engine.gpu_ranks.gpu_rank_loading:GpuRanks",),
-    "engine.backends.stages": ("pillion.engine.stages.stage_loading:Stages",),
-    "engine.stages.gpu": ("pillion.engine.gpu_stages.gpu_stage_loading:GpuStages",),
     "gateway.planning.forecaster": ("pillion.gateway.scaling.forecaster:make_forecaster",),
-    "engine.backends.devices": ("pillion.engine.backends.gpu.gpu_devices:Gpus",),
-    "engine.backends.loader": ("pillion.engine.backends.gpu.gpu_loading:load_gpu_worker",),
-    "kvstore.client.map_pool": ("pillion.kvstore.gpu.mapped_memory:map_pool",),
     "engine.backends.gpu.states": ("pillion.engine.gpu_states.gpu_states:GpuStates",),
 }
 

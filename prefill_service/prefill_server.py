@@ -16,8 +16,9 @@ from typing import Any
 import grpc
 
 from pillion.config import PrefillFlags
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.devices import with_budgets
-from pillion.engine.backends.loading import BackendFactory, load_model
+from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
 from pillion.engine.worker.worker import AT_ONCE, Worker

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,11 @@ from pillion.engine.adapters.adapter_files import MAX_CHANGE, AdapterFiles, Adap
 from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Bits, Bytes, PairBits, VirtualBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
 from pillion.engine.adapters.base_weights import BaseWeights
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pillion.engine.backends.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +54,17 @@ class AdapterReader(AdapterJobs):
         )
 
 
-def reader_of(model: LoadedModel, max_rank: int) -> AdapterReader:
-    """Returns what reads adapters up to ``max_rank`` for the model's backend."""
+def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int) -> AdapterReader:
+    """Returns what reads adapters up to ``max_rank`` for a model, and packs them in a backend's form."""
     from pillion.engine.checkpoints.weights import output_orders
 
-    prepared = model.prepared
-    orders, form = output_orders(load_config(prepared.folder)), model.backend.adapter_form()
+    orders = output_orders(load_config(prepared.folder))
     return AdapterReader(
         str(prepared.folder),
         "float32" if prepared.dtype == "float32" else "bfloat16",
         max_rank,
         {name: order.tolist() for name, order in orders.items()},
-        cast("AdapterForm", form),
+        form,
     )
 
 

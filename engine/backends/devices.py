@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pillion.config import ComputeFlags, OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
+from pillion.engine.backends.gpu import gpu_devices
+from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
-from pillion.rooms import Seam, entered_one
 
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
@@ -17,43 +18,41 @@ CPU_DECODE_TOKENS = 256
 CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
 
 
-class Devices(Protocol):
-    """Describes the devices beside the CPU that compute: GPUs. No method imports torch."""
-
-    def resolve(self, flags: ComputeFlags) -> str:
-        """Resolves flags as :func:`resolve_device` does."""
-
-    def pool_device(self, processes: int) -> str:
-        """Returns the ``--kv-device`` of workers of at most so many processes that compute on these devices."""
-
-    def step_tokens(self, flags: WorkerFlags) -> int:
-        """Returns the token budget of a worker's steps that suits the device and the model, which it prepares; 0 where
-        that of the CPU does. Raises ConfigError for a model that cannot be prepared."""
-
-    def check_ranks(self, ranks: int, stages: int = 1) -> None:
-        """Raises ConfigError where a worker of so many stages of so many ranks cannot compute on these devices."""
-
-    def words(self) -> str:
-        """Names the kernels that run on these devices, and how many devices there are."""
-
-
-DEVICES = Seam[Devices]("engine.backends.devices")
-
-
-def devices_beside_cpu(device: str) -> Devices:
-    """Returns the devices that ``--device`` names."""
-    return entered_one(DEVICES)
-
-
 def resolve_device(flags: ComputeFlags) -> str:
     """Returns "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
-    return entered_one(DEVICES).resolve(flags)
+    device, interpreted = flags.device, gpu_devices.interpreted()
+    if interpreted and device != CPU and gpu_devices.REAL_DRIVER.exists():
+        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
+    if device == "auto":
+        device = "cuda" if gpu_devices.device_count() else CPU
+    elif device == "cuda" and not interpreted and not gpu_devices.device_count():
+        raise ConfigError("--device cuda: no NVIDIA GPU can be used here")
+    if device == "cuda" and flags.kv_cache_dtype == "int8":
+        raise ConfigError("--kv-cache-dtype int8 is for the CPU kernels; on a GPU, use fp8")
+    if device == CPU and flags.load_format != "auto":
+        raise ConfigError(f"--load-format {flags.load_format} needs a GPU")
+    return device
 
 
 def pool_device(device: str, processes: int = 1) -> str:
     """Returns the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
     stages), keeps its pool: ``--kv-device``."""
-    return CPU if device == CPU else devices_beside_cpu(device).pool_device(processes)
+    if device == CPU:
+        return CPU
+    if gpu_devices.gpu_for_each(processes):
+        return ",".join(f"cuda:{index}" for index in range(processes))
+    return CPU if gpu_devices.interpreted() and not gpu_devices.device_count() else "cuda"
+
+
+def check_gpu_ranks(ranks: int, stages: int = 1) -> None:
+    """Raises ConfigError where a worker of so many stages of so many ranks cannot compute on this machine's GPUs."""
+    if 1 < (count := gpu_devices.device_count()) < ranks * stages:
+        each = "rank" if stages == 1 else "stage" if ranks == 1 else "rank of each stage"
+        size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
+        raise ConfigError(
+            f"{size} needs a GPU for each {each}, and there are {count}; choose one by"
+            f" CUDA_VISIBLE_DEVICES, on which all {each.partition(' ')[0]}s compute, or a smaller size"
+        )
 
 
 def resolved(flags: F) -> F:
@@ -76,8 +75,11 @@ def with_budgets(flags: W) -> W:
     :func:`resolve_device`, and for a model that cannot be prepared."""
     if flags.step_budget_tokens:
         return flags
-    budgets, device = cpu_budgets(flags), resolve_device(flags)
-    tokens = 0 if device == CPU else devices_beside_cpu(device).step_tokens(flags)
+    budgets, device, tokens = cpu_budgets(flags), resolve_device(flags), 0
+    if device != CPU and not gpu_devices.interpreted():
+        from pillion.engine.backends.gpu.gpu_roofline import step_tokens
+
+        tokens = step_tokens(flags, gpu_devices.devices_of(flags.processes))
     return replace(flags, **{name: max(tokens, least) if tokens else least for name, least in budgets.items()})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from pillion.config import DecodeFlags
-from pillion.engine.backends.loading import thread_count
+from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.drafts.acceptance import guesses_of
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl

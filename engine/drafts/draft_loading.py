@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pillion.config import WorkerFlags
 from pillion.cores import parse_cores
 from pillion.engine.backends.backend import KVLayout, kv_layout
+from pillion.engine.backends.cpu.cpu_loading import core_share, unsupported
 from pillion.engine.backends.devices import resolve_device
-from pillion.engine.backends.loading import BackendFactory, LoadedModel, core_share, unsupported
+from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.checkpoints.model_files import head_folder
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftShape

@@ -7,7 +7,7 @@ import torch
 
 from pillion.engine.backends.backend import BackendAdapters, StepBatch, kv_layout
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES
 from pillion.engine.encoders.encoder import Encoder

@@ -1,6 +1,4 @@
-"""Loads the ranks of a worker on GPUs, each on its own or all on one, for the room that
-:mod:`pillion.engine.ranks.rank_loading` enters.
-"""
+"""Loads the ranks of a worker on GPUs, each on its own or all on one."""
 
 from __future__ import annotations
 
@@ -13,54 +11,54 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
 from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
-from pillion.engine.backends.loading import LoadedModel
-from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard
-from pillion.engine.ranks.rank_loading import worker_label
+from pillion.engine.ranks.rank_loading import loading_order, worker_label
 from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.ranks.ranked_backend import RankedAheadBackend
+from pillion.kvstore.gpu.mapped_memory import map_pool
 
 log = logging.getLogger("pillion.worker")
 
 
-class GpuRanks:
-    """Is a :class:`pillion.engine.ranks.rank_loading.GpuRankLoader`."""
+def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
+    """Loads a worker of several processes, of which this one is rank 0."""
+    order = loading_order(flags, threads, size=flags.tensor_parallel_size)
+    size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
+    # Steps write nothing to this memory, which only shows whether a rank has ended.
+    memory, apart = RankMemory.create(config, size, 1), gpu_for_each(size)
+    environ = first_gpu if apart else lambda rank: None
+    ranks = RankProcesses(size, worker_label(flags), memory, environ)
+    meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
+    try:
+        with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, meeting):
+            group = join_ranks(RankShard.of(config, 0, size), meeting, memory, apart=apart)
+            own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
+    except BaseException:
+        ranks.close()
+        raise
+    finally:
+        os.close(meeting)
+    where = "a GPU each" if apart else "one GPU"
+    log.info("%d ranks on %s share the model, processes %s beside this one", size, where, ranks.pids())
+    backend, expected = RankedAheadBackend(own, ranks), cost_on_gpu(flags, prepared)
+    return LoadedModel(prepared, backend, operators, ranks=ranks, expected_cost=expected, map_device=map_pool)
 
-    @staticmethod
-    def load(flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
-        """Loads a worker of several processes, of which this one is rank 0."""
-        size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
-        # Steps write nothing to this memory, which only shows whether a rank has ended.
-        memory, apart = RankMemory.create(config, size, 1), gpu_for_each(size)
-        environ = first_gpu if apart else lambda rank: None
-        ranks = RankProcesses(size, worker_label(flags), memory, environ)
-        meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
-        try:
-            with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, meeting):
-                group = join_ranks(RankShard.of(config, 0, size), meeting, memory, apart=apart)
-                own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
-        except BaseException:
-            ranks.close()
-            raise
-        finally:
-            os.close(meeting)
-        where = "a GPU each" if apart else "one GPU"
-        log.info("%d ranks on %s share the model, processes %s beside this one", size, where, ranks.pids())
-        backend, expected = RankedAheadBackend(own, ranks), cost_on_gpu(flags, prepared)
-        return LoadedModel(prepared, backend, operators, ranks=ranks, expected_cost=expected)
 
-    @staticmethod
-    def load_share(
-        flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], memory: RankMemory, meeting: int
-    ) -> GpuBackend:
-        """Loads the share of a rank above 0."""
-        shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
-        group = join_ranks(shard, meeting, memory, apart=order["apart"])
-        return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0]
+def load_gpu_share(
+    flags: WorkerFlags, order: dict[str, Any], memory_fd: int, meeting: int
+) -> tuple[GpuBackend, RankMemory]:
+    """Loads the share of a rank above 0, and the ranks' memory. ``meeting`` is the descriptor by which the ranks find
+    each other. Raises ConfigError."""
+    prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
+    shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
+    group = join_ranks(shard, meeting, memory, apart=order["apart"])
+    return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
 
 
 def join_ranks(shard: ModelShard, meeting: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:

@@ -1,6 +1,4 @@
-"""Loads the stages of a prefill worker on GPUs, each on its own or all on one, for the room that
-:mod:`pillion.engine.stages.stage_loading` enters.
-"""
+"""Loads the stages of a prefill worker on GPUs, each on its own or all on one."""
 
 from __future__ import annotations
 
@@ -15,16 +13,17 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.gpu.gpu_backend import GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
 from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
-from pillion.engine.backends.loading import LoadedModel
-from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.gpu_rank_loading import join_ranks
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.ranks.rank_loading import worker_label
+from pillion.engine.ranks.rank_loading import loading_order, worker_label
 from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
+from pillion.kvstore.gpu.mapped_memory import map_pool
 
 log = logging.getLogger("pillion.worker")
 
@@ -57,53 +56,58 @@ class StageMeetings:
             os.close(descriptor)
 
 
-class GpuStages:
-    """Is a :class:`pillion.engine.stages.stage_loading.GpuStageLoader`."""
+def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
+    """Loads a worker of several stages, of which this process is the first."""
+    stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
+    # Steps write nothing to this memory, which only shows whether a process has ended.
+    memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
+    apart, meetings = gpu_for_each(flags.processes), StageMeetings.create(stages, ranks)
+    environ = first_gpu if apart else lambda process: None
+    try:
+        processes = StageProcesses(stages, ranks, worker_label(flags), memory, environ)
 
-    @staticmethod
-    def load(flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
-        """Loads a worker of several stages, of which this process is the first."""
-        stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
-        # Steps write nothing to this memory, which only shows whether a process has ended.
-        memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
-        apart, meetings = gpu_for_each(flags.processes), StageMeetings.create(stages, ranks)
-        environ = first_gpu if apart else lambda process: None
+        def each(process: int) -> list[int]:
+            return [memory.fd, *meetings.of(StagePlace.of(process, stages, ranks))]
+
         try:
-            processes = StageProcesses(stages, ranks, worker_label(flags), memory, environ)
+            with processes.loading(
+                {**loading_order(flags, threads), "limits": asdict(limits), "apart": apart}, each=each
+            ):
+                place = StagePlace.of(0, stages, ranks)
+                own, operators = load_share_of(flags, limits, prepared, place, memory, meetings.of(place), apart=apart)
+        except BaseException:
+            processes.close()
+            raise
+    finally:
+        meetings.close()
+    where = "a GPU each" if apart else "one GPU"
+    log.info(
+        "%d stages of %d ranks on %s share the model, processes %s beside this",
+        stages,
+        ranks,
+        where,
+        processes.pids(),
+    )
+    backend, expected = StagedBackend(own, processes), cost_on_gpu(flags, prepared)
+    return LoadedModel(
+        prepared,
+        backend,
+        f"{operators}, {stages} stages",
+        ranks=processes,
+        expected_cost=expected,
+        map_device=map_pool,
+    )
 
-            def each(process: int) -> list[int]:
-                return [memory.fd, *meetings.of(StagePlace.of(process, stages, ranks))]
 
-            try:
-                with processes.loading({**order, "limits": asdict(limits), "apart": apart}, each=each):
-                    place = StagePlace.of(0, stages, ranks)
-                    own, operators = load_share_of(
-                        flags, limits, prepared, place, memory, meetings.of(place), apart=apart
-                    )
-            except BaseException:
-                processes.close()
-                raise
-        finally:
-            meetings.close()
-        where = "a GPU each" if apart else "one GPU"
-        log.info(
-            "%d stages of %d ranks on %s share the model, processes %s beside this",
-            stages,
-            ranks,
-            where,
-            processes.pids(),
-        )
-        backend, expected = StagedBackend(own, processes), cost_on_gpu(flags, prepared)
-        return LoadedModel(prepared, backend, f"{operators}, {stages} stages", ranks=processes, expected_cost=expected)
-
-    @staticmethod
-    def load_share(
-        flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], descriptors: Sequence[int]
-    ) -> tuple[GpuStageBackend, RankMemory]:
-        """Loads the share of another process."""
-        place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
-        memory, limits = RankMemory.open(os.dup(descriptors[0])), GpuLimits(**order["limits"])
-        return load_share_of(flags, limits, prepared, place, memory, descriptors[1:], apart=order["apart"])[0], memory
+def load_gpu_stage(
+    flags: WorkerFlags, order: dict[str, Any], memory_fd: int, *descriptors: int
+) -> tuple[GpuStageBackend, RankMemory]:
+    """Loads the share of another process, and the memory that tells of the end of one. ``descriptors`` are those by
+    which it meets others. Raises ConfigError."""
+    prepared = prepare(flags, log.info)
+    place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
+    memory, limits = RankMemory.open(os.dup(memory_fd)), GpuLimits(**order["limits"])
+    return load_share_of(flags, limits, prepared, place, memory, descriptors, apart=order["apart"])[0], memory
 
 
 def load_share_of(

@@ -17,9 +17,10 @@ import torch
 from tokenizers import Tokenizer
 
 from pillion.config import WorkerFlags
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.backends.loading import load_model, thread_count
 from pillion.errors import ConfigError
 
 WINDOW_TOKENS = 256

@@ -1,5 +1,4 @@
-"""Loads workers of several ranks, and each rank's share of the model, for the room that
-:mod:`pillion.engine.backends.loading` enters."""
+"""Loads workers of several ranks on the CPU kernels, and each rank's share of the model."""
 
 from __future__ import annotations
 
@@ -8,22 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pillion.config import PrepareFlags, WorkerFlags
 from pillion.core_lending_table import CoreShare
 from pillion.cores import parse_cores
-from pillion.engine.backends.devices import devices_beside_cpu, resolve_device
-from pillion.engine.backends.loading import (
-    LoadedModel,
-    choose_kernels,
-    core_share,
-    load_cpu_share,
-    tell_of_kernels,
-)
+from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, load_cpu_share, tell_of_kernels
+from pillion.engine.backends.devices import check_gpu_ranks
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.ranks.rank_shard import RankShard
@@ -31,7 +24,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import logs_json
-from pillion.rooms import Seam, entered_one
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks for a model's shares does not need.
@@ -43,69 +35,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("pillion.worker")
 
 
-class GpuRankLoader(Protocol):
-    """Loads ranks on GPUs (the room "ranks on GPUs")."""
-
-    def load(self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
-        """Loads a worker of several processes, of which this one is rank 0. ``order`` is the message by which the other
-        ranks load."""
-
-    def load_share(
-        self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], memory: RankMemory, meeting: int
-    ) -> ShareBackend:
-        """Loads the share of a rank above 0. ``meeting`` is the descriptor by which the ranks find each other."""
-
-
-GPU_RANKS = Seam[GpuRankLoader]("engine.ranks.gpu")
+def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
+    """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
+    size = flags.tensor_parallel_size
+    RankShard.of(load_config(prepared.folder), 0, size)
+    needs = f"--tensor-parallel-size {size} needs"
+    if sys.platform != "linux":
+        raise ConfigError(f"{needs} Linux")
+    if device != CPU:
+        check_gpu_ranks(size)
+    elif reason := choose_kernels(flags, prepared)[1]:
+        raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
 
-class Ranks:
-    """Implements :class:`pillion.engine.backends.loading.RankLoader`."""
+def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
+    """Loads a worker of several processes on the CPU kernels, of which this one is rank 0. All of them load at the same
+    time."""
+    from pillion.engine.ranks import rank_processes
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+    from pillion.engine.ranks.ranked_backend import RankedBackend
 
-    @staticmethod
-    def shares(config: ModelConfig, size: int) -> Sequence[ModelShard]:
-        """Returns the share of the model that each rank computes. Raises ConfigError for a model that ``size`` ranks
-        cannot share."""
-        return [RankShard.of(config, rank, size) for rank in range(size)]
-
-    @staticmethod
-    def check(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-        """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
-        size = flags.tensor_parallel_size
-        RankShard.of(load_config(prepared.folder), 0, size)
-        needs = f"--tensor-parallel-size {size} needs"
-        if sys.platform != "linux":
-            raise ConfigError(f"{needs} Linux")
-        if device != CPU:
-            devices_beside_cpu(device).check_ranks(size)
-        elif reason := choose_kernels(flags, prepared)[1]:
-            raise ConfigError(f"{needs} the CPU kernels: {reason}")
-
-    @staticmethod
-    def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
-        """Loads a worker of several processes, of which this one is rank 0. All of them load at the same time."""
-        order = loading_order(flags, threads, size=flags.tensor_parallel_size)
-        if device != CPU:
-            return entered_one(GPU_RANKS).load(flags, prepared, order)
-        from pillion.engine.ranks import rank_processes
-        from pillion.engine.ranks.rank_memory import RankMember, RankMemory
-        from pillion.engine.ranks.ranked_backend import RankedBackend
-
-        size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
-        # There may be more decodes than the budget; memory that no step touches is never allocated by the system.
-        memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
-        member = RankMember(RankShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
-        keeping = replace(share, borrows=False) if share is not None else None
-        ranks = rank_processes.RankProcesses(size, worker_label(flags), memory)
-        try:
-            with ranks.loading(order, memory.fd):
-                own, isa = _cpu_share(flags, prepared, threads, member, keeping)
-        except BaseException:
-            ranks.close()
-            raise
-        log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
-        backend = RankedBackend(own, ranks)
-        return LoadedModel(prepared, backend, f"cpu/{isa.name}", ranks=ranks, pair_tokens=pair_tokens(config))
+    size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
+    # There may be more decodes than the budget; memory that no step touches is never allocated by the system.
+    memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
+    member = RankMember(RankShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
+    keeping = replace(share, borrows=False) if share is not None else None
+    ranks = rank_processes.RankProcesses(size, worker_label(flags), memory)
+    try:
+        with ranks.loading(loading_order(flags, threads, size=size), memory.fd):
+            own, isa = _cpu_share(flags, prepared, threads, member, keeping)
+    except BaseException:
+        ranks.close()
+        raise
+    log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
+    backend = RankedBackend(own, ranks)
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", ranks=ranks, pair_tokens=pair_tokens(config))
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:
@@ -130,16 +94,12 @@ def worker_label(flags: WorkerFlags) -> str:
     return flags.component_id or f"worker-{os.getpid()}"
 
 
-def load_share(order: dict[str, Any], memory_fd: int, meeting: int = -1) -> tuple[ShareBackend, RankMemory]:
-    """Loads the share of a rank above 0, and the ranks' memory, by rank 0's order. On GPUs ``meeting`` is a descriptor
-    by which the ranks find each other. Raises ConfigError."""
+def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tuple[ShareBackend, RankMemory]:
+    """Loads the share of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
+    ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
-    flags = WorkerFlags(**order["flags"])
-    device, prepared = resolve_device(flags), prepare(flags, log.info)
-    memory = RankMemory.open(os.dup(memory_fd))
-    if device != CPU:
-        return entered_one(GPU_RANKS).load_share(flags, prepared, order, memory, meeting), memory
+    prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
     shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
     return _cpu_share(flags, prepared, order["threads"], RankMember(shard, memory))[0], memory
 

@@ -16,10 +16,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from pillion.config import WorkerFlags
 from pillion.cores import give_way
 from pillion.engine.backends.backend import BackendLost, PackedAdapter
-from pillion.engine.ranks.rank_loading import load_share
+from pillion.engine.backends.devices import resolve_device
 from pillion.engine.ranks.rank_messages import (
     RankLink,
     RankMessage,
@@ -31,16 +33,25 @@ from pillion.engine.ranks.rank_messages import (
 from pillion.engine.ranks.rank_processes import AbortableMemory
 from pillion.engine.ranks.ranked_backend import ShareBackend
 from pillion.errors import ConfigError, Internal
-from pillion.kvstore.client.attachment import Attachment
+from pillion.kvstore.client.attachment import Attachment, MapDevice
+from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.lifeline import tie_to_parent
 
 log = logging.getLogger("pillion.worker")
 
 
-# Such a function loads a share of the model by the JSON of LOAD and its descriptors, the first of which is the ranks'
-# memory; it returns that memory, too, and raises ConfigError.
-LoadShare = Callable[..., tuple[ShareBackend, AbortableMemory]]
+class LoadedShare(NamedTuple):
+    """Holds a process's share of the model, the memory that tells of the end of another process, and what maps a pool
+    on GPUs."""
+
+    backend: ShareBackend
+    memory: AbortableMemory
+    map_device: MapDevice | None = None
+
+
+# Such a function loads a share of the model by the JSON of LOAD and its descriptors. It raises ConfigError.
+LoadShare = Callable[..., LoadedShare]
 
 
 class Rank:
@@ -48,7 +59,7 @@ class Rank:
 
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
-        self._loaded: tuple[ShareBackend, AbortableMemory] | None = None
+        self._loaded: LoadedShare | None = None
         # This keeps the mapping and the duplicate of the connection to the node.
         self._attachment: Attachment | None = None
         self._packed: dict[int, PackedAdapter] = {}
@@ -95,7 +106,7 @@ class Rank:
                 log.exception("this rank failed")
             if kind is not RankMessage.PACK and self._loaded is not None:
                 # The other ranks wait for this one in the step, and would wait for ever.
-                self._loaded[1].abort()
+                self._loaded.memory.abort()
             return RankMessage.FAILED, error_to_bytes(error)
         finally:
             close_all(descriptors)
@@ -104,7 +115,7 @@ class Rank:
     def _backend(self) -> ShareBackend:
         if self._loaded is None:
             raise Internal("a rank has to load before all else")
-        return self._loaded[0]
+        return self._loaded.backend
 
     def _on_load(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
@@ -113,8 +124,10 @@ class Rank:
         return b""
 
     def _on_pool(self, payload: bytearray, descriptors: list[int]) -> bytes:
-        backend = self._backend
-        self._attachment = joined = Attachment.joined(bytes(payload), descriptors, backend.layout.block_bytes)
+        backend, map_device = self._backend, self._loaded.map_device if self._loaded is not None else None
+        self._attachment = joined = Attachment.joined(
+            bytes(payload), descriptors, backend.layout.block_bytes, map_device
+        )
         backend.bind_pool(joined.pool, joined.num_slots)
         return b""
 
@@ -163,5 +176,18 @@ def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> 
     os._exit(0)
 
 
+def load_rank(order: dict[str, Any], *descriptors: int) -> LoadedShare:
+    """Loads the share of a rank above 0 by rank 0's order, on the device that its flags name. Raises ConfigError."""
+    flags = WorkerFlags(**order["flags"])
+    if resolve_device(flags) == CPU:
+        from pillion.engine.ranks.rank_loading import load_share
+
+        return LoadedShare(*load_share(flags, order, *descriptors))
+    from pillion.engine.gpu_ranks.gpu_rank_loading import load_gpu_share
+    from pillion.kvstore.gpu.mapped_memory import map_pool
+
+    return LoadedShare(*load_gpu_share(flags, order, *descriptors), map_pool)
+
+
 if __name__ == "__main__":
-    run_rank(sys.argv[1:], load_share)
+    run_rank(sys.argv[1:], load_rank)

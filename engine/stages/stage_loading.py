@@ -1,5 +1,4 @@
-"""Loads prefill workers of several stages, and each process's share of the model, for the room that
-:mod:`pillion.engine.backends.loading` enters."""
+"""Loads prefill workers of several stages on the CPU kernels, and each process's share of the model."""
 
 from __future__ import annotations
 
@@ -9,16 +8,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pillion.config import PrefillFlags, WorkerFlags
-from pillion.engine.backends.devices import devices_beside_cpu, pool_device, resolve_device
-from pillion.engine.backends.loading import (
-    LoadedModel,
-    choose_kernels,
-    core_share,
-    tell_of_kernels,
-)
+from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, tell_of_kernels
+from pillion.engine.backends.devices import check_gpu_ranks, pool_device
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
@@ -29,7 +24,6 @@ from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.memory.domain import CPU
 from pillion.kvstore.memory.head_shares import shares_of
-from pillion.rooms import Seam, entered_one
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks what can be run does not need.
@@ -37,7 +31,6 @@ if TYPE_CHECKING:
     from pillion.engine.ranks.rank_processes import AbortableMemory
     from pillion.engine.stages.cpu_stage import StageShare
     from pillion.engine.stages.stage_rows import StageLink
-    from pillion.engine.stages.staged_backend import StageBackend
 
 log = logging.getLogger("pillion.worker")
 
@@ -45,27 +38,10 @@ log = logging.getLogger("pillion.worker")
 Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
 
 
-class GpuStageLoader(Protocol):
-    """Loads stages on GPUs (the room "stages on GPUs")."""
-
-    def load(self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
-        """Loads a worker of several stages, of which this process is the first. ``order`` is the message by which the
-        other processes load."""
-
-    def load_share(
-        self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], descriptors: Sequence[int]
-    ) -> tuple[StageBackend, AbortableMemory]:
-        """Loads the share of another process, and the memory that tells of the end of one. ``descriptors`` are those
-        that the first process has sent."""
-
-
-GPU_STAGES = Seam[GpuStageLoader]("engine.stages.gpu")
-
-
 def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
     """Raises ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
     stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
-    devices_beside_cpu(device).check_ranks(flags.tensor_parallel_size, stages)
+    check_gpu_ranks(flags.tensor_parallel_size, stages)
     shards = pool_device(device, flags.processes).count(",") + 1
     try:
         shares_of(heads, shards)
@@ -74,69 +50,64 @@ def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None
         raise ConfigError(f"--pipeline-parallel-size {stages} on {shards} GPUs: {error}") from None
 
 
-class Stages:
-    """Implements :class:`pillion.engine.backends.loading.ProcessLoader`."""
+def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> None:
+    """Raises ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
+    size = flags.pipeline_parallel_size
+    needs = f"--pipeline-parallel-size {size} needs"
+    if not isinstance(flags, PrefillFlags):
+        raise ConfigError(f"{needs} a prefill worker: a decode step would wait for one stage after the other")
+    config = load_config(prepared.folder)
+    if config.kv_sources or config.token_inputs is not None:
+        raise ConfigError(
+            f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"
+            " values, or have embeddings of their own"
+        )
+    StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
+    if sys.platform != "linux":
+        raise ConfigError(f"{needs} Linux")
+    if device != CPU:
+        _check_devices(flags, device, config)
+    elif reason := choose_kernels(flags, prepared)[1]:
+        raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
-    @staticmethod
-    def check(flags: WorkerFlags, device: str, prepared: PreparedModel) -> None:
-        """Raises ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
-        size = flags.pipeline_parallel_size
-        needs = f"--pipeline-parallel-size {size} needs"
-        if not isinstance(flags, PrefillFlags):
-            raise ConfigError(f"{needs} a prefill worker: a decode step would wait for one stage after the other")
-        config = load_config(prepared.folder)
-        if config.kv_sources or config.token_inputs is not None:
-            raise ConfigError(
-                f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"
-                " values, or have embeddings of their own"
-            )
-        StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
-        if sys.platform != "linux":
-            raise ConfigError(f"{needs} Linux")
-        if device != CPU:
-            _check_devices(flags, device, config)
-        elif reason := choose_kernels(flags, prepared)[1]:
-            raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
-    @staticmethod
-    def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
-        """Loads a worker of several stages, of which this process is the first. All of them load at the same time."""
-        if device != CPU:
-            return entered_one(GPU_STAGES).load(flags, prepared, loading_order(flags, threads))
-        from pillion.engine.ranks.rank_memory import RankMemory
-        from pillion.engine.stages.stage_rows import StageLink, StageRows
-        from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
+def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
+    """Loads a worker of several stages on the CPU kernels, of which this process is the first. All of them load at the
+    same time."""
+    from pillion.engine.ranks.rank_memory import RankMemory
+    from pillion.engine.stages.stage_rows import StageLink, StageRows
+    from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
 
-        stages, ranks, config = flags.pipeline_parallel_size, flags.tensor_parallel_size, load_config(prepared.folder)
-        # A prompt of the greatest length fits where prompts run whole; memory that no step touches is never allocated
-        # by the system.
-        max_tokens = max(flags.step_budget_tokens, whole_prompt_tokens(flags, prepared))
-        rows = StageRows.create(stages, ranks, max_tokens, hidden_bytes(config))
-        meetings = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
-        order = loading_order(flags, threads, max_tokens=max_tokens)
-        pairs: Pairs = [[socket.socketpair() for _ in range(ranks)] for _ in range(stages - 1)]
-        link = StageLink(StagePlace.of(0, stages, ranks), rows, *_beside(StagePlace.of(0, stages, ranks), pairs))
-        processes = StageProcesses(stages, ranks, worker_label(flags), _StageMemory(link, meetings))
+    stages, ranks, config = flags.pipeline_parallel_size, flags.tensor_parallel_size, load_config(prepared.folder)
+    # A prompt of the greatest length fits where prompts run whole; memory that no step touches is never allocated
+    # by the system.
+    max_tokens = max(flags.step_budget_tokens, whole_prompt_tokens(flags, prepared))
+    rows = StageRows.create(stages, ranks, max_tokens, hidden_bytes(config))
+    meetings = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
+    order = loading_order(flags, threads, max_tokens=max_tokens)
+    pairs: Pairs = [[socket.socketpair() for _ in range(ranks)] for _ in range(stages - 1)]
+    link = StageLink(StagePlace.of(0, stages, ranks), rows, *_beside(StagePlace.of(0, stages, ranks), pairs))
+    processes = StageProcesses(stages, ranks, worker_label(flags), _StageMemory(link, meetings))
 
-        def each(process: int) -> list[int]:
-            place = StagePlace.of(process, stages, ranks)
-            sockets = [one.fileno() for one in _beside(place, pairs) if one is not None]
-            return [rows.fd, *sockets, *(memory.fd for memory in meetings[place.stage : place.stage + 1])]
+    def each(process: int) -> list[int]:
+        place = StagePlace.of(process, stages, ranks)
+        sockets = [one.fileno() for one in _beside(place, pairs) if one is not None]
+        return [rows.fd, *sockets, *(memory.fd for memory in meetings[place.stage : place.stage + 1])]
 
-        try:
-            with processes.loading(order, each=each):
-                # Each process has descriptors of its sockets by now, and its end shall be theirs.
-                for sock in (end for between in pairs for pair in between for end in pair):
-                    if sock is not pairs[0][0][0]:
-                        sock.close()
-                own = _share(flags, prepared, threads, link, *meetings[:1])
-        except BaseException:
-            processes.close()
-            raise
-        log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
-        operators = f"cpu/{own.model.isa.name}, {stages} stages"
-        backend = StagedBackend(own, processes)
-        return LoadedModel(prepared, backend, operators, ranks=processes, pair_tokens=pair_tokens(config))
+    try:
+        with processes.loading(order, each=each):
+            # Each process has descriptors of its sockets by now, and its end shall be theirs.
+            for sock in (end for between in pairs for pair in between for end in pair):
+                if sock is not pairs[0][0][0]:
+                    sock.close()
+            own = _share(flags, prepared, threads, link, *meetings[:1])
+    except BaseException:
+        processes.close()
+        raise
+    log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
+    operators = f"cpu/{own.model.isa.name}, {stages} stages"
+    backend = StagedBackend(own, processes)
+    return LoadedModel(prepared, backend, operators, ranks=processes, pair_tokens=pair_tokens(config))
 
 
 class _StageMemory:
@@ -158,17 +129,15 @@ class _StageMemory:
             memory.close()
 
 
-def load_stage(order: dict[str, Any], rows_fd: int, *more: int) -> tuple[StageBackend, AbortableMemory]:
-    """Loads the share of a process by the first one's order. The descriptors after that of the rows are those of its
-    sockets, and of the memory in which its stage's ranks meet; on GPUs they are those that :class:`GpuStageLoader`
-    takes. Raises ConfigError."""
+def load_stage(
+    flags: WorkerFlags, order: dict[str, Any], rows_fd: int, *more: int
+) -> tuple[StageShare, AbortableMemory]:
+    """Loads the share of a process on the CPU kernels by the first one's order. The descriptors after that of the rows
+    are those of its sockets, and of the memory in which its stage's ranks meet. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
 
-    flags = WorkerFlags(**order["flags"])
-    device, prepared = resolve_device(flags), prepare(flags, log.info)
-    if device != CPU:
-        return entered_one(GPU_STAGES).load_share(flags, prepared, order, (rows_fd, *more))
+    prepared = prepare(flags, log.info)
     stages, ranks = flags.pipeline_parallel_size, flags.tensor_parallel_size
     place, given = StagePlace.of(order["rank"], stages, ranks), iter(more)
     row_bytes = hidden_bytes(load_config(prepared.folder))

@@ -35,7 +35,8 @@ from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
-from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
+from pillion.engine.backends.cpu.cpu_loading import thread_count
+from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -137,7 +138,7 @@ class Worker:
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
         target_itl_steps: float = 0.0,
-        backend_factory: BackendFactory = load_model,
+        backend_factory: BackendFactory,
         turn: StartTurn = AT_ONCE,
     ) -> Worker:
         """Loads, attaches and runs. Nothing that others can see is done before the process's ``turn``.
@@ -510,6 +511,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         has_states=layout.state_pages > 0,
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,
         timeout_s=ATTACH_TIMEOUT_S,
+        map_device=model.map_device,
     )
 
 

@@ -26,7 +26,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_sampling, build_step_batch
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
-from pillion.engine.backends.loading import BackendFactory, LoadedModel
+from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.worker.worker_epoch import WorkerEpoch

@@ -23,7 +23,6 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
 from pillion.net.private_socket import close_all, peer_gone, receive_line
-from pillion.rooms import Seam, entered_one
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -56,8 +55,8 @@ class MappedDevice(Protocol):
         """Unmaps memory that nothing uses any more. Idempotent."""
 
 
-# A room maps the device memory behind a node's descriptors, of so many bytes. It raises ConfigError.
-MAP_POOL = Seam[Callable[[Sequence[int], AttachReply, int], MappedDevice]]("kvstore.client.map_pool")
+# Such a function maps the device memory behind a node's descriptors, of so many bytes. It raises ConfigError.
+MapDevice = Callable[[Sequence[int], AttachReply, int], MappedDevice]
 
 
 class SharedMemory:
@@ -101,10 +100,12 @@ class Attachment(SharedMemory):
         place: int = 0,
         block_tokens: int = 0,
         has_states: bool = False,
+        map_device: MapDevice | None = None,
     ) -> None:
-        """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them. With ``place``,
-        the file of the places is opened anew and locked there: that of memory on the host, or the one that comes after
-        memory on GPUs. Raises ConfigError."""
+        """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them; ``map_device``
+        maps that of GPUs, None where the worker computes on the CPU. With ``place``, the file of the places is opened
+        anew and locked there: that of memory on the host, or the one that comes after memory on GPUs. Raises
+        ConfigError."""
         apart = bool(place) and reply.memory_kind != HOST
         if len(memory_fds) != max(1, len(reply.shards)) + apart:
             raise ConfigError("the KV node answered without its memory")
@@ -114,7 +115,8 @@ class Attachment(SharedMemory):
             locked if place and not apart else [os.dup(fd) for fd in memory_fds[: len(memory_fds) - apart]]
         )
         try:
-            super().__init__(sock, _map_pool(self._memory_fds, reply, reply.num_slots * block_bytes))
+            size_bytes = reply.num_slots * block_bytes
+            super().__init__(sock, _map_pool(self._memory_fds, reply, size_bytes, map_device))
         except BaseException:
             self._close_memory()
             raise
@@ -217,12 +219,15 @@ class Attachment(SharedMemory):
                 os.close(pidfd)
 
     @classmethod
-    def joined(cls, line: bytes, descriptors: Sequence[int], block_bytes: int) -> Attachment:
+    def joined(
+        cls, line: bytes, descriptors: Sequence[int], block_bytes: int, map_device: MapDevice | None = None
+    ) -> Attachment:
         """Makes the attachment of another process of the same worker from what that one handed over; the descriptors
         stay the caller's. As long as either process holds the connection, the node sees no end of the worker (I4).
         Raises ConfigError where the memory cannot be mapped."""
         *memory_fds, connection = descriptors
-        return cls(socket.socket(fileno=os.dup(connection)), memory_fds, attach_reply_from_line(line), block_bytes)
+        sock, reply = socket.socket(fileno=os.dup(connection)), attach_reply_from_line(line)
+        return cls(sock, memory_fds, reply, block_bytes, map_device=map_device)
 
     def close(self) -> None:
         """Tells the node that this process uses the pool no more. No step may run, because slots are reused at once."""
@@ -251,12 +256,14 @@ def attach(
     block_tokens: int = 0,
     processes: int = 1,
     has_states: bool = False,
+    map_device: MapDevice | None = None,
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
     ``kv_rows`` and ``kv_heads`` are rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
     ``block_tokens`` are the tokens of a block, which the node tells the followers of its blocks. ``processes`` is how
     many processes of the worker will use the pool. ``has_states`` says that the worker's model is a hybrid one.
+    ``map_device`` maps a pool in a GPU's memory, and is None for a worker that computes on the CPU.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -282,7 +289,7 @@ def attach(
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
         _check_states(reply, has_states)
         place = reply.epoch if reply.pool_id else 0
-        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens, has_states)
+        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens, has_states, map_device)
         attachment._kv_rows, attachment._kv_heads = kv_rows, kv_heads
     sock.setblocking(False)
     return attachment
@@ -362,11 +369,15 @@ def asked(
         close_all(fds)
 
 
-def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.mmap | MappedDevice:
+def _map_pool(
+    fds: Sequence[int], reply: AttachReply, size_bytes: int, map_device: MapDevice | None
+) -> mmap.mmap | MappedDevice:
     """Maps the pool behind the node's descriptors. Raises ConfigError."""
     if reply.memory_kind == HOST:
         return map_shared(fds[0], size_bytes)
-    return entered_one(MAP_POOL)(fds, reply, size_bytes)
+    if map_device is None:
+        raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
+    return map_device(fds, reply, size_bytes)
 
 
 def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:

@@ -32,7 +32,7 @@ from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
 from pillion.engine.backends.backend import PackedAdapter, StepBatch
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 
 CONTEXT_TOKENS = 264

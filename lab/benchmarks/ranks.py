@@ -84,8 +84,8 @@ class RankBench:
         backend.forward(self.steps.decode(rows, BLOCK_SIZE))
         builder = rank_builder(model)
         meeting = RankMeeting(model.shard, builder.config, builder.layout.num_kv_heads)
-        rows = builder.hidden, builder.rows_of, builder.when
-        return backend.again([meeting.sum(*rows, add=True)[1] for _ in range(SUMS_EACH)])
+        summed = builder.hidden, builder.rows_of, builder.when
+        return backend.again([meeting.sum(*summed, add=True)[1] for _ in range(SUMS_EACH)])
 
     def gloo_sums(self, rows: int) -> Callable[[], None]:
         """SUMS_EACH sums by gloo, each with its addition."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pillion.engine.backends.backend import AdaptedBackend, KVLayout, StepBatch
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
 from pillion.types import TokenLogprob

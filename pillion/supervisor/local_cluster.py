@@ -307,14 +307,12 @@ def check_stages(flags: ServeFlags, prepared: Any) -> None:
     if flags.pipeline_parallel_size == 1:
         return
     from pillion.engine.backends.devices import resolve_device
-    from pillion.engine.backends.loading import process_loader
+    from pillion.engine.stages.stage_loading import check_stages
 
     if not flags.prefill_workers:
         raise ConfigError(f"--pipeline-parallel-size {flags.pipeline_parallel_size} needs --prefill-workers")
     worker = subset(PrefillFlags, flags, tensor_parallel_size=ranks_of(flags)["prefill"])
-    loader = process_loader(worker)
-    assert loader is not None
-    loader.check(worker, resolve_device(worker), prepared)
+    check_stages(worker, resolve_device(worker), prepared)
 
 
 def threads_of(flags: ServeFlags) -> int:
@@ -377,7 +375,7 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
 
     Raises ConfigError with the child's last line.
     """
-    from pillion.engine.backends.loading import is_ready
+    from pillion.engine.assemble_worker import is_ready
 
     if is_ready(flags):
         return

@@ -29,7 +29,7 @@ def tell_model(
 ) -> None:
     """Prints the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
     each worker on a CPU."""
-    from pillion.engine.backends.devices import devices_beside_cpu
+    from pillion.engine.backends.gpu.gpu_devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.config_parser import load_config
     from pillion.gateway.formats.model_formats import parser_names
@@ -52,7 +52,7 @@ def tell_model(
     if flags.pipeline_parallel_size > 1:
         workers += f", prefill workers of {flags.pipeline_parallel_size} stages"
     if flags.device != "cpu":
-        notices.fact("kernels", f"{devices_beside_cpu(flags.device).words()}; {workers}")
+        notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
         weights_bytes = 0
     else:
         kernels, weights_bytes = _cpu_kernels(flags, prepared, sizes)
@@ -80,7 +80,8 @@ def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
     """Returns the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
-    from pillion.engine.backends.loading import choose_kernels, shares_of
+    from pillion.engine.assemble_worker import shares_of
+    from pillion.engine.backends.cpu.cpu_loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
     from pillion.engine.models.config_parser import load_config
 

@@ -23,8 +23,9 @@ from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.adapters.adapter_weights import bits_of
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.backends.loading import LoadedModel, load_model
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows

@@ -29,7 +29,7 @@ from tests.support.redis_nodes import patient
     [
         ("pillion.kvstore.node.kv_node", "torch transformers triton llvmlite tokenizers starlette uvicorn"),
         ("pillion.decode_service.decode_server", "torch transformers triton llvmlite starlette uvicorn"),
-        ("pillion.engine.backends.loading", "torch transformers triton llvmlite tokenizers grpc redis"),
+        ("pillion.engine.assemble_worker", "torch transformers triton llvmlite tokenizers grpc redis"),
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )

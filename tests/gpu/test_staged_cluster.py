@@ -23,10 +23,10 @@ from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.config import KVNodeFlags, PrefillFlags
 from pillion.engine.adapters.adapter_weights import bits_of
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.backends.gpu.device_memory import tensor_at
-from pillion.engine.backends.loading import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StagedBackend
@@ -95,7 +95,14 @@ class AttachedStages:
         self.backend: Any = self.model.backend
         self.backend.bind_adapters(2, 16)
         name, size = f"prefill-{stages}x{ranks}", self.backend.layout.block_bytes
-        self.attachment = attach(flags.attach_socket, component_id=name, role="prefill", block_bytes=size, timeout_s=60)
+        self.attachment = attach(
+            flags.attach_socket,
+            component_id=name,
+            role="prefill",
+            block_bytes=size,
+            timeout_s=60,
+            map_device=self.model.map_device,
+        )
         self.model.bind_pool(self.attachment)
         self.backend.warm_up(BLOCK)
         weights = random_adapter(load_config(self.model.prepared.folder), 1, (5, 9, 16), torch.float32)

@@ -27,7 +27,7 @@ from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
 from pillion.engine.gpu_stages.gpu_stage_loading import StageMeetings
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.stages.stage_loading import Stages
+from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError
 from tests.gpu.test_backend import close
@@ -227,7 +227,7 @@ def test_gpus_that_are_too_few_or_cannot_share_a_pool_are_refused(tmp_path, monk
     monkeypatch.setattr(gpu_devices, "device_count", lambda: gpus)
     refused = pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}")
     with refused if words else contextlib.nullcontext():
-        Stages.check(flags, "cuda", prepare(flags))
+        check_stages(flags, "cuda", prepare(flags))
 
 
 class Pipeline:

@@ -23,7 +23,7 @@ from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import KVLayout, PackedAdapter, PoolPlace, StepBatch
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import States
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of

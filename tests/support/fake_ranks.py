@@ -20,9 +20,9 @@ from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import BackendLost, PackedAdapter, StepBatch
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.ranks import rank_processes
-from pillion.engine.ranks.rank_main import run_rank
+from pillion.engine.ranks.rank_main import LoadedShare, run_rank
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedAheadBackend, RankedBackend
 from pillion.errors import ConfigError
@@ -138,12 +138,12 @@ def load_ranks(flags: WorkerFlags, threads: int) -> LoadedModel:
     return fake_ranks(flags.tensor_parallel_size)
 
 
-def load_fake_share(order: dict[str, Any], descriptor: int) -> tuple[FakeShare, FakeMemory]:
+def load_fake_share(order: dict[str, Any], descriptor: int) -> LoadedShare:
     """What a rank's process loads."""
     if order["refused"]:
         raise ConfigError(REFUSED)
     memory = FakeMemory(os.dup(descriptor), order["size"])
-    return FakeShare(order["rank"], memory), memory
+    return LoadedShare(FakeShare(order["rank"], memory), memory)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

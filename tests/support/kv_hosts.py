@@ -18,6 +18,7 @@ from pillion.errors import NotFound, PillionError
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.gpu.mapped_memory import map_pool
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
@@ -131,6 +132,7 @@ class KVHost:
             namespace=NAMESPACE,
             kv_rows=KV_ROWS,
             kv_heads=KV_HEADS,
+            map_device=map_pool,
         )
 
     def slot(self, number: int) -> memoryview:

@@ -19,6 +19,7 @@ from pillion.config import KVNodeFlags
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.gpu.mapped_memory import map_pool
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.kv_node import KVNode
@@ -116,6 +117,7 @@ class Lives:
             namespace=namespace,
             kv_rows=KV_ROWS,
             kv_heads=KV_HEADS,
+            map_device=map_pool,
             processes=processes,
             block_tokens=1,
         )

@@ -15,7 +15,7 @@ import grpc
 from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
-from pillion.engine.backends.loading import BackendFactory
+from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import NodeClient, NodeSession

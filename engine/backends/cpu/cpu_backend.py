@@ -101,7 +101,7 @@ def load_cpu_model(
 
     ``shard`` is the share of the model that this process computes; None for all. With ``checked`` kernels check every
     access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels can run the model
-    (``pillion.engine.backends.loading``). Raises ConfigError for weights that do not fit the config.
+    (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
     cache = cache or ModelCache()

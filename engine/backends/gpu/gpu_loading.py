@@ -26,7 +26,7 @@ from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_roofline import expected_on_gpu
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -41,7 +41,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
-from pillion.kvstore.gpu.mapped_memory import share_region
+from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
 
@@ -56,7 +56,7 @@ BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
 def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
     """Loads a worker of one process. Raises ConfigError."""
     backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, log.info)
-    return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared))
+    return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared), map_device=map_pool)
 
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:

@@ -14,8 +14,9 @@ import torch
 from lab.testbed.tiny_model import save_model
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
 from pillion.cores import parse_cores
+from pillion.engine.assemble_worker import is_ready, load_model, make_ready
+from pillion.engine.backends.cpu.cpu_loading import choose_kernels
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.loading import choose_kernels, is_ready, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
@@ -164,7 +165,7 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
 
 
 def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
-    monkeypatch.setattr("pillion.engine.backends.loading.host_features", frozenset)
+    monkeypatch.setattr("pillion.engine.backends.cpu.cpu_loading.host_features", frozenset)
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
     assert choose_kernels(ComputeFlags(), prepared) == (None, "there are no kernels for this processor")
 
@@ -240,7 +241,7 @@ def test_a_server_without_llvm_runs_on_torch(tmp_path):
     program = f"""
 import sys
 sys.modules["llvmlite"] = sys.modules["llvmlite.binding"] = None
-from pillion.engine.backends.loading import load_model, make_ready
+from pillion.engine.assemble_worker import load_model, make_ready
 from pillion.config import DecodeFlags
 flags = DecodeFlags(model={folder!r}, dtype="float32")
 make_ready(flags, print)

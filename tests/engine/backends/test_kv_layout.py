@@ -9,12 +9,13 @@ import torch
 
 from pillion.config import PrefillFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.assemble_worker import check_adapters
 from pillion.engine.backends.backend import KVLayout
-from pillion.engine.backends.loading import check_adapters, unsupported
+from pillion.engine.backends.cpu.cpu_loading import unsupported
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
 from pillion.engine.models.model_config import LayerHeads, LinearConfig, TokenInputs
-from pillion.engine.stages.stage_loading import Stages
+from pillion.engine.stages.stage_loading import check_stages
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from tests.support.adapters import make_virtual
@@ -107,7 +108,7 @@ def test_what_layers_that_share_do_not_go_with_is_refused(tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     prepared = prepare(flags)
     with pytest.raises(ConfigError, match="gemma4_text: --pipeline-parallel-size 2 is not there for layers that share"):
-        Stages.check(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
+        check_stages(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
     other, _ = make_model(tmp_path / "other", FAMILIES["llama-gqa-tied"])
     adapter = make_virtual(other, tmp_path / "adapter", "prompt", 5)
     with pytest.raises(ConfigError, match="gemma4_text has no virtual tokens here"):

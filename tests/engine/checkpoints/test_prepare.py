@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
+from pillion.engine.assemble_worker import precision_notes
 from pillion.engine.backends.backend import kv_layout
-from pillion.engine.backends.loading import precision_notes
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import convert, model_cache
 from pillion.engine.checkpoints import fingerprint as fingerprint_module

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from lab.testbed.draft_models import first_layers
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import KVLayout, kv_layout
-from pillion.engine.backends.loading import LoadedModel, load_model
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftChain, DraftPiece, DraftPlan, DraftShape

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from lab.testbed.eagle_heads import save_head, write_head
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.backends.loading import LoadedModel, load_model
+from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts import eagle_chains

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.loading import precision_notes
+from pillion.engine.assemble_worker import precision_notes
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config

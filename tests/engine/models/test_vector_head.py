@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.backends.loading import load_model
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.checkpoints.checkpoint import chooses_tokens
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.checkpoints.weights import load_labels

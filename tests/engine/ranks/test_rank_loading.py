@@ -6,9 +6,9 @@ import pytest
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import PrepareFlags
-from pillion.engine.backends.loading import is_ready, make_ready
+from pillion.engine.assemble_worker import is_ready, make_ready
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.ranks.rank_loading import Ranks, shared_cores
+from pillion.engine.ranks.rank_loading import check_ranks, shared_cores
 from pillion.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -27,7 +27,7 @@ def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, 
         monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 2)
     named = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", **flags)
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
-        Ranks.check(named, device, prepare(named))
+        check_ranks(named, device, prepare(named))
     if device == "cpu":
         with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
             make_ready(named, print)
@@ -39,7 +39,7 @@ def test_ranks_need_linux(tmp_path, monkeypatch):
     flags = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", tensor_parallel_size=2)
     monkeypatch.setattr("pillion.engine.ranks.rank_loading.sys.platform", "win32")
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs Linux"):
-        Ranks.check(flags, "cpu", prepare(flags))
+        check_ranks(flags, "cpu", prepare(flags))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, PrefillFlags
-from pillion.engine.backends.loading import load_model
+from pillion.engine.assemble_worker import load_model
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.stages.stage_loading import Stages
+from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_rows import StageRows
 from pillion.engine.stages.stage_shares import StagePlace, layers_of_stage
 from pillion.errors import ConfigError
@@ -48,7 +48,7 @@ def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, words)
     shape = {"model": str(save_model(tmp_path / "model")), "dtype": "float32", "pipeline_parallel_size": 2}
     named = kind(**{**shape, **flags})
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
-        Stages.check(named, "cpu", prepare(named))
+        check_stages(named, "cpu", prepare(named))
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
         load_model(named, 1)
 
@@ -58,14 +58,14 @@ def test_the_ranks_of_a_stage_are_refused_as_ranks_are(tmp_path):
         model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2, tensor_parallel_size=3
     )
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not fit 4 heads over 2 KV heads"):
-        Stages.check(flags, "cpu", prepare(flags))
+        check_stages(flags, "cpu", prepare(flags))
 
 
 def test_stages_need_linux(tmp_path, monkeypatch):
     flags = PrefillFlags(model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2)
     monkeypatch.setattr("pillion.engine.stages.stage_loading.sys.platform", "win32")
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 needs Linux"):
-        Stages.check(flags, "cpu", prepare(flags))
+        check_stages(flags, "cpu", prepare(flags))
 
 
 def test_memory_of_another_size_is_refused():

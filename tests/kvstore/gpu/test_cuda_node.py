@@ -31,11 +31,10 @@ NUM_SLOTS = 24
 WORKER = """
 import sys
 from pillion.kvstore.client.attachment import attach
-from lab.testbed.fake_cuda import DeviceBytes
-from pillion.kvstore.client.attachment import attach
+from pillion.kvstore.gpu.mapped_memory import map_pool
 from lab.testbed.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
-a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=60)
+a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=60, map_device=map_pool)
 assert len(a.memory) == 0
 device = DeviceBytes(a.pool)
 if what == "writer":
@@ -125,7 +124,8 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
 DYING = """
 import os, sys
 from pillion.kvstore.client.attachment import attach
-a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=60)
+from pillion.kvstore.gpu.mapped_memory import map_pool
+a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=60, map_device=map_pool)
 print(a.epoch, flush=True)
 sys.stdin.readline()
 os.close(a.fileno())

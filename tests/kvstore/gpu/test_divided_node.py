@@ -22,7 +22,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.gpu import cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_domain import CudaDomain, device_indexes
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
-from pillion.kvstore.gpu.mapped_memory import Region, share_region
+from pillion.kvstore.gpu.mapped_memory import Region, map_pool, share_region
 from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.node.kv_node import KVNode
@@ -73,6 +73,7 @@ async def attached(folder: str, kv_rows: int = KV_ROWS, kv_heads: int = KV_HEADS
         timeout_s=WITHIN_S,
         kv_rows=kv_rows,
         kv_heads=kv_heads,
+        map_device=map_pool,
     )
 
 
@@ -116,7 +117,7 @@ async def test_another_process_of_a_worker_maps_the_same_shards(short_folder: st
     node = await started(short_folder, two)
     try:
         worker = await attached(short_folder)
-        other = Attachment.joined(*worker.handed_over(), BLOCK_BYTES)
+        other = Attachment.joined(*worker.handed_over(), BLOCK_BYTES, map_pool)
         assert not isinstance(worker.pool, memoryview)
         assert not isinstance(other.pool, memoryview)
         for shard, heads in enumerate(worker.pool.shares):

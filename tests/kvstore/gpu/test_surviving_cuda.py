@@ -36,7 +36,9 @@ CHAIN = chain_hashes(ROOT, range(6), 1)
 WORKER = """
 import os, sys
 from pillion.kvstore.client.attachment import attach
-a = attach(sys.argv[1], component_id="other", role="decode", block_bytes=8192, timeout_s=60, namespace="ab" * 32)
+from pillion.kvstore.gpu.mapped_memory import map_pool
+a = attach(sys.argv[1], component_id="other", role="decode", block_bytes=8192, timeout_s=60, namespace="ab" * 32,
+           map_device=map_pool)
 if sys.argv[2] == "unlocked":
     os.close(a._place_fds.pop())
 print(a.pool_id, flush=True)

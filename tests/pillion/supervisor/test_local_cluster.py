@@ -18,8 +18,8 @@ from lab.testbed.tiny_model import save_model
 from pillion.cli.console import Notices
 from pillion.cli.flags import env_name
 from pillion.config import DecodeFlags, OfflineFlags, PrefillFlags, PrepareFlags, ServeFlags
+from pillion.engine.assemble_worker import make_ready
 from pillion.engine.backends.devices import resolved, with_budgets
-from pillion.engine.backends.loading import make_ready
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster

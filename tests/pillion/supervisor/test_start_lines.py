@@ -12,7 +12,7 @@ import pytest
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import ServeFlags
-from pillion.engine.backends import loading
+from pillion.engine.backends.cpu import cpu_loading
 from pillion.engine.backends.devices import resolved
 from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -91,7 +91,7 @@ def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> No
 def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank of each size maps a file of its own."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loading, "choose_kernels", lambda *_: (TABLE[0], ""))
+    monkeypatch.setattr(cpu_loading, "choose_kernels", lambda *_: (TABLE[0], ""))
     flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu", prefill_workers=1)
     prepared, cache = prepare(flags), ModelCache()
     for name, size_bytes in (("cpu", 4096), ("cpu0of2", 2048), ("cpu1of2", 1024)):

@@ -1,0 +1,125 @@
+"""Chooses the CPU kernels that run a model, and loads what a process computes on them. Imports no torch at its top,
+because a supervisor asks what a machine can run."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pillion.config import ComputeFlags, WorkerFlags
+from pillion.core_lending_table import CoreLendingTable, CoreShare
+from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
+
+if TYPE_CHECKING:
+    from pillion.engine.backends.cpu.cpu_backend import CpuModel
+
+log = logging.getLogger("pillion.worker")
+
+
+def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard: ModelShard | None = None) -> CpuModel:
+    """Loads the share of a model that this process computes on the CPU kernels: ``shard``, or the whole model."""
+    import torch
+
+    # Torch only passes arrays on here, and its own threads would be in the kernels' way.
+    torch.set_num_threads(1)
+    return load_for_cpu(flags, prepared, isa, log.info, shard)
+
+
+def load_for_cpu(
+    flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, shard: ModelShard | None
+) -> CpuModel:
+    """Loads a share of a model and packs its weights, as at its first start on a machine."""
+    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+
+    return load_cpu_model(
+        prepared,
+        flags.block_size,
+        isa,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        progress=progress,
+        shard=shard,
+    )
+
+
+def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
+    """Logs with which kernels, threads and cores a process runs its model."""
+    log.info(
+        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
+        model.isa.name,
+        threads,
+        " and those of idle workers" if share is not None and share.borrows else "",
+        model.weights.nbytes / 2**20,
+        model.layout.dtype,
+    )
+
+
+def core_share(flags: WorkerFlags) -> CoreShare | None:
+    """Opens the lending table that the flags name, and returns the worker's cores in it. Only speed depends on the
+    table, so a worker that cannot open it computes on its own cores and logs that."""
+    if not flags.core_lending_table:
+        return None
+    try:
+        return CoreShare(CoreLendingTable.open(flags.core_lending_table), flags.first_core)
+    except ConfigError as error:
+        log.warning("this worker borrows and lends no cores: %s", error)
+        return None
+
+
+def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
+    """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
+
+    Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
+    """
+    config = load_config(prepared.folder)
+    isa = choose_isa(flags.cpu_kernels, host_features())
+    if isa is None:
+        chosen = flags.cpu_kernels == "torch"
+        reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
+    else:
+        reason = unsupported(config, flags.block_size)
+        layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+        if not reason and config.linear is not None and layout.state_layout is None:
+            reason = f"pieces of states do not fit into blocks of {flags.block_size} tokens"
+    if isa is not None and not reason:
+        return isa, ""
+    if flags.kv_cache_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU or the CPU kernels: {reason}")
+    return None, reason
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str:
+    """Returns why the CPU kernels cannot run a model of this shape, or ""."""
+    if config.encoder is not None:
+        return "encoders run on torch"
+    if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
+        return f"states need heads of a multiple of {PIECE_COLUMNS} values, not {config.linear.head_dim}"
+    latents = config.latents
+    if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
+        return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"
+    if latents is not None and latents.rotary % LANES:
+        return f"attention over latents rotates a multiple of {LANES} values, not {latents.rotary}"
+    if config.token_inputs is not None and config.token_inputs.width % LANES:
+        return f"embeddings for each layer need a multiple of {LANES} values, not {config.token_inputs.width}"
+    odd = [heads.head_dim for heads in config.all_heads if heads.head_dim % LANES]
+    if odd:
+        return f"attention needs heads of a multiple of {LANES} values, not {odd[0]}"
+    if len(config.kv_head_counts) > ATTENTION_PLANS:
+        return f"layers have {len(config.kv_head_counts)} different numbers of KV heads"
+    if block_size % LANES:
+        return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
+    return ""
+
+
+def thread_count(flags: WorkerFlags) -> int:
+    """Returns ``--cpu-threads``, or the number of cores in ``--cpu-affinity``, or of those this process may use."""
+    return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or min(usable_cores(), MAX_CPU_THREADS)

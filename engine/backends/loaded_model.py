@@ -1,0 +1,89 @@
+"""Defines what loading a model gives a worker: the backend that runs it, and what the worker needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_forms import AdapterForm
+from pillion.engine.adapters.adapter_reader import AdapterReader, reader_of
+from pillion.engine.backends.backend import Backend
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.vector_head import Labeller
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.kvstore.client.attachment import Attachment, MapDevice
+from pillion.kvstore.hashing import namespace_base
+from pillion.observability.metrics import Reading
+
+
+class OtherProcesses(Protocol):
+    """Represents the other processes of a worker that has several: ranks, or stages."""
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """Arranges that ``on_lost`` is called with a reason when a process is lost, in any thread; at once where one is
+        lost already."""
+
+    def pids(self) -> list[int]:
+        """Returns the processes' ids."""
+
+    def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
+        """Makes the other processes map the pool, by the line and descriptors that this one's attachment has handed
+        over."""
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the metrics of the other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Holds a model and the backend that runs it.
+
+    ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
+    table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
+    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known;
+    ``pair_tokens`` is the cost of a query-key pair in tokens by the model's shape, 0 where it is not known. A model
+    that does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier.
+    One of ``whole_texts`` computes each text in one step, and nothing of it is kept. ``map_device`` maps the pool of a
+    model on GPUs.
+    """
+
+    prepared: PreparedModel
+    backend: Backend
+    operators: str = "torch"
+    core_share: float = 0.0
+    ranks: OtherProcesses | None = None
+    expected_cost: StepModel | None = None
+    pair_tokens: float = 0.0
+    chooses_tokens: bool = True
+    head: Labeller | None = None
+    whole_texts: bool = False
+    map_device: MapDevice | None = None
+
+    def bind_pool(self, attachment: Attachment) -> None:
+        """Makes every process of the worker map the pool and use it."""
+        if self.ranks is not None:
+            if not isinstance(attachment.pool, memoryview):
+                attachment.name_processes(self.ranks.pids())
+            self.ranks.map_pool(*attachment.handed_over())
+        self.backend.bind_pool(attachment.pool, attachment.num_slots)
+
+    def adapter_reader(self, max_rank: int) -> AdapterReader:
+        """Returns the object that reads adapters up to ``max_rank`` for the backend; it is sent to the process that
+        reads them."""
+        return reader_of(self.prepared, cast("AdapterForm", self.backend.adapter_form()), max_rank)
+
+    def namespace(self) -> bytes:
+        """Returns the 32 bytes that a request's root hash begins with (I2)."""
+        layout = self.backend.layout
+        return namespace_base(
+            fingerprint=self.prepared.fingerprint,
+            dtype=layout.dtype,
+            layout=layout.version,
+            block_size=layout.block_size,
+        )
+
+
+# Such a function loads a model by a worker's flags and number of threads. It runs in a thread, and raises ConfigError.
+BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
