@@ -21,6 +21,7 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.gpu import cuda_driver
+from pillion.kvstore.gpu.mapped_memory import map_pool
 from pillion.kvstore.node.kv_node import KVNode
 
 MIB = 2**20
@@ -81,7 +82,13 @@ async def running(folder: str, **more: object) -> AsyncIterator[KVNode]:
 
 async def attached(folder: str, block_bytes: int = BLOCK_BYTES) -> Attachment:
     return await asyncio.to_thread(
-        attach, f"{folder}/attach.sock", component_id="w", role="decode", block_bytes=block_bytes, timeout_s=WITHIN_S
+        attach,
+        f"{folder}/attach.sock",
+        component_id="w",
+        role="decode",
+        block_bytes=block_bytes,
+        timeout_s=WITHIN_S,
+        map_device=map_pool,
     )
 
 
