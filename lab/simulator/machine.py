@@ -158,8 +158,8 @@ class Machine:
     def attach(self, socket_path: str, **hello: Any) -> Coroutine[Any, Any, SimAttachment]:
         """Stands for :func:`pillion.kvstore.client.attachment.attach`; called on a thread, which waits."""
         timeout_s = hello.pop("timeout_s")
-        # Simulated nodes are of this version, and keep states.
-        del hello["has_states"]
+        # Simulated nodes are of this version, and keep states, and their memory is the host's.
+        del hello["has_states"], hello["map_device"]
         return self._attach(socket_path, AttachHello(**hello, takes_place=True), timeout_s)
 
     async def _attach(self, path: str, hello: AttachHello, timeout_s: float) -> SimAttachment:
