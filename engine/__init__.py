@@ -11,8 +11,7 @@
     adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
     grammars/      which tokens an answer may go on with
     drafts/        speculative decoding: guesses of next tokens, which steps judge
-    partial_blocks/ last blocks of answers that are not full, kept for the next turns
-    states/        what hybrid models carry from token to token: the states of running sequences
+    states/        what cannot be served yet with models whose layers carry states
     gpu_states/    layers with states on GPUs
     encoders/      models whose tokens all see each other: vectors and labels of whole texts, without any cache
     ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs

@@ -27,8 +27,6 @@ class Seam(Generic[T]):
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.worker.features": (
-        "pillion.engine.partial_blocks.partial_blocks:load_partial_blocks",
-        "pillion.engine.states.states:load_states",
         "pillion.engine.grammars.grammar_feature:load_grammars",
         "pillion.engine.drafts.draft_feature:load_drafts",
     ),

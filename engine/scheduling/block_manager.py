@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -127,6 +128,24 @@ STOCK_LOW_TOKENS = 4
 STOCK_TARGET_TOKENS = 16
 
 
+class SideBlocks(Protocol):
+    """Describes who has slots beside those of sequences, and gives them up where memory is short: the partial blocks
+    of answers, states, and draft models' chains."""
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Gives how many more slots it would like to have, which it gets only where decodes need none."""
+
+    def yield_slots(self, blocks: int, now: float) -> bool:
+        """Gives so many slots or more back to the stock, because memory is short. Returns False if it gave none."""
+
+    def side_chains(self) -> Iterable[BlockChain]:
+        """Returns its chains of blocks, which are beside those of sequences."""
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError where what it has contradicts the sequences that are not gone."""
+
+
 class BlockManager:
     """Manages the blocks of one scheduler, each of ``block_size`` tokens. What a scheduler has beside it uses the same.
 
@@ -144,7 +163,7 @@ class BlockManager:
         self._leased = 0
         # At least this many slots of the stock stay reserved for running decodes.
         self.needed_blocks = 0
-        # A sequence has so many slots beside those of its tokens' blocks, which a feature takes over when it joins.
+        # A sequence has so many slots beside those of its tokens' blocks, which its states take over when it joins.
         self.beside_blocks = 0
         # A state takes so many slots, in a model whose layers carry one.
         self.state_pages = 0

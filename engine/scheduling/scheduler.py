@@ -41,10 +41,12 @@ from pillion.engine.backends.backend import Int32, PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
-from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
+from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import Siblings
+from pillion.engine.scheduling.states import States
 from pillion.engine.scheduling.step_cost import TailRoom, TokenBudget
 from pillion.engine.scheduling.step_feature import MakeStepFeature, StepFeature, overrides
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
@@ -64,7 +66,8 @@ def scored_rows(vocab_size: int) -> int:
 
 class Scheduler:
     """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
-    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``, ``adapters``.
+    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``,
+    ``partial_blocks``, ``states``, ``adapters``.
 
     Args:
         blocks: manages its blocks, and those of what it has beside its sequences.
@@ -80,7 +83,9 @@ class Scheduler:
         expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
         pair_tokens: the cost of a query-key pair in tokens by the model's shape; 0 where that is not known.
         features: the features that were made for this scheduler; they are asked in this order.
-        adapters: slots for the sequences' adapters, where the worker runs any.
+        partial_blocks: keeps the last blocks of answers, if any.
+        states: has the states of sequences, where the model's layers carry them.
+        adapters: has slots for the sequences' adapters, if the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
     prompts run whole.
@@ -100,6 +105,8 @@ class Scheduler:
         expected_cost: StepModel | None = None,
         pair_tokens: float = 0.0,
         features: Seq[MakeStepFeature] = (),
+        partial_blocks: PartialBlocks | None = None,
+        states: States | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -125,7 +132,9 @@ class Scheduler:
         self._max_scored_rows = max_scored_rows
         self._siblings = Siblings(self.queues, self.blocks)
         self._starved = False
-        self.adapters = adapters
+        self.partial_blocks, self.states, self.adapters = partial_blocks, states, adapters
+        # Where memory is short, these give up slots in this order.
+        self._side: list[SideBlocks] = [one for one in (partial_blocks, states) if one is not None]
         self.features = tuple(make() for make in features)
         for feature in self.features:
             feature.bind(self)
@@ -137,22 +146,16 @@ class Scheduler:
         features = self.features
         self._on_added = overrides(features, StepFeature.added)
         self._on_joined = overrides(features, StepFeature.joined)
-        self._on_end = overrides(features, StepFeature.ends)
-        self._on_preempted = overrides(features, StepFeature.preempted)
         self._on_left = overrides(features, StepFeature.left)
         self._on_sibling = overrides(features, StepFeature.sibling_begins)
         self._choosers = overrides(features, StepFeature.may_choose)
         self._followers = overrides(features, StepFeature.may_follow)
         self._proposers = [one for one in features if type(one).propose is not StepFeature.propose]
-        self._sharers = [one for one in features if type(one).share is not StepFeature.share]
         self._fitters = overrides(features, StepFeature.fitting)
         self._ahead = overrides(features, StepFeature.may_run_ahead)
         self._maskers = overrides(features, StepFeature.masks)
         self._on_stepped = overrides(features, StepFeature.stepped)
         self._on_accepted = overrides(features, StepFeature.accepted)
-        self._cutters = () if self.whole_prompts else overrides(features, StepFeature.cut)
-        self._on_planned = overrides(features, StepFeature.planned)
-        self._on_flush = overrides(features, StepFeature.flush)
         self._on_landed = overrides(features, StepFeature.landed)
         self._lacking = overrides(features, StepFeature.lacking_blocks)
         self._yielding = overrides(features, StepFeature.yield_slots)
@@ -207,7 +210,8 @@ class Scheduler:
         """Takes the node's answer to a CommitOrder: the slot that stays for each block, or why nothing was
         committed."""
         if seq_id < 0:
-            self._feature_of(seq_id).chain_committed(seq_id, slots, refusal)
+            if self.states is None or not self.states.committed(seq_id, slots, refusal):
+                self._feature_of(seq_id).chain_committed(seq_id, slots, refusal)
             return
         sequence = self.sequences[seq_id]
         if refusal:
@@ -230,7 +234,10 @@ class Scheduler:
         self.blocks.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
-        """Notes that the node asks for ``blocks`` slots of the stock back; features give up their slots."""
+        """Notes that the node asks for ``blocks`` slots of the stock back; what is beside sequences gives up its
+        slots."""
+        for one in self._side if blocks else ():
+            one.yield_slots(blocks, now)
         for give in self._yielding if blocks else ():
             give(blocks, now)
         self.stock.recall(blocks)
@@ -308,10 +315,8 @@ class Scheduler:
         self.budget.begin(pieces, now + took_s, len(self.in_flight))
         placements, slots = adapters.place(pieces) if adapters is not None and pieces else ((), None)
         unknown = self.in_flight.unknown(pieces)
-        plan = StepPlan(tuple(pieces), tuple(copies), most, unknown, placements=placements, adapters=slots)
-        for planned in self._on_planned:
-            plan = planned(plan)
-        return plan
+        states = self.states.begin(pieces) if self.states is not None and pieces else None
+        return StepPlan(tuple(pieces), tuple(copies), most, unknown, placements, slots, states)
 
     def masks(self, plan: StepPlan) -> RowMasks | None:
         """Returns which tokens the rows of a plan may choose; None allows any. It is asked for when the batch is
@@ -350,6 +355,8 @@ class Scheduler:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
                 self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
+        if self.states is not None:
+            self.states.landed(plan.pieces)
         for landed in self._on_landed:
             landed(plan, sampled)
         return self.flush(now)
@@ -368,10 +375,10 @@ class Scheduler:
     def flush(self, now: float) -> Outcome:
         """Returns the outcome of everything that was done since the last call of this method."""
         decodes = (s for s in self.queues.running if s.decoding)
-        lacking = sum(lack() for lack in self._lacking)
+        lacking = sum(one.lacking_blocks for one in self._side) + sum(lack() for lack in self._lacking)
         out = self.blocks.finish_outcome(decodes, now, urgent=self._starved, wanted_blocks=lacking)
-        for flush in self._on_flush:
-            flush(out)
+        if self.states is not None:
+            out.commits += self.states.take_orders(out.releases)
         adapters = self.adapters
         if adapters is not None:
             out.adapter_orders, out.evicted_adapters = adapters.take_orders(), adapters.take_evicted()
@@ -391,6 +398,8 @@ class Scheduler:
         """Raises AssertionError unless slots, queues and what features know add up."""
         sequences = self.sequences.values()
         self.blocks.check_integrity([*sequences, *self.side_chains()])
+        for side in self._side:
+            side.check_integrity(sequences)
         for feature in self.features:
             feature.check_integrity(sequences)
         if self.adapters is not None:
@@ -401,7 +410,8 @@ class Scheduler:
 
     def side_chains(self) -> list[BlockChain]:
         """Returns the chains of blocks that are beside those of sequences."""
-        return [chain for one in self.features for chain in one.chains()]
+        chains = [chain for one in self._side for chain in one.side_chains()]
+        return [*chains, *(chain for one in self.features for chain in one.chains())]
 
     def _decodes(self, now: float) -> list[SequencePiece]:
         """Returns a piece of one token for each running decode that has a slot for it."""
@@ -468,7 +478,7 @@ class Scheduler:
                 return True
             if not self.stock.exhausted(now) or self.awaits_landing:
                 return False
-            if any(give(1, now) for give in self._yielding):
+            if any(one.yield_slots(1, now) for one in self._side) or any(give(1, now) for give in self._yielding):
                 continue
             if any(s.resume_after and s.state is SequenceState.CLOSING for s in self.sequences.values()):
                 return False
@@ -505,8 +515,8 @@ class Scheduler:
                 return
             if sequence.pooled_ids and rows_left <= 0:
                 continue
-            for cut in self._cutters:
-                wanted = cut(sequence, start, wanted)
+            if sequence.step_ends and not self.whole_prompts:
+                wanted = sequence.cut_to_place(start, wanted)
             piece = self._tail_piece(sequence, min(left, wanted), now)
             rows_left -= piece.scores or bool(piece.pools and sequence.pooled_ids)
             room.take(start, piece.count)
@@ -628,13 +638,14 @@ class Scheduler:
 
     def _join(self, sequence: Sequence, now: float) -> None:
         self.queues.join(sequence)
+        if self.states is not None:
+            self.states.join(sequence)
         for joined in self._on_joined:
             joined(sequence, now)
         if self.adapters is not None:
             self.adapters.join(sequence, now)
-        for one in self._sharers:
-            if one.blocks_after and sequence.hash_before(sequence.num_committed) in one.blocks_after:
-                one.share(sequence)
+        if self.partial_blocks is not None:
+            self.partial_blocks.share(sequence)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
         if sequence.state is SequenceState.RESUMING:
@@ -646,9 +657,13 @@ class Scheduler:
         """Takes a sequence out of the queues; owned slots that will not be committed go back to the stock at once."""
         self.queues.leave(sequence)
         if commit_rest and sequence.state is SequenceState.RUNNING:
-            for ends in self._on_preempted if resume else self._on_end:
-                ends(sequence)
+            if self.partial_blocks is not None and not resume:
+                self.partial_blocks.keep(sequence)
+            if self.states is not None:
+                self.states.keep(sequence)
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
+        if self.states is not None:
+            self.states.leave(sequence)
         for left in self._on_left:
             left(sequence)
         if self.adapters is not None:

@@ -209,6 +209,8 @@ class Sequence(BlockChain):
         self.kept: dict[str, Any] = {}
         # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
         self.awaits_adapter, self.adapter_slot = False, -1
+        # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
+        self.step_ends: list[int] = []
         sampling = self.sampling
         # This says whether a sampled token depends on the tokens before it, and not only on the logits and its
         # position.
@@ -370,6 +372,11 @@ class Sequence(BlockChain):
     def start_decoding(self) -> None:
         """Notes that the KV of a sibling's whole prompt is there, so that its next piece is a decode."""
         self.decoding = True
+
+    def cut_to_place(self, start: int, count: int) -> int:
+        """Returns how many of ``count`` tokens of the prompt a step may compute from ``start`` on, at least one."""
+        end = next((place for place in self.step_ends if place > start), start + count)
+        return min(count, end - start)
 
     def rows_to_score(self, start: int, end: int) -> int:
         """Returns how many rows of the positions ``start`` to ``end`` are to be scored, or to be pooled; they are the

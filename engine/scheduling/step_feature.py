@@ -15,7 +15,7 @@ sequences: a plain stream costs no call. Sans-IO (I9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.errors import PillionError
 from pillion.types import FinishReason
 
@@ -60,13 +60,10 @@ class StepFeature:
     Attributes:
         use: the use as which its proposed tokens are counted (:mod:`pillion.engine.worker.step_meter`).
         certain: whether each token that it proposes is right, so that no step has to judge it.
-        blocks_after: hashes of blocks (or roots) after which it has one that is not full; :meth:`share` is asked for a
-            sequence whose chain ends there.
     """
 
     use = ""
     certain = False
-    blocks_after: Collection[bytes] = ()
 
     def bind(self, steps: Steps) -> None:
         """Notes that the feature belongs to a scheduler from now on. It is called once, before everything else."""
@@ -76,17 +73,6 @@ class StepFeature:
 
     def joined(self, sequence: Sequence, now: float) -> None:
         """Notes that a sequence has joined the queues, for the first time or after it was preempted."""
-
-    def share(self, sequence: Sequence) -> None:
-        """Lets a sequence that has joined the queues begin with a copy of a block (:meth:`Sequence.share`)."""
-
-    def ends(self, sequence: Sequence) -> None:
-        """Notes that a running sequence has all of its tokens and is about to let go of its blocks. The feature may cut
-        off blocks that will not be committed, whose slots are then its own."""
-
-    def preempted(self, sequence: Sequence) -> None:
-        """Notes that a running sequence is about to let go of its blocks, and will resume under another ticket. The
-        feature may cut off blocks as in :meth:`ends`."""
 
     def left(self, sequence: Sequence) -> None:
         """Notes that a sequence has left the queues: it ends, or is preempted and may join again
@@ -124,15 +110,6 @@ class StepFeature:
         """Returns whether the next step may be planned before the one just launched has landed."""
         return True
 
-    def cut(self, sequence: Sequence, start: int, count: int) -> int:
-        """Returns how many of ``count`` tokens of a prompt a step may compute from ``start`` on, at least one: the
-        feature may want a step to end there. It is not asked where prompts run whole."""
-        return count
-
-    def planned(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan that was made, with what the feature adds to it."""
-        return plan
-
     def masks(self, plan: StepPlan) -> RowMasks | None:
         """Returns which tokens rows of the step may choose; None where the feature does not limit them."""
         return None
@@ -151,9 +128,6 @@ class StepFeature:
 
     def landed(self, plan: StepPlan, sampled: Sampled) -> None:
         """Notes that all results of a step are applied."""
-
-    def flush(self, out: Outcome) -> None:
-        """Adds to an outcome what the feature has gathered since the last one."""
 
     def lacking_blocks(self) -> int:
         """Returns how many slots the feature would like to have, which it gets only where decodes need none."""

@@ -24,14 +24,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
 import msgspec
 
 from pillion._version import VERSION
-from pillion.config import WorkerFlags
+from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
@@ -40,8 +40,10 @@ from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
+from pillion.engine.scheduling.states import States
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.engine.worker.worker_feature import (
@@ -57,7 +59,8 @@ from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
-from pillion.observability.metrics import Meters
+from pillion.observability import metric_catalog
+from pillion.observability.metrics import Meters, Reading
 from pillion.rooms import entered
 from pillion.wire.registry import ComponentRecord
 
@@ -98,7 +101,7 @@ class Worker:
         component_id: str,
         model: LoadedModel,
         attachment: Attachment,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[[int], Scheduler],
         features: Seq[WorkerFeature] = (),
     ) -> None:
         self.flags = flags
@@ -125,6 +128,7 @@ class Worker:
         for feature in features:
             feature.attached(self)
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
+        self.meters.watch(self._partial_block_readings)
         if model.ranks is not None:
             self.meters.watch(model.ranks.readings)
 
@@ -178,7 +182,7 @@ class Worker:
             if flags.enable_lora:
                 # On a GPU the node's pool takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            make_scheduler = partial(_make_scheduler, limits, flags, features)
+            make_scheduler = partial(_make_scheduler, limits, model, flags, features)
             warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
@@ -216,13 +220,19 @@ class Worker:
         for feature in self._features:
             feature.bind_pool(self.attachment)
 
+    def _partial_block_readings(self) -> Iterator[Reading]:
+        if self._partial_blocks is not None:
+            yield metric_catalog.PARTIAL_BLOCKS, (), self._partial_blocks.kept_blocks
+
     def _make_epoch(self, number: int) -> WorkerEpoch:
+        scheduler = self._make_scheduler(self.attachment.num_slots)
+        self._partial_blocks = scheduler.partial_blocks
         return WorkerEpoch(
             self.flags,
             self.model,
             self.node,
             number,
-            self._make_scheduler(),
+            scheduler,
             describe=self.describe,
             on_lost=self._epoch_lost,
             on_fail=self._epoch_failed,
@@ -515,12 +525,24 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
     )
 
 
-def _make_scheduler(limits: Callable[..., Scheduler], flags: WorkerFlags, features: Seq[WorkerFeature]) -> Scheduler:
-    """Makes the scheduler of one epoch, and what it has beside its sequences."""
-    blocks = BlockManager(flags.block_size)
-    made = [feature.step_feature for feature in features]
-    adapters = AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None
-    return limits(blocks=blocks, features=made, adapters=adapters)
+def _make_scheduler(
+    limits: Callable[..., Scheduler],
+    model: LoadedModel,
+    flags: WorkerFlags,
+    features: Seq[WorkerFeature],
+    pool_slots: int,
+) -> Scheduler:
+    """Makes the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
+    blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
+    # Prefill ranges end with whole blocks, and a text cannot go on from keys and values alone where there are states.
+    percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
+    return limits(
+        blocks=blocks,
+        features=[feature.step_feature for feature in features],
+        partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.stock) if percent else None,
+        states=States(pages, blocks) if pages else None,
+        adapters=AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None,
+    )
 
 
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:

@@ -5,8 +5,8 @@
 Counts: made conversations, whose lengths have about the means that were published of real ones, with a short system
 prompt that all of one kind share. A turn's prompt is all before it, and the new message; what has KV is all but the
 last token of the answer before. Of that whole blocks are found, up to 15 tokens are computed again, and a decode
-worker that keeps partial blocks copies those after an answer (:mod:`pillion.engine.partial_blocks`); those where a
-shared system prompt ends inside of a block are computed.
+worker that keeps partial blocks copies those after an answer (:mod:`pillion.engine.scheduling.partial_blocks`); those
+where a shared system prompt ends inside of a block are computed.
 
 Times: the first tokens of second turns on a running cluster of one decode worker, where the same conversations leave
 a partial block of 0 to 15 tokens, with --partial-block-percent 0 and 1: where it is copied, the

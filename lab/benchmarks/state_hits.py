@@ -6,7 +6,7 @@
 Each request of a trace opens a ticket at the ledger of one KV node (:mod:`pillion.kvstore.ledger`), commits what it
 does not find, and lets go of the ticket when its answer would have ended. This is done with blocks alone, in a pool for
 the KV of ``--pool-tokens``, and with states in a pool that is a tenth larger. These are kept as a worker keeps them
-(:mod:`pillion.engine.states.state_places`, and the end of an answer), and evicted as a node evicts them
+(:mod:`pillion.engine.scheduling.state_places`, and the end of an answer), and evicted as a node evicts them
 (:mod:`pillion.kvstore.ledger.state_eviction`), whose share of the pool is bounded by ``--state-percent`` or by 10.
 Working states of running sequences are in neither.
 

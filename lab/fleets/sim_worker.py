@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import mul
 from typing import NamedTuple
 
@@ -31,8 +30,9 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending
+from pillion.engine.scheduling.sequence import Ending, SequenceState
 from pillion.engine.scheduling.sequence import Sequence as Stream
+from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_model import StepModel
@@ -119,6 +119,7 @@ class WorkerJob:
         on_lost: told that the worker stops before the job's end.
         known_blocks: in a model with states, the blocks after which other texts part from this one.
         on_place: told after how many tokens the text's state is kept.
+        places: where that is.
         flow: its tenant's share of the worker.
     """
 
@@ -133,6 +134,7 @@ class WorkerJob:
     on_lost: Callable[[], None] = lambda: None
     known_blocks: int = 0
     on_place: Callable[[int], object] = lambda tokens: None
+    places: StatePlaces | None = None
     flow: Flow = NO_FLOW
     seq_id: int = 0
 
@@ -195,7 +197,6 @@ class SimWorker:
             target_itl_steps=record.target_itl_steps,
             # A worker knows this from its model's shape.
             pair_tokens=cost.pair_s / cost.token_s if cost.token_s else 0.0,
-            features=[partial(settings.states.places, self._kept)] if settings.states is not None else [],
         )
         if settings.known_cost:
             self._scheduler.budget.cost = KnownCost(settings.cost_s)
@@ -287,6 +288,8 @@ class SimWorker:
             flow=job.flow,
             hashes=bytes(job.tokens // size * HASH_BYTES),
         )
+        if self._settings.states is not None:
+            job.places = self._settings.states.places(stream)
         self._jobs[job.seq_id] = job
         self._begin_beating()
         self._scheduler.add(stream, self._clock.now)
@@ -423,6 +426,7 @@ class SimWorker:
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
         self.steps += count
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
+        self._note_places(plan)
         self._hear(outcome, ends_s, gaps)
 
     def _landed(self, plan: StepPlan, borrowed_s: float, after_s: float) -> None:
@@ -432,8 +436,19 @@ class SimWorker:
         self._busy = False
         self.steps += 1
         sampled = Sampled((TOKEN,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
-        self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
+        outcome = self._scheduler.commit(plan, sampled, self._clock.now)
+        self._note_places(plan)
+        self._hear(outcome)
         self._step()
+
+    def _note_places(self, plan: StepPlan) -> None:
+        """Has the states kept that stand after a step where they are to be kept."""
+        for sequence in (piece.sequence for piece in plan.pieces) if self._settings.states is not None else ():
+            job = self._jobs.get(sequence.seq_id)
+            if job is None or job.places is None or sequence.state is not SequenceState.RUNNING:
+                continue
+            if job.places.reached(sequence.num_computed):
+                self._kept(sequence.seq_id, sequence.num_computed)
 
     def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
         if outcome.empty:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from lab.fleets.prefix_store import NodeStore, PrefixIndex, SimTicket, SlotsOfState, StateCounts
 from pillion.config import KVNodeFlags
-from pillion.engine.states.states import STATES
+from pillion.engine.scheduling.states import STATES
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
 from pillion.kvstore.ledger.eviction import LruEviction

@@ -54,7 +54,6 @@ ROLES = {
 # Components import these later than their own modules, some after their first requests.
 LATER_MODULES = (
     *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
-    *("pillion.engine.partial_blocks.partial_blocks", "pillion.engine.states.states"),
     *("pillion.engine.grammars.grammar_feature", "pillion.engine.drafts.draft_feature"),
     *("pillion.kvstore.pool_survival.surviving_memory", "llguidance"),
 )

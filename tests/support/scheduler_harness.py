@@ -20,14 +20,14 @@ from pillion.engine.drafts.draft_feature import Guesses, with_draft_model, with_
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.grammars.answer_grammar import MaskRows, follow, grammar_of
 from pillion.engine.grammars.grammar_feature import GrammarSteps
-from pillion.engine.partial_blocks.partial_blocks import PartialBlocks
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
-from pillion.engine.scheduling.step_feature import MakeStepFeature
+from pillion.engine.scheduling.states import States
 from pillion.engine.scheduling.step_plan import (
     ChainOrder,
     CommitOrder,
@@ -36,7 +36,6 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
-from pillion.engine.states.states import States
 from pillion.errors import NotFound, PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -114,8 +113,6 @@ class SchedulerHarness:
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
         control, guessing = DraftControl(MAX_SPECULATIVE_TOKENS), []
-        features: list[MakeStepFeature] = [] if partial_blocks is None else [partial(PartialBlocks, partial_blocks)]
-        features += [partial(States, state_pages)] if state_pages else []
         if draft_model is not None:
             guessing.append(partial(with_draft_model, *draft_model, control))
         elif drafter is not None:
@@ -127,7 +124,9 @@ class SchedulerHarness:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,
-            features=[*features, GrammarSteps, *guessing],
+            features=[GrammarSteps, *guessing],
+            partial_blocks=None if partial_blocks is None else PartialBlocks(partial_blocks, blocks.stock),
+            states=States(state_pages, blocks) if state_pages else None,
             adapters=AdapterSlots(max_loras, blocks.in_flight),
         )
         self.guesses = next((one for one in self.scheduler.features if isinstance(one, Guesses)), None)
@@ -167,17 +166,12 @@ class SchedulerHarness:
     @property
     def partial_blocks(self) -> PartialBlocks:
         """The partial blocks that it keeps."""
-        return next(one for one in self.scheduler.features if isinstance(one, PartialBlocks))
-
-    @property
-    def states(self) -> States:
-        """The states of its sequences."""
-        return next(one for one in self.scheduler.features if isinstance(one, States))
+        assert self.scheduler.partial_blocks is not None
+        return self.scheduler.partial_blocks
 
     def ends_at_a_place(self, sequence: Sequence) -> bool:
         """Whether the next step of a prompt may end where its state is kept."""
-        working = self.states.working(sequence)
-        return working is not None and working.places.after(sequence.next_start) > 0
+        return any(place > sequence.next_start for place in sequence.step_ends)
 
     @property
     def adapters(self) -> AdapterSlots:

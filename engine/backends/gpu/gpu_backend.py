@@ -204,7 +204,7 @@ class GpuBackend(AdaptedBackend):
         if layout.state_pages:
             make = entered_one(GPU_STATES)
             model.states = make(model, layout, limits.max_seqs)
-            # That decodes and guesses find their states while steps run ahead is not shown yet (engine/states).
+            # That decodes and guesses find their states while steps run ahead is not shown yet.
             self.max_steps_under_way = 1
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads

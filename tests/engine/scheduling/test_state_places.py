@@ -8,15 +8,14 @@ from typing import Any, cast
 import pytest
 
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.states.state_places import StatePlaces
+from pillion.engine.scheduling.state_places import StatePlaces
 
 BLOCK = 4
 
 
 def places(num_tokens: int, *, pages: int = 100, **fields: Any) -> StatePlaces:
     values = {"num_tokens": num_tokens, "block_size": BLOCK, "num_computed": 0, "known_blocks": 0, "is_prefill": False}
-    spec = SimpleNamespace(kept_tokens=fields.pop("kept_tokens", ()))
-    return StatePlaces(cast(Sequence, SimpleNamespace(**(values | fields), spec=spec)), pages)
+    return StatePlaces(cast(Sequence, SimpleNamespace(**({"kept_tokens": ()} | values | fields))), pages)
 
 
 def kept(of: StatePlaces, ends: range) -> list[int]:
@@ -49,18 +48,15 @@ def kept(of: StatePlaces, ends: range) -> list[int]:
 def test_the_last_whole_block_and_where_texts_part(num_tokens: int, fields: dict[str, Any], wanted: list[int]) -> None:
     of = places(num_tokens, **fields)
     start = fields.get("num_computed", 0)
-    found = []
-    while at := of.after(found[-1] if found else start):
-        assert of.wants(at)
-        found.append(at)
-    assert found == wanted
+    assert of.left == wanted
+    assert all(of.wants(at) for at in wanted)
     assert kept(of, range(start + 1, num_tokens + 20)) == wanted
 
 
 def test_a_cheap_state_is_kept_now_and_then_where_a_step_ends_anyway() -> None:
     """One of a page: after 64 blocks without one. No step ends earlier for it, and none of an answer is kept."""
     of = places(1000, pages=1, known_blocks=75)
-    assert [of.after(at) for at in (0, 300)] == [300, 996]
+    assert of.left == [300, 996]
     assert kept(of, range(90, 2000, 10)) == [260, 300, 560, 820]
     assert kept(places(1000, pages=2), range(100, 2000, 4)) == [512, 996]
     assert kept(places(1000, pages=1, num_computed=400), range(404, 2000, 4)) == [656, 912, 996]

@@ -27,20 +27,18 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pillion.engine.backends.backend import StateSlots
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
-from pillion.engine.scheduling.step_feature import StepFeature, Steps
-from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan
-from pillion.engine.states.state_places import StatePlaces
-from pillion.engine.worker.worker_feature import WorkerFeature, WorkerSetup
+from pillion.engine.scheduling.state_places import StatePlaces
+from pillion.engine.scheduling.step_plan import CommitOrder, SequencePiece
 from pillion.kvstore.hashing import state_page
 
 # A sequence begins with so many states of its own.
@@ -172,34 +170,31 @@ class WorkingStates(BlockChain):
         return whole[-1] if whole else None
 
 
-class States(StepFeature):
-    """Holds the states of one scheduler's sequences, each of which takes ``pages`` slots."""
+class States:
+    """Holds the states of one scheduler's sequences, each of which takes ``pages`` slots among its ``blocks``."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, blocks: BlockManager) -> None:
         self._pages = pages
+        self._blocks = blocks
+        self._stock = blocks.stock
+        blocks.beside_blocks = STATES * pages
+        blocks.state_pages = pages
         self._working: dict[int, WorkingStates] = {}
         # These states wait for their blocks' commit, or for the node's answer, by the ids of their chains.
         self._leaving: dict[int, PageChain] = {}
         self._ids = itertools.count(_FIRST_ID)
 
-    def bind(self, steps: Steps) -> None:
-        self._blocks = steps.blocks
-        self._stock = steps.blocks.stock
-        steps.blocks.beside_blocks = STATES * self._pages
-        steps.blocks.state_pages = self._pages
-
-    def joined(self, sequence: Sequence, now: float) -> None:
+    def join(self, sequence: Sequence) -> None:
+        """Takes the slots for states of a sequence that has joined the queues."""
         assert bool(sequence.state_slots) == bool(sequence.num_committed), "a chain without its state"
         # The parent's state stands behind the prompt, so a sibling computes what it has not found.
         sequence.leave_parent()
         slots = sequence.cut(sequence.num_blocks - STATES * self._pages)
         self._working[sequence.seq_id] = WorkingStates(sequence, slots, self._pages)
 
-    def working(self, sequence: Sequence) -> WorkingStates | None:
-        """Returns the states of a sequence that is queued or runs."""
-        return self._working.get(sequence.seq_id)
-
-    def ends(self, sequence: Sequence) -> None:
+    def keep(self, sequence: Sequence) -> None:
+        """Has the state after the last whole block of a running sequence kept, which ends, or is preempted: it resumes
+        from there as long as the pool has room for what was computed."""
         working = self._working[sequence.seq_id]
         working.give_up_steps()
         working.settle(sequence.num_computed)
@@ -208,28 +203,21 @@ class States(StepFeature):
             working.standing.remove(state)
             self._keep(sequence, state)
 
-    def preempted(self, sequence: Sequence) -> None:
-        # It resumes from there as long as the pool has room for what was computed.
-        self.ends(sequence)
-
-    def left(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
+        """Lets go of the states of a sequence that has left the queues."""
         working = self._working.pop(sequence.seq_id, None)
         if working is not None:
             self._stock.give(working.owned_slots())
 
-    def cut(self, sequence: Sequence, start: int, count: int) -> int:
-        place = self._working[sequence.seq_id].places.after(start)
-        return min(count, place - start) if place else count
-
-    def planned(self, plan: StepPlan) -> StepPlan:
-        if not plan.pieces:
-            return plan
-        places = [self._working[piece.sequence.seq_id].begin(piece) for piece in plan.pieces]
+    def begin(self, pieces: Seq[SequencePiece]) -> StateSlots:
+        """Returns the slots of states that a step of these pieces reads and writes."""
+        places = [self._working[piece.sequence.seq_id].begin(piece) for piece in pieces]
         reads, writes = (np.array(slots, np.int32) for slots in zip(*places, strict=True))
-        return replace(plan, states=StateSlots(reads, writes))
+        return StateSlots(reads, writes)
 
-    def landed(self, plan: StepPlan, sampled: Sampled) -> None:
-        for sequence in (piece.sequence for piece in plan.pieces):
+    def landed(self, pieces: Seq[SequencePiece]) -> None:
+        """Notes that all results of a step of these pieces are applied."""
+        for sequence in (piece.sequence for piece in pieces):
             working = self._working.get(sequence.seq_id)
             if working is None or sequence.state is not SequenceState.RUNNING:
                 continue
@@ -258,10 +246,13 @@ class States(StepFeature):
             taken = [self._stock.take() for _ in range(self._pages)]
             working.free.append(tuple(slot for slot in taken if slot is not None))
 
+    @property
     def lacking_blocks(self) -> int:
+        """Gives how many slots sequences lack for their third states."""
         return self._pages * sum(working.own_states < STATES for working in self._working.values())
 
     def yield_slots(self, blocks: int, now: float) -> bool:
+        """Gives third states' slots back to the stock, so many or more. Returns False if there were none."""
         given = 0
         for working in self._working.values():
             if given < blocks and working.own_states == STATES and working.free:
@@ -273,7 +264,10 @@ class States(StepFeature):
         chain = PageChain(-next(self._ids), sequence, state)
         self._leaving[chain.seq_id] = chain
 
-    def flush(self, out: Outcome) -> None:
+    def take_orders(self, releases: Collection[int]) -> list[CommitOrder]:
+        """Returns the orders to commit states whose last block is sent, or committed already. A state under one of the
+        tickets ``releases``, which the worker lets go of, is given up."""
+        orders = []
         for chain in [one for one in self._leaving.values() if not one.ordered]:
             sequence = chain.sequence
             # The order follows that of the last block, and is carried out with it: whoever waits for the block finds
@@ -281,16 +275,17 @@ class States(StepFeature):
             sent = sequence.num_sent * sequence.block_size >= chain.stands_after
             same = sequence.ticket_id == chain.ticket_id
             if same and sent:
-                out.commits.append(chain.order(0.0))
-            elif not same or not sequence.may_commit or chain.ticket_id in out.releases:
+                orders.append(chain.order(0.0))
+            elif not same or not sequence.may_commit or chain.ticket_id in releases:
                 del self._leaving[chain.seq_id]
                 self._stock.give(chain.cut(0))
+        return orders
 
-    def owns_chain(self, chain_id: int) -> bool:
-        return chain_id in self._leaving
-
-    def chain_committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
-        chain = self._leaving.pop(chain_id)
+    def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> bool:
+        """Takes the node's answer to a CommitOrder. Returns False where the chain is none of these."""
+        chain = self._leaving.pop(chain_id, None)
+        if chain is None:
+            return False
         own = chain.slots(0, chain.num_blocks)
         working = self._working.get(chain.sequence.seq_id)
         # The next step may still have to read the state, which lies in the slots of whoever committed it first.
@@ -300,27 +295,14 @@ class States(StepFeature):
             self._blocks.accept(chain, slots)
         elif not read:
             self._stock.give(chain.cut(0))
+        return True
 
-    def chains(self) -> Iterable[BlockChain]:
+    def side_chains(self) -> Iterable[BlockChain]:
+        """Returns the states of sequences, and those that wait for their commit."""
         return (*self._working.values(), *self._leaving.values())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless the sequences in the queues, and no others, have states."""
         queued = (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PREEMPTED)
         held = {one.seq_id for one in sequences if one.state in queued}
         assert held == self._working.keys(), "a sequence without states, or states without a sequence"
-
-
-class WorkerStates(WorkerFeature):
-    """Lets a worker hold states of ``pages`` slots."""
-
-    def __init__(self, pages: int) -> None:
-        self._pages = pages
-
-    def step_feature(self) -> StepFeature:
-        return States(self._pages)
-
-
-async def load_states(setup: WorkerSetup) -> WorkerFeature | None:
-    """Returns the feature for a model whose layers have states."""
-    pages = setup.model.backend.layout.state_pages
-    return WorkerStates(pages) if pages else None

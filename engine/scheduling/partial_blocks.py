@@ -19,13 +19,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pillion.config import DecodeFlags
 from pillion.engine.scheduling.block_chain import BlockChain
+from pillion.engine.scheduling.block_manager import SlotStock
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_feature import StepFeature, Steps
-from pillion.engine.worker.worker_feature import WorkerFeature, WorkerPlace, WorkerSetup
-from pillion.kvstore.client.attachment import Attachment
-from pillion.observability import metric_catalog as names
 
 
 class PartialBlock(BlockChain):
@@ -64,29 +60,28 @@ class PartialBlock(BlockChain):
         return most if equal.all() else int(equal.argmin())
 
 
-class PartialBlocks(StepFeature):
+class PartialBlocks:
     """Holds the partial blocks of one scheduler by the hash of the block before each: at most ``most``, and more only
-    while they are read."""
+    while they are read. Their slots come from the ``stock``, and return there."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    lacking_blocks = 0
+
+    def __init__(self, most: int, stock: SlotStock) -> None:
+        self._most = most
+        self._stock = stock
         # The one that was used least recently is the first.
         self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
-        self.blocks_after = self._kept.keys()
-
-    def bind(self, steps: Steps) -> None:
-        self._stock = steps.blocks.stock
 
     def share(self, sequence: Sequence) -> None:
-        if sequence.parent is not None:
-            return
-        kept = self._kept[sequence.hash_before(sequence.num_committed)]
-        if kept.share(sequence):
+        """Lets a sequence that has joined the queues begin with a copy of a block that agrees with it."""
+        kept = self._kept.get(sequence.hash_before(sequence.num_committed)) if self._kept else None
+        if kept is not None and sequence.parent is None and kept.share(sequence):
             self._kept.move_to_end(kept.parent_hash)
 
-    def ends(self, sequence: Sequence) -> None:
+    def keep(self, sequence: Sequence) -> None:
+        """Cuts the last, partial block off a running sequence that ends, if it has one."""
         whole = sequence.num_computed % sequence.block_size == 0
-        if whole or not sequence.may_commit or not self.most:
+        if whole or not sequence.may_commit or not self._most:
             return
         known = self._kept.get(sequence.hash_before(sequence.full_blocks))
         if known is not None and not self._give_up(1, [known]):
@@ -95,9 +90,10 @@ class PartialBlocks(StepFeature):
         kept = PartialBlock(sequence)
         self._stock.give(kept.unused_slots)
         self._kept[kept.parent_hash] = kept
-        self._give_up(len(self._kept) - self.most, self._kept.values())
+        self._give_up(len(self._kept) - self._most, self._kept.values())
 
     def yield_slots(self, blocks: int, now: float) -> bool:
+        """Gives up to so many slots back to the stock. Returns False if it gave none."""
         return self._give_up(blocks, self._kept.values())
 
     def _give_up(self, count: int, blocks: Iterable[PartialBlock]) -> bool:
@@ -109,7 +105,8 @@ class PartialBlocks(StepFeature):
             self._stock.give((kept.slot,))
         return bool(gone)
 
-    def chains(self) -> Iterable[BlockChain]:
+    def side_chains(self) -> Iterable[BlockChain]:
+        """Returns the partial blocks."""
         return self._kept.values()
 
     @property
@@ -118,33 +115,7 @@ class PartialBlocks(StepFeature):
         return len(self._kept)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        assert len(self._kept) <= self.most + sum(kept.is_read() for kept in self._kept.values())
+        """Raises AssertionError where too many are kept, or a sequence is promised a copy of a block that is gone."""
+        assert len(self._kept) <= self._most + sum(kept.is_read() for kept in self._kept.values())
         promised = {one.copy_first[0] for one in sequences if one.copy_first}
         assert promised <= {kept.slot for kept in self._kept.values()}, "a copy reads a block that is gone"
-
-
-class WorkerPartialBlocks(WorkerFeature):
-    """Lets a decode worker keep partial blocks, once it has a pool."""
-
-    def __init__(self, percent: int) -> None:
-        self._percent = percent
-        self._part = PartialBlocks(0)
-
-    def bind_pool(self, attachment: Attachment) -> None:
-        self._part.most = attachment.num_slots * self._percent // 100
-
-    def attached(self, worker: WorkerPlace) -> None:
-        worker.meters.watch(lambda: ((names.PARTIAL_BLOCKS, (), self._part.kept_blocks),))
-
-    def step_feature(self) -> StepFeature:
-        self._part = PartialBlocks(self._part.most)
-        return self._part
-
-
-async def load_partial_blocks(setup: WorkerSetup) -> WorkerFeature | None:
-    """Returns the feature for a decode worker; prefill ranges end with whole blocks."""
-    percent = setup.flags.partial_block_percent if isinstance(setup.flags, DecodeFlags) else 0
-    if setup.model.backend.layout.state_pages:
-        # A text cannot go on from keys and values alone.
-        return None
-    return WorkerPartialBlocks(percent) if percent else None

@@ -36,23 +36,20 @@ class StatePlaces:
         self._last = last = (sequence.num_tokens - 1) // size * size
         wished = {sequence.known_blocks * size, *(place // size * size for place in sequence.kept_tokens)}
         wished |= set() if sequence.is_prefill else {last}
-        self._left = sorted(place for place in wished if sequence.num_computed < place <= last)
+        # A step of the prompt ends at each of these places; the sequence has the same list.
+        self.left = sorted(place for place in wished if sequence.num_computed < place <= last)
+        sequence.step_ends = self.left
         self._kept, self._cheap_after = sequence.num_computed, int(pages * size / CHEAP_PART)
-
-    def after(self, tokens: int) -> int:
-        """Returns the next place after so many tokens at which a step of the prompt has to end, 0 where there is
-        none."""
-        return next((place for place in self._left if place > tokens), 0)
 
     def wants(self, tokens: int) -> bool:
         """Returns whether steps end after so many tokens for the state that stands there."""
-        return tokens in self._left
+        return tokens in self.left
 
     def reached(self, tokens: int) -> bool:
         """Notes that the state after so many tokens stands. Returns whether it is to be kept."""
         whole = tokens % self._size == 0 and tokens <= self._last
-        reached = tokens in self._left or (whole and tokens - self._kept >= self._cheap_after)
-        self._left = [place for place in self._left if place > tokens]
+        reached = tokens in self.left or (whole and tokens - self._kept >= self._cheap_after)
+        self.left[:] = [place for place in self.left if place > tokens]
         if reached:
             self._kept = tokens
         return reached
