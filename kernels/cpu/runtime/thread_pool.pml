@@ -1,5 +1,5 @@
 /*
- * A model of the thread pool and of core lending, for the model checker spin. docs/thread-pool.md says how to read it.
+ * A model of the thread pool and of core lending, for the model checker spin. lab/lab/docs/thread-pool.md says how to read it.
  *
  * The code is thread_pool_code.py, which emits LLVM. "code:" names the method that an inline follows: each atomic
  * operation of the method is one step here, in the same order, on a word of the same name. The test

@@ -17,7 +17,7 @@ from pillion.kernels.cpu.runtime import thread_pool_code
 
 CODE = Path(thread_pool_code.__file__)
 MODEL = CODE.with_name("thread_pool.pml")
-PAGE = "docs/thread-pool.md"
+PAGE = "lab/docs/thread-pool.md"
 # What of the model's text only spin's preprocessor reads.
 MUTANT = re.compile(r"^#(ifdef|ifndef|else|endif)\b[ \t]*(\w*)", re.MULTILINE)
 # The shapes in which the model is searched, with the mutants that each of them must find.
