@@ -35,6 +35,12 @@ class Flow(NamedTuple):
 NO_FLOW = Flow()
 
 
+def rank_of(priority: int) -> int:
+    """Returns 0 for a request that is more urgent than usual, 1 for a usual one, and 2 for one in the background, for
+    which nobody waits. Between tenants, shares decide among the requests of one rank."""
+    return 0 if priority < 0 else 1 + (priority >= MAX_PRIORITY)
+
+
 def queue_order(priority: int, arrived_s: float) -> float:
     """Returns a request's place in any waiting queue: the smallest goes first. The place never changes while a request
     waits, so a sorted queue stays sorted: for each level of less urgency, a request counts as having arrived

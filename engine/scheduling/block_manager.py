@@ -198,6 +198,7 @@ class BlockManager:
                 total_blocks=sequence.num_tokens // self.block_size + 1 + self.beside_blocks,
                 priority=sequence.priority,
                 state_pages=self.state_pages,
+                flow=sequence.flow,
             )
         )
 

@@ -50,7 +50,7 @@ from typing import Any
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S
+from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S, rank_of
 
 # The worker remembers the counters of this many flows that have no sequence on it while others have some.
 MAX_ABSENT_FLOWS = 1024
@@ -75,11 +75,6 @@ def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
 def _in_background(sequence: Sequence) -> bool:
     """Returns whether nobody waits for the sequence, which is a batch's."""
     return sequence.priority >= MAX_PRIORITY
-
-
-def _rank(sequence: Sequence) -> int:
-    """Returns 0 for what is more urgent than usual, 1 for what is usual, and 2 for what is in the background."""
-    return 0 if sequence.priority < 0 else 1 + _in_background(sequence)
 
 
 @dataclass(slots=True)
@@ -172,7 +167,8 @@ class Flows:
             lines.setdefault(sequence.flow.key, deque()).append(sequence)
         heaps: tuple[list[tuple[float, int, Place, bytes]], ...] = ([], [], [])
         for key, line in lines.items():
-            heaps[_rank(line[0])].append((counters[key], self.accounts[key].running, _service_order(line[0]), key))
+            heap = heaps[rank_of(line[0].priority)]
+            heap.append((counters[key], self.accounts[key].running, _service_order(line[0]), key))
         for heap in heaps:
             heapq.heapify(heap)
         found: list[Sequence] = []
@@ -188,7 +184,8 @@ class Flows:
                 found.append(sequence)
                 counter += sequence.left_to_compute / weight
             if line:
-                heapq.heappush(heaps[_rank(line[0])], (counter, running + 1, _service_order(line[0]), key))
+                heap = heaps[rank_of(line[0].priority)]
+                heapq.heappush(heap, (counter, running + 1, _service_order(line[0]), key))
         return found
 
     def _lift(self, key: bytes, counters: Mapping[bytes, float]) -> None:

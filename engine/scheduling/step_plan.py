@@ -10,6 +10,7 @@ from typing import Any
 from pillion.engine.backends.backend import Int32, PackedAdapter, StateSlots
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
+from pillion.priority import NO_FLOW, Flow
 from pillion.types import FinishReason, TokenLogprob
 
 
@@ -130,6 +131,7 @@ class ResumeOrder:
     total_blocks: int
     priority: int = 0
     state_pages: int = 0
+    flow: Flow = NO_FLOW
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,6 +344,7 @@ class DecodeSession:
                 expected_blocks=submit.expected_blocks,
                 state_pages=pages,
                 known_blocks=submit.known_blocks,
+                flow=bounded_flow(submit.flow.key, submit.flow.weight),
             )
             found["pillion.pinned_blocks"] = len(holding.chain_slots)
         except DeadlineExceeded:

@@ -23,6 +23,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import ChainOrder, ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
 # A stream waits at most this long in the node's queue for memory.
@@ -177,10 +178,11 @@ class Tickets:
         expected_blocks: int = 0,
         state_pages: int = 0,
         known_blocks: int = 0,
+        flow: Flow = NO_FLOW,
     ) -> tuple[Holding, bytes]:
         """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory:
         streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks``,
-        ``state_pages`` and ``known_blocks``, and :meth:`adopt` what is returned.
+        ``state_pages``, ``known_blocks`` and ``flow``, and :meth:`adopt` what is returned.
 
         Raises:
             NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
@@ -197,6 +199,7 @@ class Tickets:
             expected_blocks=expected_blocks,
             state_pages=state_pages,
             known_blocks=known_blocks,
+            flow=flow,
         )
         task = self._opening[seq_id] = asyncio.create_task(opening)
         try:
@@ -243,6 +246,7 @@ class Tickets:
                 resume=True,
                 priority=order.priority,
                 state_pages=order.state_pages,
+                flow=order.flow,
             )
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):

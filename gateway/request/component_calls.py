@@ -53,9 +53,9 @@ from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
-from pillion.v1.common_pb2 import Flow
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
+from pillion.wire.common import flow_to_pb
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
 
@@ -84,12 +84,8 @@ def make_range(
         text_tokens=admitted.text_tokens,
         adapter=admitted.adapter,
         kept_tokens=admitted.kept_tokens,
-        flow=_flow_to_pb(admitted),
+        flow=flow_to_pb(admitted.flow),
     )
-
-
-def _flow_to_pb(admitted: AdmittedRequest) -> Flow | None:
-    return Flow(key=admitted.flow.key, weight=admitted.flow.weight) if admitted.flow.key else None
 
 
 async def open_ticket(
@@ -120,6 +116,7 @@ async def open_ticket(
             expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
             state_pages=action.plan.state_pages,
             known_blocks=min(len(hashes) // HASH_BYTES, action.plan.known_blocks),
+            flow=admitted.flow,
         )
         span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
     return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
@@ -384,7 +381,7 @@ class ComponentCalls:
             adapter=admitted.adapter,
             kept_tokens=admitted.kept_tokens,
             bad_words=[TokenSequence(token_ids=one) for one in admitted.bad_words],
-            flow=_flow_to_pb(admitted),
+            flow=flow_to_pb(admitted.flow),
         )
         if admitted.pooled is not None:
             rows = admitted.pooled_rows

@@ -14,6 +14,7 @@ import grpc
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
+from pillion.priority import NO_FLOW, Flow
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import (
     AdapterPiece,
@@ -28,7 +29,7 @@ from pillion.v1.kvnode_pb2 import (
     PrefetchReply,
     PrefixPin,
 )
-from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.common import check_hello, flow_to_pb, hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -116,6 +117,7 @@ class NodeClient:
         adopt: bool = False,
         state_pages: int = 0,
         known_blocks: int = 0,
+        flow: Flow = NO_FLOW,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
     ) -> OpenTicketReply:
@@ -132,6 +134,7 @@ class NodeClient:
                 where fewer than ``expected_blocks`` are there.
             state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
             known_blocks: blocks of the chain that any node has, for such a model.
+            flow: the tenant whose share of the pool decides where several wait.
             on_unreleased: called where the release of such a call was not answered either.
         """
         nonce = secrets.randbits(62) + 1
@@ -146,6 +149,7 @@ class NodeClient:
             adopt=adopt,
             state_pages=state_pages,
             known_blocks=known_blocks,
+            flow=flow_to_pb(flow),
         )
         try:
             return await call_unary(self._stub.OpenTicket, request, timeout_s)

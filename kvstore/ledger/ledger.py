@@ -24,6 +24,7 @@ the reservation, so an admitted prompt can always finish, whichever process dies
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -235,6 +236,7 @@ class Ledger:
         total_blocks: int,
         state_pages: int = 0,
         known_blocks: int = 0,
+        flow_key: bytes = b"",
     ) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
         With ``state_pages`` the prefix is the longest one with a state of so many pages, which is pinned, too; some
@@ -257,7 +259,16 @@ class Ledger:
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
         ticket.state, ticket.state_pages = match.state, state_pages
         ticket.known_blocks = known
+        ticket.flow_key, ticket.asked_blocks = flow_key, total_blocks
         return ticket
+
+    def claims(self) -> Counter[bytes]:
+        """Returns how many blocks the tickets of each flow claim, by the flow's key: what a request asked for, or its
+        chain, once that has grown longer. Takes O(tickets)."""
+        claims: Counter[bytes] = Counter()
+        for ticket in self.tickets.values():
+            claims[ticket.flow_key] += max(ticket.asked_blocks, ticket.blocks)
+        return claims
 
     def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:
         ticket = TicketState(self._new_id(), (holder.epoch, nonce), last_block, reserved, {holder.epoch})

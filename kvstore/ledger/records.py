@@ -102,6 +102,8 @@ class TicketState:
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
         state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
+        flow_key: key of the flow whose claim it is (:class:`pillion.priority.Flow`).
+        asked_blocks: blocks that the request needed in all when the ticket was opened.
         known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool or
             another node had when a state was looked for, or more where the pool remembers a place after them.
     """
@@ -115,6 +117,8 @@ class TicketState:
     state: Block | None = None
     state_pages: int = 0
     known_blocks: int = 0
+    flow_key: bytes = b""
+    asked_blocks: int = 0
 
     @property
     def blocks(self) -> int:

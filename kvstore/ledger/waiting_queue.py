@@ -4,20 +4,28 @@
       +-----------> waiting --its turn, and it fits--> admitted
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
-The queue is first come, first served and only its first waiter is ever looked at, so that a big prompt is not overtaken
-for ever. A more urgent waiter counts as having come earlier (:mod:`pillion.priority`). Preempted streams (``resume``)
-stand before new prompts, because their readers wait already.
+Within a tenant the queue is first come, first served. A more urgent waiter counts as having come earlier
+(:mod:`pillion.priority`). Preempted streams (``resume``) stand before new prompts, because their readers wait already.
+
+Between tenants, whom the node knows by their flows (:class:`pillion.priority.Flow`), shares of the pool decide: the
+next waiter is of the flow whose tickets claim least of it in proportion to its weight, and where two flows claim as
+much, the first in place. So a flow that claims nothing waits for the next memory that comes free, whatever others hold,
+and nobody has to remember what a flow had before. As between the sequences of a worker, priority decides between flows
+only at its ends, by :func:`pillion.priority.rank_of`.
+
+Only the first waiter is ever looked at. It is overtaken by flows that claim less than its own alone, and the claim of
+its own falls as its streams end, so that a big prompt is not overtaken for ever.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass
-from math import inf
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.priority import queue_order
+from pillion.priority import NO_FLOW, Flow, queue_order, rank_of
 from pillion.v1.kvnode_pb2 import AdoptTicketReply
 
 # A refused caller should try again after this time.
@@ -36,6 +44,7 @@ class Waiter:
         adopt: whether the caller leases all that is reserved with the same call, if ``expected_blocks`` are here.
         state_pages: pages of a state that the prompt goes on from, 0 for a model without states.
         known_blocks: blocks of the chain that any node has, for a model with states.
+        flow: the tenant's share of the pool.
         asked_s: time of the call on the node's monotonic clock.
     """
 
@@ -49,11 +58,12 @@ class Waiter:
     priority: int = 0
     state_pages: int = 0
     known_blocks: int = 0
+    flow: Flow = NO_FLOW
     asked_s: float = 0.0
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Returns the sort key: the waiter with the smaller key is further in front."""
+        """Returns the sort key: of one tenant's waiters, the one with the smaller key is further in front."""
         return not self.resume, queue_order(self.priority, self.asked_s)
 
     @property
@@ -78,12 +88,15 @@ class WaitingQueue:
     def __init__(self, ledger: Ledger, max_waiting: int) -> None:
         self._ledger = ledger
         self._max_waiting = max_waiting
-        # The queue is sorted by place; of equal waiters, the one that came first is in front.
-        self._queue: list[Waiter] = []
+        # These are the lines of the flows that wait, by their keys. A line is never empty, and sorted by place; of
+        # equal waiters, the one that came first is in front.
+        self._lines: dict[bytes, list[Waiter]] = {}
         self._by_key: dict[tuple[int, int], Waiter] = {}
+        # This counts the waiters: True, those that resume, and False, the new prompts.
+        self._counts: Counter[bool] = Counter()
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._by_key)
 
     def ask(self, waiter: Waiter) -> Grant | None:
         """Admits the waiter at once, or queues it and returns None.
@@ -92,23 +105,24 @@ class WaitingQueue:
         Conflict if the epoch is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.
         """
         self._judge(waiter)
-        is_first = not self._queue or waiter.place < self._queue[0].place
-        grant = self._admit(waiter) if is_first else None
-        if grant is not None:
-            return grant
-        # New prompts and preempted streams are counted apart, so that new prompts do not shut out preempted streams.
-        resuming = bisect_left(self._queue, (True, -inf), key=lambda other: other.place)
-        if (resuming if waiter.resume else len(self) - resuming) >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
-        insort(self._queue, waiter, key=lambda other: other.place)
+        insort(self._lines.setdefault(waiter.flow.key, []), waiter, key=lambda other: other.place)
         self._by_key[waiter.key] = waiter
-        return None
+        self._counts[waiter.resume] += 1
+        grant = self._admit(waiter) if self._first() is waiter else None
+        # New prompts and preempted streams are counted apart, so that new prompts do not shut out preempted streams.
+        is_full = self._counts[waiter.resume] > self._max_waiting
+        if grant is not None or is_full:
+            self.withdraw(waiter.key)
+        if grant is None and is_full:
+            raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
+        return grant
 
     def poll(self) -> list[Grant]:
         """Admits waiters from the front as long as they fit. The node calls this after every change in the ledger."""
         grants = []
-        while self._queue:
-            grant = self._admit(self._queue[0])
+        # Each waiter needs a slot at least, so without any it need not be known which one is first.
+        while self._lines and self._ledger.unpromised:
+            grant = self._admit(self._first())
             if grant is None:
                 break
             self.withdraw(grant.key)
@@ -120,26 +134,55 @@ class WaitingQueue:
         waiter = self._by_key.pop(key, None)
         if waiter is None:
             return False
-        at = bisect_left(self._queue, waiter.place, key=lambda other: other.place)
-        while self._queue[at] is not waiter:
+        self._counts[waiter.resume] -= 1
+        line = self._lines[waiter.flow.key]
+        at = bisect_left(line, waiter.place, key=lambda other: other.place)
+        while line[at] is not waiter:
             at += 1
-        del self._queue[at]
+        del line[at]
+        if not line:
+            del self._lines[waiter.flow.key]
         return True
 
     def withdraw_epoch(self, epoch: int) -> list[tuple[int, int]]:
         """Removes all waiters of an epoch that is fenced or gone; returns their keys."""
-        keys = [waiter.key for waiter in self._queue if waiter.epoch == epoch]
+        keys = [key for key in self._by_key if key[0] == epoch]
         for key in keys:
             self.withdraw(key)
         return keys
 
     def recall_blocks(self) -> int:
         """Returns how many slots the first waiter lacks: workers should return that many from their stock."""
-        first = self._queue[0] if self._queue else None
-        return self._ledger.shortage(first.hashes, first.total_blocks, first.state_pages) if first else 0
+        if not self._lines:
+            return 0
+        first = self._first()
+        return self._ledger.shortage(first.hashes, first.total_blocks, first.state_pages)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the lines are out of order, or are not of those that wait."""
+        for key, line in self._lines.items():
+            assert line, "a line is empty"
+            assert all(waiter.flow.key == key for waiter in line), "a waiter stands in another flow's line"
+            assert line == sorted(line, key=lambda waiter: waiter.place), "a line is out of order"
+        waiting = [waiter for line in self._lines.values() for waiter in line]
+        assert {waiter.key: waiter for waiter in waiting} == self._by_key, "the lines have other waiters than are known"
+        assert +self._counts == Counter(waiter.resume for waiter in waiting), "the waiters are miscounted"
+
+    def _first(self) -> Waiter:
+        """Returns the waiter whose turn is next. At least one waits."""
+        heads = [line[0] for line in self._lines.values()]
+        if len(heads) == 1:
+            return heads[0]
+        claims = self._ledger.claims()
+        firsts: dict[int, tuple[float, tuple[bool, float], Waiter]] = {}
+        for head in heads:
+            rank, share = rank_of(head.priority), claims[head.flow.key] / head.flow.weight
+            if rank not in firsts or (share, head.place) < firsts[rank][:2]:
+                firsts[rank] = share, head.place, head
+        return min(firsts.values(), key=lambda first: first[1])[2]
 
     def _admit(self, waiter: Waiter) -> Grant | None:
-        asked = waiter.hashes, waiter.total_blocks, waiter.state_pages, waiter.known_blocks
+        asked = waiter.hashes, waiter.total_blocks, waiter.state_pages, waiter.known_blocks, waiter.flow.key
         ticket = self._ledger.admit(waiter.epoch, waiter.nonce, *asked)
         if ticket is None:
             return None

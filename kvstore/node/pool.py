@@ -28,7 +28,7 @@ from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
-from pillion.priority import bounded
+from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.kvnode_pb2 import (
     AdoptTicketReply,
     CommitRun,
@@ -241,6 +241,8 @@ class Pool:
         now = time.monotonic()
         self.ledger.seen(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
+        if len(request.flow.key) > MAX_FLOW_KEY_BYTES:
+            raise InvalidRequest(f"the flow's key has {len(request.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
         if self.survival is not None:
             await self.survival.bring(hashes)
         # A caller that sends no nonce gets one, so that its place in the queue is its own.
@@ -263,6 +265,7 @@ class Pool:
             priority=bounded(request.priority),
             state_pages=request.state_pages,
             known_blocks=request.known_blocks,
+            flow=bounded_flow(request.flow.key, request.flow.weight),
             asked_s=now,
         )
         grant = self.waiting.ask(waiter)
@@ -405,6 +408,7 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict), which names what does not add up."""
         check_integrity(self.ledger)
+        self.waiting.check_integrity()
         self.followers.check_integrity()
         if self.survival is not None:
             self.survival.check_integrity()

@@ -86,6 +86,7 @@ class OpenTicketRequest(_message.Message):
     ADOPT_FIELD_NUMBER: _builtins.int
     STATE_PAGES_FIELD_NUMBER: _builtins.int
     KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    FLOW_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order; at most the blocks that end before the last
@@ -117,6 +118,10 @@ class OpenTicketRequest(_message.Message):
     """With state_pages: leading block_hashes that some node of the cluster has, as far as the index knows. Texts may part
     after them, so the prompt leaves a state there.
     """
+    @_builtins.property
+    def flow(self) -> _common_pb2.Flow:
+        """See Submit.flow: whose the memory is, by which the node keeps shares of it where several flows wait."""
+
     def __init__(
         self,
         *,
@@ -130,10 +135,11 @@ class OpenTicketRequest(_message.Message):
         adopt: _builtins.bool = ...,
         state_pages: _builtins.int = ...,
         known_blocks: _builtins.int = ...,
+        flow: _common_pb2.Flow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "known_blocks", b"known_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "state_pages", b"state_pages", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "flow", b"flow", "known_blocks", b"known_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "state_pages", b"state_pages", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,25 +11,38 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
-from pillion.priority import PRIORITY_AGING_S
+from pillion.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
 
 SLOTS = 8
 MAX_WAITING = 16
+FLOOD, LONE, HEAVY = Flow(b"flood"), Flow(b"lone"), Flow(b"heavy", 3.0)
 
 
 class QueueDriver:
     """A pool that somebody holds whole, and the line before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, flow: Flow = NO_FLOW, slots: int = SLOTS, tickets: int = 1) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
-        self.ledger.shape(SLOTS)
+        self.ledger.shape(slots)
         self.line = WaitingQueue(self.ledger, MAX_WAITING)
         self.epoch = self.ledger.attach("edge", SESSION)
-        holding = self.line.ask(Waiter(epoch=self.epoch, nonce=1, hashes=(), total_blocks=SLOTS))
-        assert holding is not None
-        self.ticket_id = holding.ticket_id
+        self.ticket_ids = []
+        for nonce in range(-tickets, 0):
+            waiter = Waiter(epoch=self.epoch, nonce=nonce, hashes=(), total_blocks=slots // tickets, flow=flow)
+            grant = self.line.ask(waiter)
+            assert grant is not None
+            self.ticket_ids.append(grant.ticket_id)
 
-    def ask(self, nonce: int, blocks: int = 4, *, resume: bool = False, priority: int = 0, at_s: float = 0.0) -> None:
+    def ask(
+        self,
+        nonce: int,
+        blocks: int = 4,
+        *,
+        resume: bool = False,
+        priority: int = 0,
+        at_s: float = 0.0,
+        flow: Flow = NO_FLOW,
+    ) -> None:
         waiter = Waiter(
             epoch=self.epoch,
             nonce=nonce,
@@ -37,19 +50,35 @@ class QueueDriver:
             total_blocks=blocks,
             resume=resume,
             priority=priority,
+            flow=flow,
             asked_s=at_s,
         )
         assert self.line.ask(waiter) is None
+        self.line.check_integrity()
 
     def admitted(self) -> list[int]:
         """Nonces in the order in which the memory went to them, each giving it back at once."""
         order = []
-        self.ledger.release(self.epoch, [self.ticket_id])
+        self.ledger.release(self.epoch, self.ticket_ids)
         while grants := self.line.poll():
             order += [grant.key[1] for grant in grants]
             self.ledger.release(self.epoch, [grant.ticket_id for grant in grants])
         check_integrity(self.ledger)
+        self.line.check_integrity()
         assert not len(self.line)
+        return order
+
+    def served(self, tickets: int) -> list[int]:
+        """Nonces in the order in which the memory went to them, where each holds its own until ``tickets`` are held."""
+        self.ledger.release(self.epoch, self.ticket_ids)
+        held: list[int] = []
+        order = []
+        while len(self.line):
+            grants = self.line.poll()
+            order += [grant.key[1] for grant in grants]
+            held += [grant.ticket_id for grant in grants]
+            if len(held) >= tickets or not grants:
+                self.ledger.release(self.epoch, [held.pop(0)])
         return order
 
 
@@ -106,3 +135,43 @@ def test_new_prompts_do_not_shut_out_a_preempted_stream() -> None:
         line.ask(90)
     line.ask(91, resume=True)
     assert line.admitted() == [91, *range(2, 2 + MAX_WAITING)]
+
+
+def test_a_tenant_without_memory_comes_before_the_flood_that_has_all_of_it() -> None:
+    """Streams of the flood that were preempted come after it, too: between tenants, shares decide."""
+    line = QueueDriver(FLOOD, tickets=2)
+    line.ask(2, flow=FLOOD)
+    line.ask(3, flow=FLOOD, resume=True)
+    line.ask(4, flow=LONE, at_s=5.0)
+    line.ledger.release(line.epoch, [line.ticket_ids.pop()])
+    assert [grant.key[1] for grant in line.line.poll()] == [4]
+    assert line.admitted() == [3, 2]
+
+
+def test_memory_is_shared_by_weights() -> None:
+    line = QueueDriver(slots=16)
+    for nonce in range(2, 10):
+        line.ask(nonce, blocks=1, flow=FLOOD)
+        line.ask(nonce + 100, blocks=1, flow=HEAVY)
+    order = line.served(8)
+    assert sum(nonce > 100 for nonce in order[:8]) == 6
+    assert sorted(order[8:10]) == [4, 108]
+
+
+def test_long_prompts_count_for_what_they_need() -> None:
+    line = QueueDriver(slots=16)
+    for nonce in range(2, 6):
+        line.ask(nonce, blocks=4, flow=FLOOD)
+    for nonce in range(6, 18):
+        line.ask(nonce, blocks=1, flow=LONE)
+    order = line.served(5)
+    assert order[:5] == [2, 6, 7, 8, 9]
+
+
+def test_priority_between_tenants_decides_at_its_ends() -> None:
+    line = QueueDriver()
+    line.ask(2, flow=FLOOD, at_s=2.0, priority=1)
+    line.ask(3, flow=LONE, at_s=3.0, priority=5)
+    line.ask(4, flow=HEAVY, at_s=4.0, priority=-1)
+    line.ask(5, flow=NO_FLOW, at_s=1.0, priority=MAX_PRIORITY)
+    assert line.admitted() == [4, 2, 3, 5]
