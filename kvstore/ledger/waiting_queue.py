@@ -99,7 +99,8 @@ class WaitingQueue:
         return len(self._by_key)
 
     def ask(self, waiter: Waiter) -> Grant | None:
-        """Admits the waiter at once, or queues it and returns None.
+        """Admits the waiter at once, or queues it and returns None. Either way another flow's waiter may be the first
+        one afterwards, and fit, so :meth:`poll` has to follow.
 
         Raises Overloaded if it can never fit or the queue is full, Unavailable as long as the pool has no shape,
         Conflict if the epoch is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.

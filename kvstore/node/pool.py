@@ -423,6 +423,8 @@ class Pool:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[waiter.key] = future
         try:
+            # It may stand before a more urgent one of its tenant, and so let another tenant's go first, which fits.
+            self.changed()
             return await future
         except asyncio.CancelledError:
             self.waiting.withdraw(waiter.key)

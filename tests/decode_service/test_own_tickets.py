@@ -10,6 +10,8 @@ from lab.testbed.conditions import until
 from pillion.engine.streams import stream_session
 from pillion.engine.worker import tickets, worker_epoch
 from pillion.kvstore.hashing import chain_hashes
+from pillion.priority import Flow
+from pillion.v1 import common_pb2
 from pillion.v1.decode_pb2 import Sibling
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from tests.support.fake_backend import greedy
@@ -106,6 +108,26 @@ async def test_a_stream_waits_for_memory_and_says_so(monkeypatch: pytest.MonkeyP
         await workers.release(full)
         assert await end_of(answer) == await end_of(connection.answers[9]) == 0
         assert answer.token_ids == connection.answers[9].token_ids == greedy(TOKENS, 8)
+        await workers.quiet()
+
+
+async def test_a_tenant_that_holds_nothing_waits_for_no_other_ones_line() -> None:
+    """The stream of the tenant that holds memory came first, and gets its memory last."""
+    flood, lone = common_pb2.Flow(key=b"flood"), common_pb2.Flow(key=b"lone", weight=0.5)
+    half = (SLOTS // 2 - 1) * BLOCK
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        node, epoch = workers.node, workers.session.epoch
+        # The rest is left to decodes.
+        full = [await node.open_ticket(epoch, b"", blocks, flow=Flow(b"flood")) for blocks in (SLOTS // 2, SLOTS // 4)]
+        workers.decode_backend.gate.clear()
+        again = await waiting(workers, connection, 1, tokens=prompt(1, half), flow=flood)
+        other = await waiting(workers, connection, 2, tokens=prompt(2, half), flow=lone)
+        await workers.release(full[0])
+        await until("one to have its memory", lambda: again.pinned or other.pinned)
+        assert (again.pinned, other.pinned) == ([], [0])
+        workers.decode_backend.gate.set()
+        await workers.release(full[1])
+        assert await end_of(other) == await end_of(again) == 0
         await workers.quiet()
 
 

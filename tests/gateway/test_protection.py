@@ -362,6 +362,7 @@ async def test_workers_know_each_tenant_by_a_key_and_its_weight(file: str) -> No
         seen = {}
         for name in ("other", "acme", "friend"):
             done, prefilled = len(fakes.decode.submits), len(fakes.prefill.prefill_ranges)
+            opened = len(fakes.decode.node.opened)
             async with client_of(fakes, name) as client:
                 await ask(client)
             for path, body in bodies.items():
@@ -372,6 +373,8 @@ async def test_workers_know_each_tenant_by_a_key_and_its_weight(file: str) -> No
             assert len(flows) == 1 + len(bodies)
             flows += [one.flow for one in fakes.prefill.prefill_ranges[prefilled:]]
             assert len(flows) > 1 + len(bodies), "no prefill worker was asked"
+            flows += [one.flow for one in fakes.decode.node.opened[opened:]]
+            assert len(flows) > 2 * (1 + len(bodies)), "the node was not asked for memory"
             ((seen[name], weight),) = {(flow.key, flow.weight) for flow in flows}
             assert weight == (2.5 if name == "other" else 1.0)
             assert name.encode() not in seen[name]

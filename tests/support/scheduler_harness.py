@@ -442,6 +442,7 @@ class SchedulerHarness:
         while self.resumes:
             order = self.resumes[0]
             hashes = split_hashes(order.block_hashes)
+            assert order.flow == self.scheduler.sequences[order.seq_id].flow
             if order.total_blocks > self.ledger.num_slots:
                 self.scheduler.fail(order.seq_id, PillionError("never fits"), self.now)
             else:

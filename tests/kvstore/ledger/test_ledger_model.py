@@ -246,6 +246,7 @@ class NodeLife(RuleBasedStateMachine):
             assert grant.key == waiter.key
             self.forget(waiter)
             self.granted(grant, waiter)
+        self.line.check_integrity()
         assert len(self.line) == len(self.resumed) + len(self.new)
         assert not (self.line.recall_blocks() == 0 and len(self.line)), "the oldest waits only for what is missing"
 

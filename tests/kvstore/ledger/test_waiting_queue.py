@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pillion.errors import Overloaded
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -12,9 +14,10 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
 from pillion.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
+from tests.support.examples import examples
 
 SLOTS = 8
-MAX_WAITING = 16
+MAX_WAITING = 60
 FLOOD, LONE, HEAVY = Flow(b"flood"), Flow(b"lone"), Flow(b"heavy", 3.0)
 
 
@@ -175,3 +178,66 @@ def test_priority_between_tenants_decides_at_its_ends() -> None:
     line.ask(4, flow=HEAVY, at_s=4.0, priority=-1)
     line.ask(5, flow=NO_FLOW, at_s=1.0, priority=MAX_PRIORITY)
     assert line.admitted() == [4, 2, 3, 5]
+
+
+def whose_turn(waiters: list[Waiter], held: dict[int, Waiter]) -> Waiter:
+    """Of each flow the first in place; of those that are as urgent, the one whose flow claims least over its weight;
+    and of these, the first in place. ``held`` are the waiters that have a ticket."""
+
+    def place(waiter: Waiter) -> tuple[bool, float]:
+        return not waiter.resume, waiter.asked_s + waiter.priority * PRIORITY_AGING_S
+
+    def share(waiter: Waiter) -> tuple[float, tuple[bool, float]]:
+        claimed = sum(other.total_blocks for other in held.values() if other.flow == waiter.flow)
+        return claimed / waiter.flow.weight, place(waiter)
+
+    heads = [min((w for w in waiters if w.flow == flow), key=place) for flow in {waiter.flow for waiter in waiters}]
+    ranks: dict[int, list[Waiter]] = {}
+    for head in heads:
+        ranks.setdefault((head.priority >= 0) + (head.priority >= MAX_PRIORITY), []).append(head)
+    return min((min(rank, key=share) for rank in ranks.values()), key=place)
+
+
+ASKS = st.tuples(
+    st.sampled_from([NO_FLOW, FLOOD, HEAVY]), st.integers(1, 6), st.booleans(), st.sampled_from([-1, 0, 0, 1, 100])
+)
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.one_of(ASKS, st.integers(0, 7)), min_size=20, max_size=60))
+def test_memory_goes_to_the_one_whose_turn_it_is(events: list) -> None:
+    """An event is somebody who asks for memory, or somebody who gives it back."""
+    driver = QueueDriver(tickets=0, slots=12)
+    waiting: list[Waiter] = []
+    held: dict[int, Waiter] = {}
+    for number, event in enumerate(events):
+        if isinstance(event, int):
+            for ticket_id in list(held)[event : event + 1]:
+                driver.ledger.release(driver.epoch, [ticket_id])
+                del held[ticket_id]
+            grants = driver.line.poll()
+        else:
+            flow, blocks, resume, priority = event
+            waiter = Waiter(
+                epoch=driver.epoch,
+                nonce=number + 1,
+                hashes=(),
+                total_blocks=blocks,
+                resume=resume,
+                priority=priority,
+                flow=flow,
+                asked_s=number / 100,
+            )
+            waiting.append(waiter)
+            grant = driver.line.ask(waiter)
+            grants = [*([grant] if grant is not None else ()), *driver.line.poll()]
+        for grant in grants:
+            waiter = whose_turn(waiting, held)
+            assert grant.key == waiter.key
+            waiting.remove(waiter)
+            held[grant.ticket_id] = waiter
+        if waiting:
+            assert driver.line.recall_blocks() == driver.ledger.shortage((), whose_turn(waiting, held).total_blocks) > 0
+        check_integrity(driver.ledger)
+        driver.line.check_integrity()
+        assert len(driver.line) == len(waiting)
