@@ -106,7 +106,7 @@ def fp8_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fp8_parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views an "fp8-rows-1" pool as codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
     block_size = pool.shape[4] // (head_dim + 4)
-    codes = pool[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    codes = pool[..., : block_size * head_dim].view(*pool.shape[:-1], block_size, head_dim)
     return codes, pool.view(torch.float32)[..., -block_size:]
 
 
