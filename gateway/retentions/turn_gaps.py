@@ -228,11 +228,6 @@ class TurnGaps:
         """Gives the number of conversations that may go on."""
         return self._turns
 
-    def tools_of(self, tenant: str) -> int:
-        """Returns how many tools of a tenant are remembered."""
-        known = self._tenants.get(tenant)
-        return 0 if known is None else len(known.tables)
-
     def _decided(self, known: TenantGaps, key: str, shared_blocks: int) -> KeepUntil | LetGo | None:
         table = known.tables.get(key)
         if table is None or table.answers < MIN_ANSWERS:

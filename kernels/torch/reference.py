@@ -29,17 +29,6 @@ class RaggedBatch(Protocol):
     def block_tables(self) -> Int32: ...
 
 
-def write_kv(pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes keys and values [T, kv_heads, head_dim] of the batch's T tokens into their rows of ``layer``."""
-    block_size = pool.shape[4]
-    for sequence, table in enumerate(batch.block_tables):
-        for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
-            position = int(batch.positions[row])
-            slot, offset = int(table[position // block_size]), position % block_size
-            pool[slot, layer, 0, :, offset] = keys[row]
-            pool[slot, layer, 1, :, offset] = values[row]
-
-
 def paged_attention(
     queries: torch.Tensor,
     pool: torch.Tensor,

@@ -137,11 +137,6 @@ class RetentionEviction:
         """Gives the number of retentions."""
         return len(self._all)
 
-    @property
-    def retained_blocks(self) -> int:
-        """Gives the number of blocks that retentions mark."""
-        return len(self._owners)
-
     # Gateways make the following calls.
 
     def retain(self, owner: str, hashes: Sequence[bytes], steps: Sequence[tuple[float, float]], until_s: float) -> bool:

@@ -22,8 +22,8 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES, KernelSpec
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
 from pillion.kernels.cpu.runtime import thread_pool_code
-from pillion.kernels.cpu.runtime.compiler import object_code
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
+from tests.support.machine_code import object_code
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # The address of the file in the emulated program's memory.

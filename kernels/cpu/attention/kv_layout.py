@@ -55,12 +55,6 @@ def pack_pool(pool: torch.Tensor) -> torch.Tensor:
     return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
 
 
-def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
-    """Converts a pool in this layout back to the plain one, as the inverse of :func:`pack_pool`."""
-    pair, (block_size, head_dim) = _pair(packed), packed.shape[-2:]
-    return _turned(packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair))
-
-
 def _pair(pool: torch.Tensor) -> int:
     """Returns how many neighbouring values lie together in a lane: two bfloat16, or one float32."""
     return 2 if pool.dtype == torch.bfloat16 else 1

@@ -216,54 +216,6 @@ class _Library:
         return key_of(*self._about, str(checked), name)
 
 
-def object_code(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> bytes:
-    """Returns one ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this
-    one."""
-    module, machine = _together(specs, isa, checked)
-    return bytes(machine.emit_object(module))
-
-
-def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> dict[str, str]:
-    """Returns the instructions of each function by name, for tests that look for spilled registers, for instance."""
-    module, machine = _together(specs, isa, checked)
-    return _instructions(machine.emit_assembly(module))
-
-
-def assembly_of(
-    specs: Sequence[KernelSpec], isa: Isa, choose: Callable[[Iterable[str]], Iterable[str]]
-) -> dict[str, str]:
-    """Returns the instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
-    target, module = target_of(isa), KernelModule(isa)
-    machine, found = _machine(target), dict[str, str]()
-    with _no_collection():
-        for spec in specs:
-            module.add(spec)
-        functions = _functions(module.module)
-        texts = [_alone(functions[name])[1] for name in choose(functions)]
-    for text in texts:
-        found |= _instructions(machine.emit_assembly(_optimized(text, target, machine)))
-    return found
-
-
-def _instructions(text: str) -> dict[str, str]:
-    """Returns the functions in an assembler's text, by name."""
-    bodies = re.finditer(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', text, re.MULTILINE | re.DOTALL)
-    return {body.group(1): body.group(0) for body in bodies}
-
-
-def _together(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    target = target_of(isa)
-    machine = _machine(target)
-    with _no_collection():
-        kernels = KernelModule(isa, checked)
-        kernels.define_fault_cell()
-        for spec in specs:
-            kernels.add(spec)
-        add_thread_pool(kernels.module, isa)
-        text = str(kernels.module)
-    return _optimized(text, target, machine), machine
-
-
 def _functions(module: ir.Module) -> dict[str, ir.Function]:
     """Returns the functions that a module defines."""
     return {name: one for name, one in module.globals.items() if isinstance(one, ir.Function) and one.blocks}

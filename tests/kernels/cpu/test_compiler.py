@@ -18,7 +18,8 @@ from pillion.kernels.cpu.language.module import SIGNATURE
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.runtime import code_cache, compiler
 from pillion.kernels.cpu.runtime.code_cache import CodeCache, key_of
-from pillion.kernels.cpu.runtime.compiler import assembly, compile_kernels, object_code, target_of
+from pillion.kernels.cpu.runtime.compiler import compile_kernels, target_of
+from tests.support.machine_code import assembly, object_code
 from tests.support.processes import started
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 

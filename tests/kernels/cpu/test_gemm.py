@@ -19,7 +19,6 @@ from pillion.kernels.cpu.products.gemm import ACTIVATED, GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, unpack
-from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
@@ -33,6 +32,7 @@ from tests.support.kernel_runner import (
     stride,
     with_checks,
 )
+from tests.support.machine_code import assembly
 
 # The kind of the weights, and the type of the rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))

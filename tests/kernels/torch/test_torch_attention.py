@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pillion.kernels.torch import attention_tiles as attention_plan
-from pillion.kernels.torch.reference import paged_attention, write_kv
+from pillion.kernels.torch.reference import paged_attention
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.batches import Sequences
 from tests.support.covering import each_value
 from tests.support.examples import examples
+from tests.support.plain_pools import write_kv
 
 LAYERS = 2
 STALE = (torch.nan, torch.inf, -torch.inf)

@@ -15,12 +15,12 @@ from pillion.kernels.cpu.language.isa import BY_NAME, TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
-from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.kernel_runner import normal, padded, registers_of, rows_step, runner_of, stride
+from tests.support.machine_code import assembly
 
 DEPTH, COLUMNS = 80, 96
 # Weights of the base, type of the rows, epilogue, and which rows.

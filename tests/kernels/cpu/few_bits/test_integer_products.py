@@ -18,7 +18,6 @@ from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
-from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
@@ -35,6 +34,7 @@ from tests.support.kernel_runner import (
     stride,
     with_checks,
 )
+from tests.support.machine_code import assembly
 
 SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
 PRODUCTS = (

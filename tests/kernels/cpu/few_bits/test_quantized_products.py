@@ -15,7 +15,6 @@ from pillion.kernels.cpu.few_bits.codes import CODE_KINDS
 from pillion.kernels.cpu.few_bits.few_bit_packing import packed_kind
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
-from pillion.kernels.cpu.runtime.compiler import assembly_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
@@ -30,6 +29,7 @@ from tests.support.kernel_runner import (
     runner_of,
     with_checks,
 )
+from tests.support.machine_code import assembly_of
 
 # The kinds whose constants are float32, and that of codes that float32 constants do not have.
 CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]

@@ -8,11 +8,11 @@ from torch.nn.functional import softplus
 
 from pillion.kernels.cpu.language.emit import LOG2E
 from pillion.kernels.cpu.language.isa import BY_NAME
-from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
 from pillion.kernels.cpu.states.state_spaces import RunStateSpace
 from pillion.kernels.torch.recurrences import DeltaRows, delta_rule
 from tests.support.kernel_runner import columns_of, normal, runner_of, stride
+from tests.support.machine_code import assembly
 from tests.support.piece_pool import PiecePool
 
 # Neighbouring heads share a key. Keys fill no whole vector; sums over 23 or 24 values have one part or several.
