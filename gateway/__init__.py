@@ -18,7 +18,6 @@ grammars/           the structure that an answer must have, as one grammar
 prefix_pins/        prompts that are computed ahead, and pinned
 pooling/            vectors of texts, as checkpoints want them
 planning/           which workers serve a request, and where its prompt is split
-scaling/            how many workers are wanted for the objectives
 read_ahead/         KV that is brought from lower tiers for requests that wait
 retentions/         KV of conversations that is kept until their next turns
 request/            the life of one request: state machine, calls to components, replays

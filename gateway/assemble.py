@@ -5,7 +5,7 @@ always                   OpenAI's API, Anthropic's Messages, Responses, pinned p
 --api-keys, --api-key    tenants and their quotas
 --enable-lora            names of adapters, and the upkeep of their files
 --enable-prefix-caching  what KV nodes are told of next turns (retentions), and reading ahead (--max-read-ahead)
---batch-path             batches        --ui  a page for people        --slo  a forecast of workers
+--batch-path             batches        --ui  a page for people
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from pillion.gateway.http_api.http_server import MoreRoutes, start_http
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_view import parse_policy
-from pillion.gateway.planning.forecast import forecaster_of
 from pillion.gateway.pooling.pooling_pages import pooling_routes
 from pillion.gateway.pooling.text_servicer import text_calls
 from pillion.gateway.pooling.vectors import GatewayVectors
@@ -101,7 +100,6 @@ def _check(flags: GatewayFlags) -> None:
     """Raises ConfigError for flags that no gateway can work with, whatever its models are."""
     refuse_contradictions(flags)
     parse_policy(flags.split_policy)
-    forecaster_of(flags)
     parse_lora_modules(flags.lora_modules)
     if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
@@ -118,7 +116,7 @@ async def serve_models(
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
-    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster_of(flags))
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads)
     adapters = await asyncio.to_thread(_adapters, flags, entries, cluster) if flags.enable_lora else None
     # Without API keys there are no tenants whose quotas could be counted.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))

@@ -41,7 +41,6 @@ from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
 from pillion.gateway.request.refusals import Refusals
@@ -188,7 +187,6 @@ class Gateway:
         self.meters.watch(
             lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
         )
-        self.meters.watch(cluster.forecaster.readings)
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
         if adapters is not None:
@@ -274,12 +272,10 @@ class Gateway:
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
-            permit = self._enter(request, model, tenant, arrived)
+            permit = self._enter(request, tenant, arrived)
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             if counted is None:
                 quota.take(1, arrived)
-            if not tenant.background:
-                self.cluster.forecaster.arrived(model.limits.name)
             with telemetry.child("tokenize", span) as tokenizing:
                 own, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(own))
@@ -319,17 +315,11 @@ class Gateway:
         if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
             count_refused(self.meters, error)
 
-    def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, arrived: float) -> AdmissionPermit:
-        """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
-        still counts as an arrival in the forecast of wanted workers."""
+    def _enter(self, request: GenerateRequest, tenant: Tenant, arrived: float) -> AdmissionPermit:
+        """Admits a request, and raises what Admission.enter raises."""
         field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
-        try:
-            order = queue_order(tenant.capped(request.priority), arrived)
-            return self.admission.enter(tenant, _generated(request.sampling), field, order)
-        except Overloaded as error:
-            if not tenant.background and all("/" not in quota.subject for quota in error.quotas):
-                self.cluster.forecaster.arrived(model.limits.name)
-            raise
+        order = queue_order(tenant.capped(request.priority), arrived)
+        return self.admission.enter(tenant, _generated(request.sampling), field, order)
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
         """Checks all fields of a request except the length of its text. Raises NotFound, and InvalidRequest with every
@@ -811,10 +801,6 @@ class Gateway:
             permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
-            if not admitted.background:
-                self.cluster.forecaster.answered(
-                    admitted.model, GivenAnswer(len(admitted.prompt), generated, permit.answers)
-                )
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:

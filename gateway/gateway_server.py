@@ -168,7 +168,6 @@ class GatewayServer:
                 prompt_tokens=totals.prompt_tokens,
                 cached_tokens=totals.cached_tokens,
                 completion_tokens=totals.completion_tokens,
-                arrivals=self.cluster.forecaster.arrivals(),
             )
             taken = not self._registry.refusal
             try:

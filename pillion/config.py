@@ -785,17 +785,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         "empty.",
         least=0,
     )
-    slo: str = flag(
-        "ttft=2.5+0.002*n,itl_p99=0.1",
-        "Objectives in seconds that wanted workers are counted for (n: prompt tokens).",
-    )
-    attainment: float = flag(0.95, "Share of the requests that shall meet all objectives.", least=0.5, most=0.999)
-    worker_start_s: float = flag(
-        0.0,
-        "Seconds from the wish for a worker until it serves. 0: as long as workers took to load.",
-        least=0,
-        most=600,
-    )
     allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
     allowed_hosts: tuple[str, ...] = flag(
         (),

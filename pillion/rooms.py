@@ -33,7 +33,6 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "engine.backends.torch.adapters": ("pillion.engine.adapters.step_adapters:TorchAdapters",),
     "engine.backends.cpu.adapters": ("pillion.engine.adapters.cpu_adapters:CpuAdapters",),
     "engine.backends.gpu.adapters": ("pillion.engine.gpu_adapters.gpu_adapters:GpuAdapters",),
-    "gateway.planning.forecaster": ("pillion.gateway.scaling.forecaster:make_forecaster",),
     "engine.backends.gpu.states": ("pillion.engine.gpu_states.gpu_states:GpuStates",),
 }
 

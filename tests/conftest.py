@@ -66,7 +66,6 @@ CLUSTERS = (
     "tests/test_limits.py",
     "tests/pillion/supervisor/",
     "tests/kvstore/exchange/",
-    "tests/gateway/scaling/",
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (

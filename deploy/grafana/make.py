@@ -67,11 +67,6 @@ def mean(metric: str, where: str) -> str:
     return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
 
 
-def _largest(by: str, metric: str) -> str:
-    """Return a gauge of the forecast, which all gateways make: the largest one, of all chosen models together."""
-    return f"sum by ({by}) (max by (gen_ai_request_model, {by}) ({metric}{{{MODEL}}}))"
-
-
 def _service() -> Dashboard:
     sources = "pillion_prompt_tokens_total"
     share = f"{rate_by(sources, 'source', MODEL)} / ignoring (source) group_left () sum({rate(sources, MODEL)})"
@@ -151,29 +146,20 @@ def _service() -> Dashboard:
             "Lines of batches: how many end or are sent again, and how many run or are queued.",
         ),
     )
-    wanted = (
+    workers = (
         Panel(
             "Workers",
             "short",
             (
-                Query(_largest("role", "pillion_forecast_workers"), "{{role}}, wanted"),
-                Query(_largest("role", "pillion_forecast_load"), "{{role}}, kept busy then"),
                 Query('count by (role) (pillion_build_info{role=~"prefill|decode"})', "{{role}}, there"),
+                Query(
+                    f"sum by (role) ({rate('pillion_step_duration_seconds_sum')} * on (job, instance)"
+                    " group_left (role) pillion_build_info)",
+                    "{{role}}, whose steps run",
+                ),
             ),
-            "How many are wanted for the objectives (--slo), how many of them will be busy on the average, and how many"
-            " there are.",
-        ),
-        Panel(
-            "Arrivals",
-            "reqps",
-            (Query(_largest("time", "pillion_forecast_arrivals"), "{{time}}"),),
-            "Requests a second at all gateways now, and as expected when a worker that is asked for now serves.",
-        ),
-        Panel(
-            "Horizon",
-            "s",
-            (Query(f"max(pillion_forecast_horizon_seconds{{{MODEL}}})", "horizon"),),
-            "How far ahead the forecast looks: as long as a worker takes to start (--worker-start-s).",
+            "How many workers there are, and how many of them compute on the average; prefill workers are scaled by it"
+            " (docs/kubernetes.md).",
         ),
     )
     prompts = (
@@ -205,7 +191,7 @@ def _service() -> Dashboard:
         "Pillion: service",
         "Latency, traffic and errors as clients see them.",
         (Variable("model", "Model", models),),
-        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts), ("Wanted workers", wanted)),
+        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts), ("Workers", workers)),
     )
 
 

@@ -21,7 +21,6 @@ from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
-from pillion.gateway.planning.forecast import Forecaster
 from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, FETCH_CALL_S, middle_model
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
@@ -121,7 +120,6 @@ class Cluster:
     and index included.
 
     By ``shared_loads`` gateways tell each other what they have under way; it is None where there is one gateway.
-    ``forecaster`` is told of requests; by default nothing is forecast.
     """
 
     def __init__(
@@ -131,13 +129,11 @@ class Cluster:
         index: Prefixes,
         grace_s: float,
         shared_loads: SharedLoads | None = None,
-        forecaster: Forecaster | None = None,
     ) -> None:
         self.index = index
         self.load = OwnLoad()
         self._exchange = LoadExchange(gateway_id, self.load, shared_loads, self._other_gateway_ids)
-        self.forecaster = forecaster or Forecaster()
-        self.routes = RoutePlanner(self.forecaster)
+        self.routes = RoutePlanner()
         self.view = ClusterView(grace_s)
         self.gateway_id = gateway_id
         self.registry = registry
@@ -189,7 +185,6 @@ class Cluster:
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
-            self.forecaster.tick(now, self.view, self.gateway_id)
 
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
         """Returns how ``model``, with adapters of a LoRA rank, is served now by components that answer. Raises

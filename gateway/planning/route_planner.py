@@ -11,7 +11,6 @@ import functools
 from collections.abc import Set
 
 from pillion.gateway.planning.cluster_view import ClusterSnapshot
-from pillion.gateway.planning.forecast import Forecaster, PlannedPrompt
 from pillion.gateway.planning.plan_cost import Demand, FetchPace, FetchPaces
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.planning.split_decision import StickyChoices
@@ -59,19 +58,15 @@ class RoutePlanner:
         fetch_paces, bucket_pace: how fast blocks of other nodes, and of a bucket, have come.
         demand: how many requests come, and of what size.
         sent_adapters: workers that load an adapter for this gateway's requests.
-        forecaster: gets each request that clients wait for.
     """
 
-    def __init__(self, forecaster: Forecaster | None = None) -> None:
+    def __init__(self) -> None:
         self.fetch_paces, self.bucket_pace = FetchPaces(), FetchPace()
         self.demand = Demand()
         self.sent_adapters = SentAdapters()
-        self.forecaster = forecaster or Forecaster()
         self._sticky_choices = StickyChoices()
 
-    def plan(
-        self, seen: ClusterSnapshot, now: float, *, gateways: int = 1, first: bool = True, background: bool = False
-    ) -> RequestPlan:
+    def plan(self, seen: ClusterSnapshot, now: float, *, gateways: int = 1, first: bool = True) -> RequestPlan:
         """Plans one attempt of a request.
 
         Args:
@@ -79,7 +74,6 @@ class RoutePlanner:
             now: the time in seconds, always of the same clock.
             gateways: number of gateways; each is assumed to get as many requests as this one.
             first: whether it is the request's first attempt; further ones are no new demand.
-            background: whether no client waits for it.
 
         Raises:
             Unavailable: there is nothing that could serve the request.
@@ -103,9 +97,6 @@ class RoutePlanner:
             whole = decided.on_prefill_worker
             split = decided.prompt_tokens if whole else decided.split_tokens
             self.demand.note(now, split - decided.cached_tokens, decided.prompt_tokens - split)
-            if not background:
-                prompt = PlannedPrompt(decided.cached_tokens, split, decided.prompt_tokens)
-                self.forecaster.planned(seen.model, prompt)
         # A text that a prefill worker computes whole shows nothing of what a prompt's split is worth.
         sticky = decided.policy.share is None and not decided.on_prefill_worker
         if sticky and decided.cached_blocks < decided.limit_blocks:

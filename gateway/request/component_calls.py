@@ -489,10 +489,7 @@ class ComponentCalls:
             known_blocks=found.known_blocks,
             text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
         )
-        first, background = action.attempt == 1, admitted.background
-        decided = cluster.routes.plan(
-            seen, time.monotonic(), gateways=cluster.gateways, first=first, background=background
-        )
+        decided = cluster.routes.plan(seen, time.monotonic(), gateways=cluster.gateways, first=action.attempt == 1)
         span.set_attributes(
             {
                 "pillion.attempt": action.attempt,

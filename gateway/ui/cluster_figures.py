@@ -191,16 +191,6 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
     )
 
 
-def wanted_workers(now: ClusterReading) -> dict[str, int]:
-    """Returns how many workers of each kind the gateway's forecast wants, for all models together; empty where it does
-    not forecast."""
-    found: dict[str, int] = {}
-    for (_, role), value in sorted(now.metrics.get(names.WANTED_WORKERS, {}).items()):
-        if not isinstance(value, Snapshot):
-            found[role] = found.get(role, 0) + round(value)
-    return found
-
-
 def quantile(found: Snapshot, share: float) -> float:
     """Returns a histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
 

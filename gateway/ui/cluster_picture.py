@@ -24,7 +24,6 @@ from pillion.gateway.ui.cluster_figures import (
     flow,
     state_of,
     steps,
-    wanted_workers,
 )
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Values
@@ -74,7 +73,6 @@ class ClusterPicture:
             "active_requests": status.active_requests,
             "index_available": status.index_available,
             "requests_here": requests,
-            "wanted_workers": wanted_workers(now),
             "flow": _flow(streams, sum(one.role == "gateway" for one in status.components)),
             "components": [
                 _component(one, fenced, steps(before, now, one.component_id) if before is not None else None)

@@ -1,13 +1,13 @@
-"""A fleet that grows and shrinks: by the gateways' forecast, by queue lengths, and not at all, in simulated time.
+"""A fleet that grows and shrinks by the Helm chart's rule, beside fleets of a fixed size, in simulated time.
 
     python -m lab.benchmarks.autoscaling --start-s 10 60 200
 
     trace of Mooncake's statistics, its arrivals bent to a day with bursts --> simulated fleet
-    every 15 s: a scaler says how many workers of each kind there should be --> some start, or drain
+    every 15 s: the rule says how many workers of each kind there should be --> some start, or drain
 
-The fleet is that of :mod:`lab.fleets`: production planner, scheduler and forecaster. A worker that starts
+The fleet is that of :mod:`lab.fleets`: production planner and scheduler. A worker that starts
 is paid for and serves ``--start-s`` seconds later; one that is not wanted any more drains and is paid for until it has.
-Scalers act as an HPA with the Helm chart's rules. Costs of steps are an assumption: those of a large model on a fast
+The rule is applied as an HPA does it. Costs of steps are an assumption: those of a large model on a fast
 machine, of none in particular.
 """
 
@@ -30,21 +30,14 @@ from rich.table import Table
 from lab.benchmarks.mooncake import WORKLOADS, generate_like
 from lab.benchmarks.plot import Chart, line_charts
 from lab.benchmarks.report import RESULTS, save, show_table
-from lab.fleets.fleet_request import FleetRequest
-from lab.fleets.sim_gateway import MODEL, PATIENCE_S, SimGateway
+from lab.fleets.sim_gateway import PATIENCE_S
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, FleetWorld
 from pillion.config import ServeFlags
-from pillion.gateway.planning.forecast import GivenAnswer, PlannedPrompt
-from pillion.gateway.planning.planner import RequestPlan
-from pillion.gateway.scaling.arrival_history import TICK_S
-from pillion.gateway.scaling.forecaster import KINDS, WorkerForecaster
-from pillion.gateway.scaling.objectives import parse_objectives
 from pillion.loadgen.figures import percentile
 from pillion.loadgen.goodput import good
 from pillion.loadgen.traces import TraceRequest
 from pillion.slo import parse_slo
-from pillion.wire.registry import ComponentRecord
 
 DOCS = RESULTS.parent.parent / "docs"
 # Seconds of a step, token, sequence, KV token read and query-key pair: an assumption (see above).
@@ -57,8 +50,14 @@ DRAIN_S = 600.0
 # How often an HPA looks, and the difference from what is there that it leaves alone.
 SYNC_S = 15.0
 TOLERANCE = 0.1
-# What the Helm chart's queries divide by, as its values say.
-QUEUED_TOKENS_PER_POD, SEQUENCES_PER_POD = 8192, 48
+# What the Helm chart's queries divide by, as its values say: the time of prefill workers' steps in a second, and the
+# requests on decode workers; and the seconds over which the former is averaged.
+BUSY_PER_POD, SEQUENCES_PER_POD = 0.5, 24
+RATE_WINDOW_S = 60.0
+KINDS = ("prefill", "decode")
+SCALED = "by the chart's rule"
+# The fleet is looked at this often.
+TICK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +72,8 @@ class ScalingRule:
     down_share: float
 
 
-# Those of deploy/helm/pillion/templates/autoscaling.yaml; and the queues' with the forecast's pace.
-BY_QUEUE = ScalingRule(30.0, 60.0, 600.0, 300.0, 0.0)
-BY_FORECAST = ScalingRule(0.0, 15.0, 0.0, 60.0, 0.2)
-QUICK_QUEUE = ScalingRule(0.0, 15.0, 300.0, 60.0, 0.2)
-
-
-class ForecastingGateway(SimGateway):
-    """A simulated gateway that tells its forecast what production tells it."""
-
-    forecaster: WorkerForecaster
-
-    def arrive(self, request: Request) -> None:
-        self.forecaster.arrived(MODEL)
-        super().arrive(request)
-
-    def ended(self, flow: FleetRequest) -> None:
-        answer = GivenAnswer(flow.request.prompt_tokens, len(flow.machine.emitted), 1)
-        self.forecaster.answered(MODEL, answer)
-        super().ended(flow)
-
-    def _decide(self, flow: FleetRequest, action: Any, *rest: Any) -> RequestPlan:
-        decided = super()._decide(flow, action, *rest)
-        if action.attempt == 1:
-            prompt = PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
-            self.forecaster.planned(MODEL, prompt)
-        return decided
+# That of deploy/helm/pillion/templates/autoscaling.yaml.
+CHART_RULE = ScalingRule(0.0, 15.0, 300.0, 60.0, 0.2)
 
 
 class HeldScaler:
@@ -169,59 +144,37 @@ class ScaledFleet:
         for worker in serving[max(1, len(serving) - max(0, present - wanted)) :]:
             self.world.drain_worker(worker.record.component_id, DRAIN_S)
 
-    def components(self) -> list[ComponentRecord]:
-        """What the registry lists."""
-        site, now = self.world.site, self.world.clock.now
-        workers = [worker.seen(now) for kind in KINDS for worker in self.world.workers(kind)]
-        gateways = [
-            ComponentRecord(
-                component_id=f"gateway-{gateway.number}",
-                role="gateway",
-                address="x",
-                arrivals=gateway.forecaster.arrivals(),
-            )
-            for gateway in self.world.gateways
-            if isinstance(gateway, ForecastingGateway)
-        ]
-        return [*site.nodes.values(), *workers, *gateways]
-
 
 # Says how many workers of each kind there should be.
 Wish = Callable[[ScaledFleet], dict[str, int]]
 
 
-def forecast_wish(fleet: ScaledFleet) -> dict[str, int]:
-    """The largest wish of all gateways; what is there before the first one."""
-    wanted = dict.fromkeys(KINDS, 0)
-    for gateway in fleet.world.gateways:
-        found = gateway.forecaster.forecasts.get(MODEL) if isinstance(gateway, ForecastingGateway) else None
-        for kind in KINDS:
-            wanted[kind] = max(
-                wanted[kind], fleet.present(kind) if found is None else found.wanted.get(kind, fleet.present(kind))
-            )
-    return wanted
+class ChartQueries:
+    """Says how many workers the Helm chart's queries ask for. It has to be called every TICK_S."""
 
+    def __init__(self) -> None:
+        # For each prefill worker, by its id, these are times of calls and the time that its steps had taken until then.
+        self._worked: dict[str, deque[tuple[float, float]]] = {}
 
-def queue_wish(fleet: ScaledFleet) -> dict[str, int]:
-    """What the Helm chart's queries for queued tokens and sequences ask for."""
-    site, now = fleet.world.site, fleet.world.clock.now
-    seen = {kind: [worker.seen(now) for worker in fleet.world.workers(kind)] for kind in KINDS}
-    tokens = sum(one.queued_tokens for one in seen["prefill"])
-    sequences = sum(one.running_requests + one.waiting_requests for one in seen["decode"])
-    # Requests that a gateway has and no decode worker: those wait, or their prompts are computed.
-    waiting = max(0, sum(site.running.values()) - sequences - sum(one.running_requests for one in seen["prefill"]))
-    return {
-        "prefill": math.ceil(tokens / QUEUED_TOKENS_PER_POD),
-        "decode": math.ceil((sequences + waiting) / SEQUENCES_PER_POD),
-    }
-
-
-# By the name of the fleet; the forecast first.
-SCALERS: dict[str, tuple[Wish, ScalingRule]] = {
-    "forecast": (forecast_wish, BY_FORECAST),
-    "queue": (queue_wish, BY_QUEUE),
-    "queue, quick": (queue_wish, QUICK_QUEUE),
-}
+    def __call__(self, fleet: ScaledFleet) -> dict[str, int]:
+        world, now = fleet.world, fleet.world.clock.now
+        busy = 0.0
+        for worker in world.workers("prefill"):
+            seen = self._worked.setdefault(worker.record.component_id, deque())
+            seen.append((now, worker.worked_s))
+            while seen[0][0] < now - RATE_WINDOW_S:
+                seen.popleft()
+            if len(seen) > 1:
+                busy += (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        records = {kind: [worker.seen(now) for worker in world.workers(kind)] for kind in KINDS}
+        sequences = sum(one.running_requests + one.waiting_requests for one in records["decode"])
+        # Requests that a gateway has and no worker: those wait.
+        ranges = sum(one.running_requests for one in records["prefill"])
+        waiting = max(0, sum(world.site.running.values()) - sequences - ranges)
+        return {
+            "prefill": max(1, math.ceil(busy / BUSY_PER_POD)),
+            "decode": max(1, math.ceil((sequences + waiting) / SEQUENCES_PER_POD)),
+        }
 
 
 def bent(
@@ -291,14 +244,10 @@ def run(
     sizes: tuple[int, int],
     start_s: float,
     wish: Wish | None,
-    rule: ScalingRule = BY_FORECAST,
+    rule: ScalingRule = CHART_RULE,
 ) -> dict[str, Any]:
     """Simulate one day; return the figures. Without ``wish`` the fleet stays as large as it is."""
-    goals = parse_objectives(args.slo, args.attainment, max(start_s, TICK_S))
-    world = FleetWorld(fleet_config(args, sizes), ForecastingGateway)
-    for gateway in world.gateways:
-        assert isinstance(gateway, ForecastingGateway)
-        gateway.forecaster = WorkerForecaster(goals)
+    world = FleetWorld(fleet_config(args, sizes))
     fleet = ScaledFleet(world, start_s)
     held = {kind: HeldScaler(rule, 1, args.most) for kind in KINDS}
     world.send(requests)
@@ -310,12 +259,8 @@ def run(
         if wish is None or world.clock.now > last_s:
             continue
         ticks += 1
-        components = fleet.components() if wish is forecast_wish else []
-        for number, gateway in enumerate(world.gateways if wish is forecast_wish else []):
-            assert isinstance(gateway, ForecastingGateway)
-            gateway.forecaster.tick(world.clock.now, components, f"gateway-{number}")
+        wishes = wish(fleet)
         if ticks % round(SYNC_S / TICK_S) == 0:
-            wishes = wish(fleet)
             for kind in KINDS:
                 fleet.scale(kind, held[kind].take(world.clock.now, wishes[kind], fleet.present(kind)))
     world.check_integrity()
@@ -341,19 +286,17 @@ def run(
 
 def add_run(args: argparse.Namespace, seed: int, fleet: str, start_s: float, sizes: tuple[int, int]) -> dict[str, Any]:
     """The row of one kind of fleet, which begins with some prefill and decode workers."""
-    wish, rule = SCALERS.get(fleet, (None, BY_FORECAST))
-    row = {"seed": seed, "fleet": fleet, "start_s": start_s} | run(
-        args, load_of(args, seed), sizes, start_s, wish, rule
-    )
+    wish = ChartQueries() if fleet == SCALED else None
+    row = {"seed": seed, "fleet": fleet, "start_s": start_s} | run(args, load_of(args, seed), sizes, start_s, wish)
     Console().print({name: value for name, value in row.items() if name != "sizes"})
     return row
 
 
 def compare(args: argparse.Namespace, seed: int, start_s: float) -> list[dict[str, Any]]:
     """Simulate the fleets of one start-up time on the day of one seed."""
-    rows = [add_run(args, seed, fleet, start_s, tuple(args.first)) for fleet in SCALERS]
-    prefills, decodes = (math.ceil(size) for size in rows[0]["mean_sizes"])
-    return [*rows, add_run(args, seed, "fixed, mean of forecast", start_s, (prefills, decodes))]
+    scaled = add_run(args, seed, SCALED, start_s, tuple(args.first))
+    prefills, decodes = (math.ceil(size) for size in scaled["mean_sizes"])
+    return [scaled, add_run(args, seed, "fixed, its mean", start_s, (prefills, decodes))]
 
 
 def days(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
@@ -361,8 +304,8 @@ def days(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     with ProcessPoolExecutor(args.jobs) as pool:
         found = pool.map(compare, *zip(*((args, seed, start_s) for start_s in args.start_s), strict=True))
         rows = [row for each in found for row in each]
-    prefills, decodes = (max(row["peak_sizes"][at] for row in rows if row["fleet"] == "forecast") for at in (0, 1))
-    return [*rows, add_run(args, seed, "fixed, peak of forecast", 0.0, (prefills, decodes))]
+    prefills, decodes = (max(row["peak_sizes"][at] for row in rows if row["fleet"] == SCALED) for at in (0, 1))
+    return [*rows, add_run(args, seed, "fixed, its peak", 0.0, (prefills, decodes))]
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -379,7 +322,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def picture(rows: Sequence[dict[str, Any]], seed: int) -> None:
     """Draws the sizes of the fleets over the first seed's day, and what each start-up time costs."""
     by_fleet = medians(rows)
-    start_s = sorted({row["start_s"] for row in rows if row["fleet"] == "forecast"})[-2:][0]
+    start_s = sorted({row["start_s"] for row in rows if row["fleet"] == SCALED})[-2:][0]
     over_time = {
         row["fleet"]: [(at_s / 60, prefills + decodes) for at_s, prefills, decodes in row["sizes"]]
         for row in rows
@@ -424,7 +367,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=64, help="most workers of a kind")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--slo", default="ttft=1.5+0.0004*n,itl_p99=0.06")
-    parser.add_argument("--attainment", type=float, default=0.95)
     args = parser.parse_args()
     rows = [row for seed in range(args.seed, args.seed + args.seeds) for row in days(args, seed)]
     table = Table("fleet", "start-up s", "good", "worker-hours", "mean workers", "TTFT p50 s", "TTFT p99 s", "lost")

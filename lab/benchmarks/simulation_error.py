@@ -38,7 +38,7 @@ from lab.benchmarks.report import save, show_table
 from lab.benchmarks.traces import Mix, generate
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, lab_fleet, simulate, simulate_closed
-from pillion.config import AUTO, ServeFlags
+from pillion.config import AUTO
 from pillion.kvstore.index.registry import Registry
 from pillion.loadgen.figures import Record, percentile, summarize
 from pillion.loadgen.goodput import good
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="arrivals a second")
     parser.add_argument("--seconds", type=float, default=90.0, help="length of each load")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each load on the cluster")
-    parser.add_argument("--slo", default=ServeFlags().slo, help="objectives; the default is the gateway's")
+    parser.add_argument("--slo", default="ttft=2.5+0.002*n,itl_p99=0.1", help="objectives in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--records", type=pathlib.Path, help="folder for what was recorded")
     args = parser.parse_args()

@@ -168,7 +168,8 @@ class StepRun:
 
 class SimWorker:
     """Simulates a worker around a real scheduler. ``record`` is that of its last heartbeat; heartbeats come ``phase_s``
-    after whole periods. An idle worker sends none until it has work: nobody could tell the difference."""
+    after whole periods. An idle worker sends none until it has work: nobody could tell the difference. ``worked_s`` is
+    the time that its steps have taken."""
 
     def __init__(
         self,
@@ -212,6 +213,8 @@ class SimWorker:
         self._load = WorkerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
         self._beating = False
         self.steps = 0
+        self.worked_s = 0.0
+        self._began_s = 0.0
         self.draining = False
         self.record = self.earlier = msgspec.structs.replace(
             record, step_cost_s=self._load.step_cost_s, free_seqs=settings.max_num_seqs
@@ -337,6 +340,7 @@ class SimWorker:
             self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> None:
+        self._began_s = self._clock.now
         count, found = self._plain_steps(plan), list(features(plan.pieces))
         if count < 2:
             seconds, after_s = self._noise().seconds(self._cost_s(found))
@@ -425,6 +429,7 @@ class SimWorker:
         plan = replace(run.plan, pieces=pieces)
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
         self.steps += count
+        self._note_work(ends_s[-1])
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
         self._note_places(plan)
         self._hear(outcome, ends_s, gaps)
@@ -435,11 +440,16 @@ class SimWorker:
     def _done(self, plan: StepPlan, borrowed_s: float) -> None:
         self._busy = False
         self.steps += 1
+        self._note_work(self._clock.now)
         sampled = Sampled((TOKEN,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
         outcome = self._scheduler.commit(plan, sampled, self._clock.now)
         self._note_places(plan)
         self._hear(outcome)
         self._step()
+
+    def _note_work(self, until_s: float) -> None:
+        self.worked_s += until_s - self._began_s
+        self._began_s = until_s
 
     def _note_places(self, plan: StepPlan) -> None:
         """Has the states kept that stand after a step where they are to be kept."""

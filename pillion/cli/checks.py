@@ -64,9 +64,7 @@ def check_flags(flags: Any) -> None:
 def _check_edge(flags: GatewayFlags) -> None:
     """Refuses flags that a gateway would refuse only after all other components had started."""
     from pillion.gateway.adapters.adapter_names import parse_lora_modules
-    from pillion.gateway.planning.forecast import forecaster_of
 
-    forecaster_of(flags)
     parse_lora_modules(flags.lora_modules)
 
 

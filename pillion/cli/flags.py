@@ -49,6 +49,7 @@ OTHER_VARIABLES = {
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
 
+NO_FORECAST = "how many workers are wanted follows from the workers' own metrics, as docs/kubernetes.md says"
 # These flags are taken for one release, with one warning each, and have no effect. Beside each stand the flags that it
 # belonged to, and what is said of it.
 GONE: dict[str, tuple[type, str]] = {
@@ -57,6 +58,9 @@ GONE: dict[str, tuple[type, str]] = {
         "a field that is not known has no effect, and the answer's header x-pillion-ignored names it",
     ),
     "eviction_policy": (config.KVNodeFlags, "the blocks that were used last leave memory last"),
+    "slo": (config.GatewayFlags, NO_FORECAST),
+    "attainment": (config.GatewayFlags, NO_FORECAST),
+    "worker_start_s": (config.GatewayFlags, NO_FORECAST),
 }
 
 # These commands are gone, with what does their work.

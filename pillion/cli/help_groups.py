@@ -35,7 +35,6 @@ GROUPS = {
     "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill"
     " max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",
-    "Wanted workers": "slo attainment worker_start_s",
     "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics vllm_metric_names",

@@ -116,30 +116,6 @@ BATCH_LINES_NOW = _gauge(
     "pillion.batch.lines_now", "{line}", "Lines of the batches that this gateway runs: running, and queued.", "state"
 )
 
-WANTED_WORKERS = _gauge(
-    "pillion.forecast.workers",
-    "{worker}",
-    "Workers that are wanted for the objectives (--slo), by the time that one which is asked for now would serve.",
-    MODEL,
-    "role",
-)
-FORECAST_LOAD = _gauge(
-    "pillion.forecast.load", "{worker}", "Workers that the forecast arrivals would keep busy.", MODEL, "role"
-)
-FORECAST_ARRIVALS = _gauge(
-    "pillion.forecast.arrivals",
-    "{request}/s",
-    "Requests a second that come to all gateways: at present, and ahead, as forecast.",
-    MODEL,
-    "time",
-)
-FORECAST_HORIZON = _gauge(
-    "pillion.forecast.horizon",
-    "s",
-    "How far ahead arrivals and wanted workers are forecast: what a worker takes to start.",
-    MODEL,
-)
-
 ADAPTER_REQUESTS = _gauge(
     "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"
 )

@@ -103,7 +103,6 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         object_url: the bucket that is a node's object tier; empty where it has none, or where that is paused.
         leaving: whether a node hands over its blocks, because it is about to end.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
-        arrivals: requests that came to a gateway since it started, by model.
         fenced_components: workers that a node has fenced and that have not drained yet.
         heartbeat_age_ms: time since the last heartbeat; the reader sets it.
     """
@@ -141,7 +140,6 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
     completion_tokens: Count = 0
-    arrivals: tuple[tuple[str, Count], ...] = ()
     fenced_components: tuple[str, ...] = ()
     gives_vectors: bool = False
     kernels: str = ""

@@ -18,8 +18,6 @@ from pillion import errors
 from pillion.engine.worker import step_meter
 from pillion.gateway.admission.quotas import QUOTAS
 from pillion.gateway.request import request_telemetry
-from pillion.gateway.scaling.arrival_history import Rates
-from pillion.gateway.scaling.forecaster import KINDS, ModelForecast, forecast_readings
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -46,9 +44,6 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     meters.watch(lambda: step_meter.load_readings(WorkerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_telemetry.readings(0, 0, True, True))
-    rates, kinds_now = Rates(0.0, 0.0, 0.0), dict.fromkeys(KINDS, 1)
-    forecast = ModelForecast(rates=rates, load=kinds_now, wanted=kinds_now, horizon_s=0.0)
-    meters.watch(lambda: forecast_readings({"m": forecast}))
     found: dict[tuple[str, str], set[str]] = {}
     for metric, cells in meters.collect().items():
         for labels in cells:
@@ -180,7 +175,7 @@ def test_the_docs_have_every_metric() -> None:
 
 def test_queries_of_autoscalers() -> None:
     charts = pytest.importorskip("tests.support.charts", reason="Helm's library has no wheel for this machine")
-    scaled = {"autoscaling": {"enabled": True, "itlP99Ms": 100, "forecast": True}}
+    scaled = {"autoscaling": {"enabled": True, "itlP99Ms": 100, "busyPercent": 50, "queuedTokensPerPod": 8192}}
     rendered = charts.render({"pools": {"prefill": scaled, "decode": scaled}})
     queries = [
         trigger["metadata"]["query"]
@@ -188,8 +183,8 @@ def test_queries_of_autoscalers() -> None:
         if manifest["kind"] == "ScaledObject"
         for trigger in manifest["spec"]["triggers"]
     ]
-    assert len(queries) >= 4
-    assert sum("pillion_forecast_workers" in query for query in queries) == 2
+    assert len(queries) >= 7
+    assert sum("pillion_step_duration_seconds_sum" in query for query in queries) == 1
     for query in queries:
         assert labels_of(query, SAMPLES) == frozenset(), "a scaler wants one number"
 

@@ -341,7 +341,7 @@ def test_scaling() -> None:
     manifests = render(WATCHED)
     gateway = of_kind(manifests, "HorizontalPodAutoscaler")
     assert gateway["spec"]["scaleTargetRef"]["name"] == "rel-gateway"
-    for name, metrics in {"prefill": ["queued-tokens"], "decode": ["sequences", "kv-usage", "itl-p99"]}.items():
+    for name, metrics in {"prefill": ["busy"], "decode": ["sequences", "kv-usage", "itl-p99"]}.items():
         scaled = of_kind(manifests, "ScaledObject", name)["spec"]
         assert scaled["scaleTargetRef"]["name"] == f"rel-{name}"
         assert [trigger["name"] for trigger in scaled["triggers"]] == metrics
@@ -354,22 +354,15 @@ def test_scaling() -> None:
     assert not own.fullmatch("rel-prefill-big-5f7c9d8b6-x2x4z")
 
 
-def test_scaling_by_forecast() -> None:
-    """KEDA divides what is wanted by the workers of a pod, and takes a silence for no wish of none."""
-    scaled = {"autoscaling": {**SCALED, "forecast": True}}
-    manifests = render({"pools": {**BOTH, "both": {**BOTH["both"], **scaled}}})
-    spec = of_kind(manifests, "ScaledObject", "both")["spec"]
-    for role, trigger in zip(("prefill", "decode"), spec["triggers"], strict=True):
-        assert (trigger["name"], trigger["metricType"]) == (f"wanted-{role}", "AverageValue")
-        asked = trigger["metadata"]
-        assert (asked["threshold"], asked["ignoreNullValues"]) == ("2", "false")
-        assert f'role="{role}"' in asked["query"]
-        assert 'pod=~"rel-gateway-' in asked["query"]
-    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert behavior["scaleUp"]["stabilizationWindowSeconds"] == 0
-    alone = render({"pools": {"prefill": {"autoscaling": {**SCALED, "forecast": True, "queuedTokensPerPod": None}}}})
-    triggers = of_kind(alone, "ScaledObject", "prefill")["spec"]["triggers"]
-    assert [trigger["name"] for trigger in triggers] == ["wanted-prefill"]
+def test_scaling_by_busy_workers() -> None:
+    """KEDA divides the time of steps by that of the prefill workers of a pod; pods without any are not asked."""
+    scaled = {"autoscaling": {**SCALED, "busyPercent": 60}}
+    spec = of_kind(render({"pools": {**BOTH, "both": {**BOTH["both"], **scaled}}}), "ScaledObject", "both")["spec"]
+    (trigger,) = spec["triggers"]
+    assert (trigger["name"], trigger["metricType"], trigger["metadata"]["threshold"]) == ("busy", "AverageValue", "120")
+    assert 'container=~"prefill-.*"' in trigger["metadata"]["query"]
+    decode = of_kind(render({"pools": {"decode": scaled}}), "ScaledObject", "decode")["spec"]
+    assert "busy" not in [each["name"] for each in decode["triggers"]]
 
 
 def test_a_pods_node_and_workers_share_a_gpu() -> None:
@@ -396,10 +389,6 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
         ({"pools": {"idle": {"replicas": 1}}}, "neither prefill nor decode"),
         ({"pools": {"gateway": {"decode": 1}}}, "gateway"),
         ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
-        (
-            {"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True, "forecast": True}}}},
-            "counts those of all pods",
-        ),
         ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
         ({"redis": {"minimal": False}}, "redis.existingSecret"),
         ({"adapters": {"modules": ["sql=/adapters/sql"]}}, "enabled is false"),

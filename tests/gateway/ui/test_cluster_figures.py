@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.gateway.ui.cluster_figures import ClusterReading, flow, quantile, wanted_workers
+from pillion.gateway.ui.cluster_figures import ClusterReading, flow, quantile
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Distribution, Meters, Snapshot
 from pillion.types import ClusterStatus
@@ -75,10 +75,3 @@ def test_nothing_found_is_zero_not_a_little_less(tenths: int) -> None:
         return meters
 
     assert flow(reading(0, computed(0)), reading(tenths / 10, computed(1))).cached == 0
-
-
-def test_wanted_workers_are_those_of_all_models() -> None:
-    meters = Meters()
-    cells = {("a", "decode"): 3, ("b", "decode"): 1, ("a", "prefill"): 1}
-    meters.watch(lambda: [(names.WANTED_WORKERS, labels, count) for labels, count in cells.items()])
-    assert wanted_workers(reading(0, meters)) == {"decode": 4, "prefill": 1}

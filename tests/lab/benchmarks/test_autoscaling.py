@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,16 +12,22 @@ from hypothesis import strategies as st
 
 from lab.benchmarks import autoscaling
 from lab.benchmarks.autoscaling import (
-    BY_FORECAST,
-    BY_QUEUE,
+    BUSY_PER_POD,
+    CHART_RULE,
+    SEQUENCES_PER_POD,
     SYNC_S,
+    TICK_S,
+    ChartQueries,
     HeldScaler,
     ScaledFleet,
     ScalingRule,
     bent,
+    fleet_config,
     load_of,
     run,
 )
+from lab.fleets.traffic import Request
+from lab.fleets.world import FleetWorld
 from pillion.loadgen.traces import TraceRequest
 
 ARGS = argparse.Namespace(
@@ -34,44 +41,70 @@ ARGS = argparse.Namespace(
     gateways=2,
     policy="auto",
     slo="ttft=1.5+0.0004*n,itl_p99=0.06",
-    attainment=0.95,
     most=8,
 )
 
 
-@pytest.mark.parametrize("forecast", [True, False])
-def test_rules_are_those_of_the_chart(forecast: bool) -> None:
+# Seconds of a step, token, sequence, KV token read and query-key pair of the demo model.
+DEMO_COST_S = (10e-3, 0.4e-3, 0.3e-3, 0.3e-6, 1e-9)
+# A rule that lets a fleet shrink by one worker in five minutes.
+SLOW = ScalingRule(30.0, 60.0, 600.0, 300.0, 0.0)
+
+
+def test_the_rule_is_the_charts() -> None:
     charts = pytest.importorskip("tests.support.charts", reason="Helm's library has no wheel for this machine")
-    alone = {"sequencesPerPod": None, "kvUsagePercent": None} if forecast else {}
-    scaled = {"enabled": True, "forecast": forecast, **alone}
-    rendered = charts.render({"pools": {"decode": {"autoscaling": scaled}}})
-    spec = charts.of_kind(rendered, "ScaledObject", "decode")["spec"]
-    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    scaled = {"autoscaling": {"enabled": True}}
+    rendered = charts.render({"pools": {"prefill": scaled, "decode": scaled}})
+    prefill, decode = (charts.of_kind(rendered, "ScaledObject", name)["spec"] for name in ("prefill", "decode"))
+    thresholds = {
+        one["name"]: float(one["metadata"]["threshold"]) for one in (*prefill["triggers"], *decode["triggers"])
+    }
+    assert thresholds["busy"] == 100 * BUSY_PER_POD
+    assert thresholds["sequences"] == SEQUENCES_PER_POD
+    assert prefill["advanced"] == decode["advanced"]
+    behavior = prefill["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     up, down = behavior["scaleUp"], behavior["scaleDown"]
     [doubling] = up["policies"]
-    shares = [policy["value"] / 100 for policy in down["policies"] if policy["type"] == "Percent"]
+    [share] = [policy["value"] / 100 for policy in down["policies"] if policy["type"] == "Percent"]
     assert doubling["value"] == 100
-    assert (BY_FORECAST if forecast else BY_QUEUE) == ScalingRule(
-        up["stabilizationWindowSeconds"],
-        doubling["periodSeconds"],
-        down["stabilizationWindowSeconds"],
-        down["policies"][0]["periodSeconds"],
-        shares[0] if shares else 0.0,
+    assert (
+        ScalingRule(
+            up["stabilizationWindowSeconds"],
+            doubling["periodSeconds"],
+            down["stabilizationWindowSeconds"],
+            down["policies"][0]["periodSeconds"],
+            share,
+        )
+        == CHART_RULE
     )
+
+
+def test_a_fresh_demo_wants_one_worker_of_each_kind() -> None:
+    """Half a chat a second on a small model, whose steps cost what they did on two cores."""
+    config = replace(fleet_config(ARGS, (1, 1)), prefill_cost_s=DEMO_COST_S, decode_cost_s=DEMO_COST_S)
+    world = FleetWorld(config)
+    fleet, queries = ScaledFleet(world, 10.0), ChartQueries()
+    world.send([Request(number, 2.0 * number, 300, 120) for number in range(120)])
+    wishes = []
+    while world.open_requests() or world.clock.now < 240.0:
+        world.clock.run(world.clock.now + TICK_S)
+        wishes.append(queries(fleet))
+    assert all(wish == {"prefill": 1, "decode": 1} for wish in wishes), wishes
+    assert len(wishes) > 40
 
 
 @given(wishes=st.lists(st.integers(0, 60), min_size=2, max_size=80))
 def test_a_rule_bounds_every_change(wishes: list[int]) -> None:
     present, sizes = 4, []
-    scaler = HeldScaler(BY_QUEUE, 1, 50)
+    scaler = HeldScaler(SLOW, 1, 50)
     for number, wish in enumerate(wishes):
         present = scaler.take(number * SYNC_S, wish, present)
         sizes.append(present)
         assert 1 <= present <= 50
     for at, size in enumerate(sizes):
-        lately = sizes[max(0, at - int(BY_QUEUE.up_period_s / SYNC_S)) : at] or [4]
+        lately = sizes[max(0, at - int(SLOW.up_period_s / SYNC_S)) : at] or [4]
         assert size <= 2 * min(lately)
-        longer = sizes[max(0, at - int(BY_QUEUE.down_period_s / SYNC_S) + 1) : at + 1]
+        longer = sizes[max(0, at - int(SLOW.down_period_s / SYNC_S) + 1) : at + 1]
         assert max(longer) - size <= 1
 
 
