@@ -7,9 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 from pillion.errors import PillionError
-from pillion.gateway.request.validation import ModelLimits, resolve
+from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions
+from pillion.gateway.request.validation import ModelLimits, ResolvedSampling, resolve
 from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, Timings, ToolCallDelta, Usage
 from tests.support.fake_components import FINGERPRINT, FakeCluster
+
+
+def admitted_request(options: GatewayOptions) -> AdmittedRequest:
+    """Return an admitted request without a prompt."""
+    return AdmittedRequest(
+        request_id="r",
+        answer_id="a",
+        model="toy",
+        fingerprint="",
+        prompt=(),
+        resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1),
+        cache_salt="",
+        options=options,
+        arrived=0.0,
+        deadline=None,
+        spread=0,
+    )
 
 
 class ScriptedRunner:

@@ -19,14 +19,13 @@ from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import RequestPlan, make_plan, replan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain, GatewayOptions
+from pillion.gateway.request.admitted_request import BlockHashChain, GatewayOptions
 from pillion.gateway.request.component_calls import RemotePrefill
-from pillion.gateway.request.validation import ResolvedSampling
-from pillion.types import SamplingParams
 from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
+from tests.support.scripted import admitted_request
 
 BLOCK = 4
 ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict("fenced"))
@@ -144,11 +143,7 @@ OPTIONS = GatewayOptions(
     policy=parse_policy("disaggregated"), chunk_tokens=8, max_attempts=1, max_inflight_requests=1,
     max_inflight_tokens=1, prefix_caching=True,
 )  # fmt: skip
-JOB = AdmittedRequest(
-    request_id="r", answer_id="a", model="toy", fingerprint="", prompt=(),
-    resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1), cache_salt="",
-    options=OPTIONS, arrived=0.0, deadline=None, spread=0,
-)  # fmt: skip
+JOB = admitted_request(OPTIONS)
 
 
 @given(st.data())
