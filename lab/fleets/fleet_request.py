@@ -406,9 +406,9 @@ class FleetRequest:
             self._stream_lost(attempt)
             return
         job = WorkerJob(
-            tokens=len(action.token_ids),
+            tokens=len(self.machine.prompt) + len(self.machine.emitted),
             computed_blocks=self._blocks_here,
-            answer_tokens=len(self.machine.prompt) + self.request.answer_tokens - len(action.token_ids),
+            answer_tokens=self.request.answer_tokens - len(self.machine.emitted),
             on_committed=lambda tokens: self._commit(min(tokens, self.request.prompt_tokens)),
             on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
             on_end=lambda ending: self._stream_ended(attempt, ending),

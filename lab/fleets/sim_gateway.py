@@ -233,7 +233,7 @@ class SimGateway:
         each = TRACE_BLOCK_TOKENS // site.block_size
         hits = {name: count * each for name, count in site.index.longest_prefix(known).items()}
         known_blocks = site.index.known_blocks(known) * each
-        components = self.components(len(action.token_ids), hits, spread)
+        components = self.components(len(flow.machine.tokens()), hits, spread)
         loads = self.loads(components)
 
         def decide() -> None:
@@ -261,7 +261,7 @@ class SimGateway:
         components: Sequence[ComponentRecord],
         loads: Loads,
     ) -> RequestPlan:
-        tokens = len(action.token_ids)
+        tokens = len(flow.machine.tokens())
         seen = ClusterSnapshot(
             model=MODEL,
             prompt_tokens=tokens,
