@@ -288,12 +288,12 @@ class Gateway:
             scores = check_scores(request.sampling, len(own))
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
-            admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled)
-            admitted = await self._with_words(_with_grammar(admitted, grammar), request, model, tenant, places)
-            answers = await self._answers(request, model, admitted, output_format, tenant)
+            admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
+            admitted = await self._with_words(admitted, model, tenant, places)
+            answers = await self._answers(model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, admitted, quota)
-            return self._start(request, model.name, admitted, answers, permit, quota, span)
+            return self._start(model.name, admitted, answers, permit, quota, span)
         except BaseException as error:
             self._leave(tenant, permit, quota if counted is None else None, error)
             end_refused_span(span, error)
@@ -643,14 +643,13 @@ class Gateway:
     async def _with_words(
         self,
         admitted: AdmittedRequest,
-        request: GenerateRequest,
         model: ModelEntry,
         tenant: Tenant,
         places: PlacesOf | None,
     ) -> AdmittedRequest:
         """Returns the request with the tokens of the words that its answers never have, and the ``places`` at which
         other prompts part from it. Raises Overloaded."""
-        if words := request.sampling.bad_words:
+        if words := admitted.asked.sampling.bad_words:
             size_bytes = sum(WORD_BYTES + len(word) for word in words)
             job, vocab_size = model.tokenizer.bad_sequences, model.limits.vocab_size
             admitted = replace(admitted, bad_words=await self.off_loop(tenant, size_bytes, job, words, vocab_size))
@@ -682,7 +681,7 @@ class Gateway:
         with stop:
             # A stream that goes on here is not refused for what is left of it.
             new = admitted.pooled is None and admitted.resume is None
-            allowed = admitted.resolved.max_tokens if new else 0
+            allowed = admitted.max_tokens if new else 0
             await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
         quota.begun_tokens += permit.tokens
 
@@ -707,19 +706,25 @@ class Gateway:
         arrived: float,
         deadline: float | None,
         pooled: PooledRows | None,
+        grammar: RequestGrammar | None,
     ) -> AdmittedRequest:
-        options, asked, resume = self._options, request.sampling, request.resume
+        options, resume = self._options, request.resume
         seed = secrets.randbits(63) if resume is None else resume.origin.seed
         bounds = replace(model.limits, max_model_len_tokens=longest)
+        sampling, recommended = resolve(
+            request.sampling, len(prompt), model.eos_token_ids, bounds, seed, model.sampling
+        )
         self._arrivals += 1
         return AdmittedRequest(
+            asked=request,
             request_id=request_label(request.request_id),
             # An older gateway, whose stream is resumed, made the ids of calls of the request's id.
             answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
-            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, seed, model.sampling),
+            sampling=sampling,
+            recommended=recommended,
             # Without prefix caching a salt is used for one request only, so blocks match its own and nobody else's.
             cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
             options=options,
@@ -728,9 +733,8 @@ class Gateway:
             spread=self._arrivals,
             priority=tenant.capped(request.priority),
             background=tenant.background,
-            answers=asked.n or 1,
-            show_logprobs=asked.logprobs is not None,
-            resume=resume,
+            grammar="" if grammar is None else grammar.text,
+            grammar_fields=() if grammar is None else grammar.fields,
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
@@ -741,7 +745,6 @@ class Gateway:
 
     async def _answers(
         self,
-        request: GenerateRequest,
         model: ModelEntry,
         admitted: AdmittedRequest,
         output_format: OutputFormat | None,
@@ -749,9 +752,8 @@ class Gateway:
     ) -> list[AnswerText]:
         """Makes the text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict,
         and Overloaded."""
-        resolved = admitted.resolved
-        stop_ids, min_tokens = frozenset(resolved.stop_token_ids), resolved.sampling.min_tokens or 0
-        asked = request.sampling
+        asked, sampling = admitted.asked.sampling, admitted.sampling
+        stop_ids, min_tokens = frozenset(sampling.stop_token_ids), sampling.min_tokens or 0
         stops = StopRules(stop_strings(asked.stop), stop_ids, min_tokens, asked.include_stop_str_in_output)
 
         def new_answer(index: int) -> AnswerText:
@@ -760,9 +762,10 @@ class Gateway:
             detokenizer = model.tokenizer.detokenizer(shows_specials=asked.skip_special_tokens is False)
             return model.formats.new_text(output_format, detokenizer, stops, admitted.answer_id, index)
 
-        answers = [new_answer(index) for index in range(_generated(request.sampling))]
+        answers = [new_answer(index) for index in range(_generated(asked))]
         if admitted.resume is not None:
-            check_origin(admitted.resume, admitted.digest(), len(admitted.own_prompt), request.model or model.name)
+            name = admitted.asked.model or model.name
+            check_origin(admitted.resume, admitted.digest(), len(admitted.own_prompt), name)
             for answer, so_far in zip(answers, admitted.resume.answers, strict=True):
                 if so_far.finish_reason is None or output_format is not None:
                     # The client has this text, and what counts is how much the answer still holds back, and how much of
@@ -773,7 +776,6 @@ class Gateway:
 
     def _start(
         self,
-        request: GenerateRequest,
         name: str,
         admitted: AdmittedRequest,
         answers: list[AnswerText],
@@ -781,8 +783,8 @@ class Gateway:
         quota: CountedCall,
         span: trace.Span,
     ) -> RequestRunner:
-        operation = EMBEDDINGS if admitted.pooled is not None else CHAT if request.messages else TEXT
-        describe_span(span, request.model, admitted, operation, name)
+        operation = EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
+        describe_span(span, admitted, operation, name)
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
         meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers)
@@ -804,17 +806,13 @@ class Gateway:
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:
-                self._retentions.ended(runner, request, permit.tenant)
+                self._retentions.ended(runner, admitted.asked, permit.tenant)
 
         if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)
         runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended)
         runner.start()
         return runner
-
-
-def _with_grammar(admitted: AdmittedRequest, grammar: RequestGrammar | None) -> AdmittedRequest:
-    return admitted if grammar is None else replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
 
 
 def _encoded(encode: Callable[[str, int], tuple[int, ...]], text: str, most_tokens: int) -> tuple[tuple[int, ...], int]:

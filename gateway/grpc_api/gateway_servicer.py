@@ -113,9 +113,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             runner = await self._noting("Generate", self._begin)(request, context)
             writer = DeltaWriter(runner.admitted.request_id)
             try:
-                resolved = runner.admitted.resolved
-                if resolved.cut:
-                    await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(resolved.max_tokens)),))
+                if runner.admitted.cut:
+                    await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(runner.admitted.max_tokens)),))
                 # An answer always has a first delta, or an error takes its place.
                 first = delta_to_pb(await anext(runner))
                 if (origin := runner.origin()) is not None:

@@ -76,14 +76,14 @@ class DeltaReader:
     def cut_tokens(self) -> int | None:
         """Returns the most tokens of an answer, where the contexts of the prompts leave fewer than were asked for; else
         None. It is known after the first batch, for the prompts that run by then."""
-        resolved = [runner.admitted.resolved for runner in self._runners.values()]
-        return min((one.max_tokens for one in resolved if one.cut), default=None)
+        admitted = [runner.admitted for runner in self._runners.values()]
+        return min((one.max_tokens for one in admitted if one.cut), default=None)
 
     @property
     def sampling(self) -> SamplingParams:
         """Gives the sampling of the first prompt's answers, the model's defaults included. It is known after the first
         batch."""
-        return next(iter(self._runners.values())).admitted.resolved.sampling
+        return next(iter(self._runners.values())).admitted.sampling
 
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
         """Returns the token ids of a prompt of which a delta has come."""

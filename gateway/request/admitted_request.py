@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pillion.gateway.planning.cluster_view import SplitPolicy
-from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.priority import NO_FLOW, Flow
-from pillion.types import Resume
+from pillion.types import GenerateRequest, Resume, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +79,13 @@ LAST_ROW = PooledRows()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
-    """Describes a checked request that is ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
+    """Describes a checked request that is ready to run, and what the client asked for. ``deadline`` and ``arrived`` are
+    monotonic seconds.
 
-    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching, no other
-    request has its ``cache_salt``. ``resume`` says what another gateway has given already. Every answer follows
-    ``grammar`` from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
+    ``sampling`` has every default decided, its ``max_tokens`` count over all attempts, and the model's own stop ids are
+    among its ``stop_token_ids``; ``recommended`` are those of its values, by name, that are the model's own because the
+    client gave none. Without prefix caching, no other request has its ``cache_salt``. Every answer follows ``grammar``
+    from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
     which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. After
     ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
@@ -93,21 +94,20 @@ class AdmittedRequest:
     order. Workers know its tenant by its ``flow``.
     """
 
+    asked: GenerateRequest
     request_id: str
     answer_id: str
     model: str
     fingerprint: str
     prompt: tuple[int, ...]
-    resolved: ResolvedSampling
+    sampling: SamplingParams
     cache_salt: str
     options: GatewayOptions
     arrived: float
     deadline: float | None
     spread: int
     priority: int = 0
-    answers: int = 1
-    show_logprobs: bool = False
-    resume: Resume | None = None
+    recommended: tuple[tuple[str, float], ...] = ()
     grammar: str = ""
     grammar_fields: tuple[str, ...] = ()
     original_tokens: int = 0
@@ -119,6 +119,28 @@ class AdmittedRequest:
     kept_tokens: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     flow: Flow = NO_FLOW
+
+    @property
+    def answers(self) -> int:
+        """Gives the number of answers that the client gets."""
+        return self.sampling.n or 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Gives the largest number of tokens that each answer may have."""
+        assert self.sampling.max_tokens is not None
+        return self.sampling.max_tokens
+
+    @property
+    def cut(self) -> bool:
+        """Says whether ``max_tokens`` are fewer than the client asked for."""
+        asked = self.asked.sampling.max_tokens
+        return asked is not None and self.max_tokens < asked
+
+    @property
+    def resume(self) -> Resume | None:
+        """Says what another gateway has given already; None where the request begins here."""
+        return self.asked.resume
 
     @property
     def own_prompt(self) -> tuple[int, ...]:
@@ -134,7 +156,7 @@ class AdmittedRequest:
     @property
     def text_tokens(self) -> int:
         """Gives the largest number of tokens that prompt and answer may have together."""
-        return len(self.prompt) + self.resolved.max_tokens
+        return len(self.prompt) + self.max_tokens
 
     @property
     def short_text(self) -> bool:
@@ -150,7 +172,7 @@ class AdmittedRequest:
     def digest(self) -> bytes:
         """Returns a digest of weights, prompt and the model's own sampling values: where two gateways find the same
         one, either can go on with the stream. It has 32 bytes."""
-        own = repr(self.resolved.recommended) if self.resolved.recommended else ""
+        own = repr(self.recommended) if self.recommended else ""
         named = f"{self.fingerprint}{self.adapter}{own}".encode()
         return hashlib.sha256(named + array("I", self.prompt).tobytes()).digest()
 

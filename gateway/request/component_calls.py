@@ -368,9 +368,10 @@ class ComponentCalls:
             root_hash=self.chain.root,
             token_ids=self._tokens(),
             prompt_tokens=len(admitted.prompt),
-            sampling=sampling_to_pb(replace(admitted.resolved.sampling, seed=self._seed)),
-            stop_token_ids=admitted.resolved.stop_token_ids,
-            max_tokens=admitted.resolved.max_tokens,
+            # Stop ids stand beside the sampling parameters.
+            sampling=sampling_to_pb(replace(admitted.sampling, seed=self._seed, stop_token_ids=())),
+            stop_token_ids=admitted.sampling.stop_token_ids,
+            max_tokens=admitted.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=admitted.priority,

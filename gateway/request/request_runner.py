@@ -73,14 +73,16 @@ class RequestRunner:
         self._on_end = on_end
         indexes = range(len(self._answers))
         self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
-        seeds = [answer_seed(admitted.resolved.sampling.seed or 0, index) for index in indexes]
+        seeds = [answer_seed(admitted.sampling.seed or 0, index) for index in indexes]
         self._calls = [
             ComponentCalls(
                 admitted, seed, machine.tokens, cluster, span, partial(self._post, index), self._fail_by_defect
             )
             for index, (seed, machine) in enumerate(zip(seeds, self._samples.machines, strict=True))
         ]
-        self._outbox = Outbox(admitted.request_id, len(indexes), admitted.answers, admitted.show_logprobs)
+        self._outbox = Outbox(
+            admitted.request_id, len(indexes), admitted.answers, admitted.asked.sampling.logprobs is not None
+        )
         self._inbox: deque[tuple[int | None, Event]] = deque()
         self._handling = False
         self._defect: PillionError | None = None
@@ -136,7 +138,7 @@ class RequestRunner:
         delta is there. The result is None where the answers are ranked, which cannot be resumed."""
         if len(self._answers) > self.admitted.answers:
             return None
-        seed = self.admitted.resolved.sampling.seed or 0
+        seed = self.admitted.sampling.seed or 0
         return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens, self.admitted.answer_id)
 
     def placed_prefix(self) -> PlacedPrefix | None:
@@ -368,19 +370,19 @@ class RequestRunner:
 
 
 def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
-    resolved, attempts, resume = admitted.resolved, admitted.options.max_attempts, admitted.resume
-    stop_ids = frozenset(resolved.stop_token_ids)
+    attempts, resume = admitted.options.max_attempts, admitted.resume
+    stop_ids = frozenset(admitted.sampling.stop_token_ids)
     machine = partial(
         RequestMachine,
         admitted.prompt,
-        resolved.max_tokens,
+        admitted.max_tokens,
         stop_ids,
         attempts,
         admitted.arrived,
         virtual_tokens=admitted.virtual_tokens,
     )
     # The first answer brings the prompt's log probabilities, for all of them.
-    scores = index == 0 and resolved.sampling.prompt_logprobs is not None
+    scores = index == 0 and admitted.sampling.prompt_logprobs is not None
     if admitted.pooled_rows is not None:
         # The rows of cached tokens are not there, so all tokens from the first of these rows on are computed.
         scores = True

@@ -162,21 +162,20 @@ def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bo
     return span
 
 
-def describe_span(span: trace.Span, asked: str, admitted: AdmittedRequest, operation: str, name: str) -> None:
+def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, name: str) -> None:
     """Adds to the span what the request asks for, by OpenTelemetry's conventions for generative AI. The request's
-    content is never added. ``asked`` is the model's name in the request, ``name`` the one that answers give: the
-    adapter's, or the model's."""
+    content is never added. ``name`` is the one that answers give: the adapter's, or the model's."""
     if not span.is_recording():
         return
-    sampling = admitted.resolved.sampling
+    sampling = admitted.sampling
     span.update_name(f"generate {admitted.model}")
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": asked[:MAX_NAME_CHARS] or name,
+        "gen_ai.request.model": admitted.asked.model[:MAX_NAME_CHARS] or name,
         "gen_ai.response.model": name,
         "gen_ai.response.id": admitted.request_id,
-        "gen_ai.request.max_tokens": admitted.resolved.max_tokens,
+        "gen_ai.request.max_tokens": admitted.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,

@@ -111,23 +111,6 @@ class ModelLimits:
         return self.max_model_len_tokens - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedSampling:
-    """Holds the sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all
-    attempts.
-
-    Attributes:
-        recommended: the model's own values that are used because the client gave none, by their names.
-        cut: whether ``max_tokens`` is fewer than the client asked for.
-    """
-
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    max_tokens: int
-    recommended: tuple[tuple[str, float], ...] = ()
-    cut: bool = False
-
-
 def check_model(name: str, known: Collection[str], adapters: Collection[str] = ()) -> str:
     """Returns the served model that ``name`` means; the name "" means the only one. Raises NotFound, and InvalidRequest
     where a name is needed, both listing the known names. ``adapters`` are names that may be asked for, too."""
@@ -325,10 +308,12 @@ def resolve(
     limits: ModelLimits,
     drawn_seed: int,
     recommended: SamplingParams = NO_DEFAULTS,
-) -> ResolvedSampling:
+) -> tuple[SamplingParams, tuple[tuple[str, float], ...]]:
     """Decides every sampling value that the client left out (I6). ``drawn_seed`` is used where the client gave no seed,
     and what the model recommends where the client gave no value. An answer ends where the context does, or the model's
-    own bound of an answer.
+    own bound of an answer. Its ``stop_token_ids`` are those of the model, too.
+
+    Returns the sampling parameters, and the model's own values among them, by their names.
 
     Where the best of several answers are to be chosen, ``logprobs`` is set too, whether or not the client sees any.
     """
@@ -346,36 +331,31 @@ def resolve(
         # As little mass as there is leaves the likeliest token alone.
         unset["top_p"], top_k = 1.0, 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
-    return ResolvedSampling(
-        sampling=replace(
-            sampling,
-            **unset,
-            # Workers get neither stop strings, which the gateway finds, nor stop ids and the grammar, which stand
-            # beside the sampling parameters.
-            stop=(),
-            stop_token_ids=(),
-            structured_outputs=None,
-            # What concerns the text or the prompt is the gateway's business, too.
-            bad_words=(),
-            skip_special_tokens=None,
-            include_stop_str_in_output=False,
-            detokenize=None,
-            truncate_prompt_tokens=None,
-            truncation_side="",
-            top_k=max(0, top_k or 0),
-            seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
-            max_tokens=wanted,
-            # The text may have room for fewer tokens than the client asked for.
-            min_tokens=min(sampling.min_tokens or 0, wanted),
-            logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
-            n=answers,
-            best_of=best_of,
-        ),
+    resolved = replace(
+        sampling,
+        **unset,
+        # Workers get neither stop strings, which the gateway finds, nor the grammar, which stands beside the
+        # sampling parameters.
+        stop=(),
         stop_token_ids=tuple(dict.fromkeys(ends)),
+        structured_outputs=None,
+        # What concerns the text or the prompt is the gateway's business, too.
+        bad_words=(),
+        skip_special_tokens=None,
+        include_stop_str_in_output=False,
+        detokenize=None,
+        truncate_prompt_tokens=None,
+        truncation_side="",
+        top_k=max(0, top_k or 0),
+        seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
         max_tokens=wanted,
-        recommended=tuple((name, value) for name, value in own.items() if value != getattr(NEUTRAL, name)),
-        cut=sampling.max_tokens is not None and wanted < sampling.max_tokens,
+        # The text may have room for fewer tokens than the client asked for.
+        min_tokens=min(sampling.min_tokens or 0, wanted),
+        logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
+        n=answers,
+        best_of=best_of,
     )
+    return resolved, tuple((name, value) for name, value in own.items() if value != getattr(NEUTRAL, name))
 
 
 def answer_seed(seed: int, index: int) -> int:

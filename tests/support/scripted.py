@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from pillion.errors import PillionError
-from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions
-from pillion.gateway.request.validation import ModelLimits, ResolvedSampling, resolve
+from pillion.gateway.request.admitted_request import AdmittedRequest
+from pillion.gateway.request.validation import ModelLimits, resolve
 from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, Timings, ToolCallDelta, Usage
 from tests.support.fake_components import FINGERPRINT, FakeCluster
 
 
-def admitted_request(options: GatewayOptions) -> AdmittedRequest:
+def admitted_request(options: Any = None) -> AdmittedRequest:
     """Return an admitted request without a prompt."""
     return AdmittedRequest(
         request_id="r",
@@ -21,7 +21,8 @@ def admitted_request(options: GatewayOptions) -> AdmittedRequest:
         model="toy",
         fingerprint="",
         prompt=(),
-        resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1),
+        asked=GenerateRequest(),
+        sampling=SamplingParams(max_tokens=1),
         cache_salt="",
         options=options,
         arrived=0.0,
@@ -37,8 +38,8 @@ class ScriptedRunner:
     """
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
-        resolved = resolve(SamplingParams(), 0, (), ModelLimits("toy", 256, 256), 0)
-        self.admitted: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, resolved=resolved)
+        sampling, _ = resolve(SamplingParams(), 0, (), ModelLimits("toy", 256, 256), 0)
+        self.admitted: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, sampling=sampling, cut=False)
         self._left = list(script)
         self._usage = usage
         self._together = together

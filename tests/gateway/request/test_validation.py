@@ -11,6 +11,7 @@ import pytest
 from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.request import validation as v
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, StructuredOutputs
+from tests.support.scripted import admitted_request
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
 GOOD = GenerateRequest(text="hello")
@@ -211,10 +212,9 @@ def test_length() -> None:
 
 
 def test_every_default_is_decided() -> None:
-    resolved = v.resolve(SamplingParams(), 60, (2, 7), LIMITS, drawn_seed=5)
-    assert resolved.max_tokens == 4
-    assert resolved.stop_token_ids == (2, 7)
-    assert resolved.sampling == SamplingParams(
+    sampling, _ = v.resolve(SamplingParams(), 60, (2, 7), LIMITS, drawn_seed=5)
+    assert sampling == SamplingParams(
+        stop_token_ids=(2, 7),
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -250,37 +250,35 @@ def test_what_the_client_said_stands() -> None:
         n=2,
         best_of=4,
     )
-    resolved = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
-    assert resolved.stop_token_ids == (9, 2)
-    assert resolved.sampling == replace(asked, top_k=0, stop_token_ids=())
+    sampling, _ = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
+    assert sampling == replace(asked, top_k=0)
     # The context ends before max_tokens does; a stop id given twice is one.
-    longer = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
-    assert (longer.max_tokens, longer.sampling.min_tokens) == (4, 4)
-    assert longer.stop_token_ids == (9, 2)
+    longer, _ = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
+    assert (longer.max_tokens, longer.min_tokens, longer.stop_token_ids) == (4, 4, (9, 2))
 
 
 def test_no_mass_leaves_the_likeliest_token_and_no_seed_is_minus_one() -> None:
-    sampling = v.resolve(SamplingParams(top_p=0, top_k=7, seed=-1), 10, (), LIMITS, 99).sampling
+    sampling, _ = v.resolve(SamplingParams(top_p=0, top_k=7, seed=-1), 10, (), LIMITS, 99)
     assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1, 99)
     v.check_request(sampled(top_p=0, seed=-1), LIMITS)
 
 
 def test_the_model_s_own_values_hold_where_the_client_gave_none() -> None:
     own = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.0)
-    resolved = v.resolve(SamplingParams(top_p=0.5), 10, (), LIMITS, 0, own)
-    sampling = resolved.sampling
+    sampling, recommended = v.resolve(SamplingParams(top_p=0.5), 10, (), LIMITS, 0, own)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.6, 0.5, 20, 1.0)
     # What is neither the client's nor everybody's default is named, for other gateways.
-    assert resolved.recommended == (("temperature", 0.6), ("top_k", 20))
-    asked = v.resolve(SamplingParams(temperature=1.0, top_k=0), 10, (), LIMITS, 0, own)
-    assert (asked.sampling.temperature, asked.sampling.top_k, asked.recommended) == (1.0, 0, ())
+    assert recommended == (("temperature", 0.6), ("top_k", 20))
+    sampling, recommended = v.resolve(SamplingParams(temperature=1.0, top_k=0), 10, (), LIMITS, 0, own)
+    assert (sampling.temperature, sampling.top_k, recommended) == (1.0, 0, ())
 
 
 def test_an_answer_ends_where_the_context_or_the_model_s_own_bound_does() -> None:
     def most(asked: int | None, own: int | None = None) -> tuple[int, bool]:
-        resolved = v.resolve(SamplingParams(max_tokens=asked), 60, (), LIMITS, 0, SamplingParams(max_tokens=own))
-        assert resolved.sampling.max_tokens == resolved.max_tokens
-        return resolved.max_tokens, resolved.cut
+        sampling, _ = v.resolve(SamplingParams(max_tokens=asked), 60, (), LIMITS, 0, SamplingParams(max_tokens=own))
+        request = GenerateRequest(sampling=SamplingParams(max_tokens=asked))
+        admitted = replace(admitted_request(), asked=request, sampling=sampling)
+        return admitted.max_tokens, admitted.cut
 
     assert (most(None), most(4), most(5), most(10**9)) == ((4, False), (4, False), (4, True), (4, True))
     assert (most(None, 3), most(2, 3), most(4, 3), most(4, 9)) == ((3, False), (2, False), (3, True), (4, False))
@@ -288,7 +286,7 @@ def test_an_answer_ends_where_the_context_or_the_model_s_own_bound_does() -> Non
 
 def test_the_best_answers_are_found_by_their_logprobs() -> None:
     def resolved(**given: Any) -> tuple[int | None, int | None, int | None]:
-        sampling = v.resolve(SamplingParams(**given), 60, (), LIMITS, 0).sampling
+        sampling, _ = v.resolve(SamplingParams(**given), 60, (), LIMITS, 0)
         return sampling.n, sampling.best_of, sampling.logprobs
 
     assert resolved(n=3) == (3, 3, None)
