@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lab.benchmarks.mooncake import WORKLOADS, generate_like
 from lab.benchmarks.plot import Chart, line_charts
-from lab.benchmarks.report import RESULTS, save, show_table
+from lab.benchmarks.report import PICTURES, save, show_table
 from lab.fleets.sim_gateway import PATIENCE_S
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, FleetWorld
@@ -39,7 +39,6 @@ from pillion.loadgen.goodput import good
 from pillion.loadgen.traces import TraceRequest
 from pillion.slo import parse_slo
 
-DOCS = RESULTS.parent.parent / "docs"
 # Seconds of a step, token, sequence, KV token read and query-key pair: an assumption (see above).
 PREFILL_COST_S = DECODE_COST_S = (20e-3, 80e-6, 20e-6, 40e-9, 5e-9)
 BLOCK_BYTES, BYTES_PER_S = 5 * 2**20, 25e9
@@ -339,7 +338,7 @@ def picture(rows: Sequence[dict[str, Any]], seed: int) -> None:
         return found | {peak["fleet"]: [(at_s, factor * peak[figure]) for at_s in starts]}
 
     line_charts(
-        DOCS / "autoscaling.svg",
+        PICTURES / "autoscaling.svg",
         [
             Chart(f"Workers, start-up of {start_s:g} s", "minute", "workers, those that start included", over_time),
             Chart("Good requests", "start-up, s", "share, %", lines("good_share", 100.0), log_x=True),

@@ -52,7 +52,7 @@ from lab.benchmarks.cpu_service import cell
 from lab.benchmarks.mooncake import WORKLOADS, generate_like
 from lab.benchmarks.peers import RunningSystem, System, pillion_system, vllm_system
 from lab.benchmarks.plot import Chart, line_charts
-from lab.benchmarks.report import RESULTS, machine, show_table, spread
+from lab.benchmarks.report import PICTURES, WRITTEN, machine, show_table, spread
 from pillion.loadgen.figures import Run, percentile
 from pillion.loadgen.goodput import good
 from pillion.loadgen.load import LoadConfig, LoadSession, Turn, arrival_times, make_sessions
@@ -74,7 +74,6 @@ SUMMARY_SHARE = 0.2
 # The load `turns` has these lengths of questions, answers and system prompts; they are from no data set.
 QUESTION_TOKENS, CHAT_ANSWER_TOKENS, CHAT_SYSTEM_TOKENS, CHAT_TURNS = 800, 415, 1600, "uniform:3,6"
 MAX_RUNS, TOLERANCE = 16, 0.1
-DOCS = RESULTS.parent.parent / "docs"
 # Below this rate, runs of a minute have too few requests to say anything, and a capacity counts as none.
 LEAST_RATE = 0.2
 
@@ -434,8 +433,7 @@ def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, 
 
 def write(name: str, result: dict[str, Any], loads_: Sequence[str]) -> pathlib.Path:
     """Write the result; what the file has of loads that this run did not measure stays, with its own machine."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = WRITTEN / f"{name}.json"
     known = json.loads(path.read_text())["loads"] if path.exists() else {}
     for load in loads_:
         own = {key: [row for row in result[key] if row["load"] == load] for key in ("rows", "found")}
@@ -492,7 +490,7 @@ def main() -> None:
             show([row for row in rows if row["load"] == load])
             result = {**about, "plain_ms": bench.plain_ms, "found": bench.found, "rows": rows}
             path = write(args.name, result, args.loads[:number])
-            picture(DOCS / f"{args.name}.svg", bench.found, bench.bounds_ms())
+            picture(PICTURES / f"{args.name}.svg", bench.found, bench.bounds_ms())
             print(f"{time.perf_counter() - begin:.0f} s until now; written to {path}", flush=True)
 
 

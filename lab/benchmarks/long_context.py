@@ -29,13 +29,12 @@ from typing import Any
 from rich.table import Table
 
 from lab.benchmarks.plot import Chart, line_charts
-from lab.benchmarks.report import RESULTS, save, show_table
+from lab.benchmarks.report import PICTURES, save, show_table
 from lab.testbed.cluster import ServedCluster, served
 from lab.testbed.plain_model import plain_folder
 from pillion import Client, Timings
 from pillion.kvstore.client.node_client import NodeClient
 
-DOCS = RESULTS.parent.parent / "docs"
 BLOCK_TOKENS = 16
 SAMPLE_S = 1.0
 # Tokens that are generated behind the prompt.
@@ -173,7 +172,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of the prompt")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk")
     parser.add_argument("--name", default="long_context", help="name of the result file")
-    parser.add_argument("--picture", type=pathlib.Path, default=DOCS / "long-context.svg")
+    parser.add_argument("--picture", type=pathlib.Path, default=PICTURES / "long-context.svg")
     args = parser.parse_args()
     draw_ids = random.Random(128)
     prompt = [draw_ids.randrange(1000, 40_000) for _ in range(args.tokens)]

@@ -17,6 +17,9 @@ from rich.table import Table
 
 TABLE_WIDTH = 110
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+# A run that only shows that a benchmark works writes its result and its pictures elsewhere.
+WRITTEN = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS))
+PICTURES = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS.parents[1] / "docs"))
 
 
 def machine() -> dict[str, Any]:
@@ -43,8 +46,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def save(name: str, result: dict[str, Any]) -> pathlib.Path:
     """Write ``result`` with the machine's description to results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = WRITTEN / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
     return path
 
