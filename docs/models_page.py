@@ -46,6 +46,7 @@ LEFT_OUT = {
     "fixed positions, ALiBi, or a rule of its own for scores": """
         biogpt bloom cpmant ctrl mpt openai-gpt xglm""",
     "nothing: its checkpoints are of `gpt2`": "gpt-sw3",
+    "what went with release 0.3, because nobody serves them": "codegen fuyu gpt_bigcode gpt_neo persimmon",
     "an encoder, or attention to another text": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
         ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
@@ -59,7 +60,7 @@ LEFT_OUT = {
 # Models of text and pictures whose text model is not served, by the reason.
 LEFT_OUT_OF_PICTURES = {
     "its text model has no row above": """
-        aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma dots3_note emu3 ernie4_5_vl_moe gemma3n
+        aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma dots3_note emu3 ernie4_5_vl_moe fuyu gemma3n
         glm5_next glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 inkling_mm_model lfm3_vl minimax_m3_vl
         mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker
         qwen4_exp step3p7 unlimited_ocr""",
@@ -165,7 +166,6 @@ def options(family: ModelFamily) -> str:
         after = ", after the rotation" if layer.get("norm_after_rotation") else ""
         after += ", without weights" if layer.get("qk_norm_names") == () else ""
         how = {
-            "layer": "head (LayerNorm)",
             "layer_by_head": "head (LayerNorm with weights of each head's own), by a key",
         }
         how = how.get(str(layer["qk_norm"]), layer["qk_norm"])
@@ -198,8 +198,6 @@ def options(family: ModelFamily) -> str:
         said.append("biases of router and experts; clamped SwiGLU")
     if "router_jitter_noise" in family.defaults:
         said.append("experts chosen one by one (sparse mixer; not on GPUs)")
-    if layer.get("qkv_blocks"):
-        said.append("queries, values and keys in blocks of one matrix")
     if layer.get("sinks"):
         said.append("attention sinks")
     if "expert_selection_fn" in family.defaults:

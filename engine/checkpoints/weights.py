@@ -160,7 +160,7 @@ def _norm(
         weight = weight + 1.0
     if tensor.factor != 1.0:
         weight = weight * tensor.factor
-    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.centred):
+    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
         return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
     bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
     return LayerNorm(weight, config.rms_norm_eps, bias)
@@ -200,18 +200,13 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
         return _gates_first(tensor)
     if tensor.groups:
         return _ungrouped(tensor.rows, tensor.groups)
-    apart = tensor.grouped or tensor.blocks
-    if not apart and not any(piece.rotated for piece in tensor.rows):
+    if not tensor.grouped and not any(piece.rotated for piece in tensor.rows):
         return None
     order = torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
-    if not apart:
+    if not tensor.grouped:
         return order
-    queries, keys, values = tensor.rows
-    if not tensor.blocks:
-        return _ungrouped(tensor.rows, keys.size // keys.head)[order]
-    in_file = queries, values, keys
-    rows = torch.split(_ungrouped(in_file, tensor.blocks), [piece.size for piece in in_file])
-    return torch.cat((rows[0], rows[2], rows[1]))[order]
+    keys = tensor.rows[1]
+    return _ungrouped(tensor.rows, keys.size // keys.head)[order]
 
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:

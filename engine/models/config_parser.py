@@ -15,7 +15,7 @@ from typing import Any
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
-from pillion.engine.models.families import EITHER_WAY, FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.families import EITHER_WAY, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -192,6 +192,8 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     """Returns the family of a config, and its name. Raises ConfigError for one that is not known."""
     said = config.get("model_type")
     name = SAME_AS.get(said, said) if isinstance(said, str) else ""
+    if name in REMOVED:
+        raise ConfigError(f"architecture {name!r} is not supported: it was removed in this release, 0.3")
     if name not in FAMILIES:
         near = difflib.get_close_matches(str(said)[:80], known_architectures(), MOST_NEAR_NAMES)
         hint = f"; near it are {', '.join(near)}" if near else ""

@@ -298,25 +298,12 @@ _SUMMARIES = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "gradient_checkpointing", "predict_special_tokens",
 )  # fmt: skip
-# CodeGen's matrix of queries, keys and values was made for so many processors.
-_CODEGEN_BLOCKS = 4
-# The layers of GPT-NeoX, of Falcon and of Phi, whose matrices have these names.
-_NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
 
 
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
-
-
-def _codegen(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for CodeGen. Raises ConfigError for heads that cannot be shared out to its blocks."""
-    if raw["num_attention_heads"] % _CODEGEN_BLOCKS:
-        raise ConfigError(
-            f"codegen: {raw['num_attention_heads']} heads do not fit together with {_CODEGEN_BLOCKS} blocks"
-        )
-    return _one_kv_head_each(raw)
 
 
 def _phimoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -442,32 +429,6 @@ def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _gpt_neo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for GPT-Neo, whose scores are not scaled, and whose config lists groups of layers by whether
-    they have the window. Raises ConfigError for another list."""
-    layers = size(raw, "num_hidden_layers")
-    kinds: list[str] = []
-    for group in raw["attention_types"] or [[["global", "local"], 12]]:
-        match group:
-            case [list(names), int(times)]:
-                kinds += names * times
-            case _:
-                raise ConfigError(f"gpt_neo: config.json has attention_types with {group!r}, not supported here")
-    known = {"global": "full_attention", "local": "sliding_attention"}
-    if len(kinds) != layers or not known.keys() >= set(kinds) or raw.get("attention_layers") not in (None, kinds):
-        raise ConfigError(
-            f"gpt_neo: config.json has attention_types = {raw['attention_types']!r}, which must be local or global for"
-            f" each of num_layers = {layers} layers"
-        )
-    return {
-        **_one_kv_head_each(raw),
-        "layer_types": [known[kind] for kind in kinds],
-        "sliding_window": raw["window_size"],
-        "attention_multiplier": 1.0,
-        "intermediate_size": raw.get("intermediate_size") or 4 * size(raw, "hidden_size"),
-    }
-
-
 def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for Flint: its first two layers, every fourth and the last one have no window, and the first
     two no experts, where its config says nothing."""
@@ -476,11 +437,6 @@ def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
     dense = raw["mlp_only_layers"]
     return {"layer_types": raw["layer_types"] or kinds, "mlp_only_layers": [0, 1] if dense is None else dense}
-
-
-def _bigcode(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for GPT-BigCode, whose query heads may share one KV head."""
-    return {"num_key_value_heads": 1 if raw["multi_query"] else raw["num_attention_heads"]}
 
 
 def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -584,76 +540,6 @@ def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for Granite's hybrids without experts, whose MLP is the one beside experts elsewhere."""
     return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
 
-
-_GPT_NAMES = (
-    ("model.layers.", "transformer.h."),
-    ("model.embed_tokens", "transformer.wte"),
-    ("model.embed_positions", "transformer.wpe"),
-    ("model.norm.", "transformer.ln_f."),
-    ("self_attn.qkv_proj", "attn.c_attn"),
-    ("self_attn.o_proj", "attn.c_proj"),
-    ("input_layernorm", "ln_1"),
-    ("post_attention_layernorm", "ln_2"),
-)
-_GPT2 = ModelFamily(
-    {
-        "max_position_embeddings": 1024,
-        "n_positions": None,
-        "layer_norm_epsilon": 1e-5,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-    },
-    layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    norm="layer",
-    norm_bias=True,
-    eps="layer_norm_epsilon",
-    gated=False,
-    keys=_GPT_KEYS,
-    fused=("self_attn.qkv_proj",),
-    derived=_one_kv_head_each,
-    names=_GPT_NAMES,
-    turned=True,
-    learned_positions=True,
-    ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
-    fixed={"scale_attn_weights": True},
-)
-
-_GPTJ = ModelFamily(
-    {
-        "max_position_embeddings": 2048,
-        "n_positions": None,
-        "layer_norm_epsilon": 1e-5,
-        "rotary_dim": 64,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-    },
-    layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
-    mlp_bias=True,
-    head_bias=True,
-    norm="layer",
-    norm_bias=True,
-    eps="layer_norm_epsilon",
-    gated=False,
-    parallel=True,
-    partial_rope=True,
-    interleaved_rope=True,
-    keys=_GPT_KEYS,
-    derived=_one_kv_head_each,
-    names=(
-        ("model.layers.", "transformer.h."),
-        ("model.embed_tokens", "transformer.wte"),
-        ("model.norm.", "transformer.ln_f."),
-        ("self_attn.o_proj", "attn.out_proj"),
-        ("self_attn.", "attn."),
-        ("input_layernorm", "ln_1"),
-    ),
-    # transformers rotates by its own base.
-    ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
-)
 
 _COHERE = ModelFamily(
     {
@@ -1163,7 +1049,7 @@ FAMILIES: dict[str, ModelFamily] = {
         norm_bias=True,
         eps="norm_epsilon",
         gated=False,
-        # These are names that the same have in GPT-BigCode.
+        # Two of these are other names of what has a key above, and two are about how softmax is rounded.
         ignored=(
             "activation_function",
             "layer_norm_epsilon",
@@ -1532,7 +1418,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "rotary_pct": 0.25,
             "hidden_act": "gelu",
         },
-        layer=partial(llama_layer, mlp=_NEOX_MLP, grouped_qkv="self_attn.query_key_value"),
+        layer=partial(
+            llama_layer, mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), grouped_qkv="self_attn.query_key_value"
+        ),
         biases=("attention_bias", "attention_bias", ""),
         mlp_bias=True,
         norm="layer",
@@ -1551,33 +1439,6 @@ FAMILIES: dict[str, ModelFamily] = {
             ("lm_head", "embed_out"),
         ),
         model_names=(("embed_out", "lm_head"),),
-    ),
-    "persimmon": ModelFamily(
-        {
-            "max_position_embeddings": 16_384,
-            "layer_norm_eps": 1e-5,
-            "qk_layernorm": True,
-            "partial_rotary_factor": 0.5,
-            "hidden_act": "relu2",
-        },
-        layer=partial(
-            llama_layer,
-            mlp=_NEOX_MLP,
-            grouped_qkv="self_attn.query_key_value",
-            qk_norm="layer",
-            qk_norm_names=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-        ),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
-        gated=False,
-        partial_rope=True,
-        keys={"qk_layernorm": "use_qk_norm"},
-        derived=_one_kv_head_each,
-        names=(("model.norm.", "model.final_layernorm."), ("self_attn.o_proj", "self_attn.dense")),
     ),
     "phi": ModelFamily(
         {**_PHI, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
@@ -1626,20 +1487,37 @@ FAMILIES: dict[str, ModelFamily] = {
         # transformers reads the width itself, which stands beside the factor.
         ignored=("ff_factor",),
     ),
-    "gptj": _GPTJ,
-    "codegen": replace(
-        _GPTJ,
-        layer=partial(
-            llama_layer,
-            mlp=("mlp.fc_in", "mlp.fc_out"),
-            shared_norm=True,
-            grouped_qkv="self_attn.qkv_proj",
-            qkv_blocks=_CODEGEN_BLOCKS,
+    "gptj": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "n_positions": None,
+            "layer_norm_epsilon": 1e-5,
+            "rotary_dim": 64,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+        },
+        layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
+        mlp_bias=True,
+        head_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_epsilon",
+        gated=False,
+        parallel=True,
+        partial_rope=True,
+        interleaved_rope=True,
+        keys=_GPT_KEYS,
+        derived=_one_kv_head_each,
+        names=(
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.norm.", "transformer.ln_f."),
+            ("self_attn.o_proj", "attn.out_proj"),
+            ("self_attn.", "attn."),
+            ("input_layernorm", "ln_1"),
         ),
-        fused=("self_attn.qkv_proj",),
-        derived=_codegen,
-        ignored=("n_ctx", *_SUMMARIES),
-        fixed={"scale_attn_weights": True},
+        # transformers rotates by its own base.
+        ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
     ),
     "phimoe": ModelFamily(
         {
@@ -1686,52 +1564,40 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_bidirectional_attention": "vision",
         },
     ),
-    "gpt2": _GPT2,
-    "gpt_neo": replace(
-        _GPT2,
-        defaults={
-            "max_position_embeddings": 2048,
+    "gpt2": ModelFamily(
+        {
+            "max_position_embeddings": 1024,
+            "n_positions": None,
             "layer_norm_epsilon": 1e-5,
+            "n_inner": None,
             "activation_function": "gelu_new",
-            "attention_types": None,
-            "window_size": 256,
             "tie_word_embeddings": True,
         },
-        qkv_bias=False,
-        keys={
-            "num_layers": "num_hidden_layers",
-            "num_heads": "num_attention_heads",
-            "activation_function": "hidden_act",
-        },
-        fused=(),
-        turned=False,
-        derived=_gpt_neo,
+        layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_epsilon",
+        gated=False,
+        keys=_GPT_KEYS,
+        fused=("self_attn.qkv_proj",),
+        derived=_one_kv_head_each,
         names=(
-            ("self_attn.o_proj", "attn.attention.out_proj"),
-            ("self_attn.", "attn.attention."),
-            *(names for names in _GPT_NAMES if not names[0].startswith("self_attn")),
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.embed_positions", "transformer.wpe"),
+            ("model.norm.", "transformer.ln_f."),
+            ("self_attn.qkv_proj", "attn.c_attn"),
+            ("self_attn.o_proj", "attn.c_proj"),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
         ),
-        # transformers writes the second of these from the other list of layers.
-        ignored=("resid_dropout", "attention_layers", "embed_dropout", *_SUMMARIES),
-        fixed={},
-    ),
-    "gpt_bigcode": replace(
-        _GPT2,
-        defaults={**_GPT2.defaults, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
-        layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj"), grouped_qkv="self_attn.qkv_proj"),
-        derived=_bigcode,
-        turned=False,
-        # These are about how softmax is rounded, and about buffers.
-        ignored=(
-            *_GPT2.ignored,
-            "attention_softmax_in_fp32",
-            "scale_attention_softmax_in_fp32",
-            "validate_runner_input",
-            "inference_runner",
-            "max_batch_size",
-            "pad_key_length",
-            "pre_allocate_kv_cache",
-        ),
+        turned=True,
+        learned_positions=True,
+        ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
+        fixed={"scale_attn_weights": True},
     ),
     "opt": ModelFamily(
         {
@@ -2245,7 +2111,6 @@ TEXT_OF = {
     "deepseek_vl_hybrid": ("llama",),
     "exaone4_5": ("exaone4", "exaone4_5_text"),
     "fast_vlm": ("qwen2",),
-    "fuyu": ("persimmon",),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
@@ -2322,6 +2187,8 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 # Checkpoints of these types are of another type in all but their name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
+# These were served until release 0.2; the second is of text and pictures, and its text model was of the last one.
+REMOVED = ("codegen", "fuyu", "gpt_bigcode", "gpt_neo", "persimmon")
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:

@@ -59,7 +59,7 @@ class Role(Enum):
     """Says what a tensor is for, which decides how it is loaded and packed."""
 
     NORM = "the weight of a norm, and perhaps its bias"
-    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if it is centred, else RMS"
+    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if they are by head, else RMS"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
     HEAD_MATRICES = "a matrix for each head, widened on load, of which a part is multiplied from the other side"
@@ -81,8 +81,8 @@ class LayerTensor:
             fewer, of which the first one has the first pieces. In the names of an expert's tensors {} stands for its
             number. A norm without spellings has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
-        centred: whether a norm over each head subtracts the mean first (LayerNorm).
-        by_head: whether checkpoints have a weight of its own for each head of such a norm: in one tensor for each piece
+        by_head: whether a norm over each head subtracts the mean first (LayerNorm), and checkpoints have a weight of
+            its own for each head: in one tensor for each piece
             of ``rows``, or in one for each head, whose number {} stands for.
         experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
         stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
@@ -99,8 +99,6 @@ class LayerTensor:
         scales: factors of the pieces of ``rows``, with which loading multiplies them; () for none.
         gated: whether checkpoints have, for each head of the first two pieces, its query and then its gate; the decoder
             has all gates first.
-        blocks: how many blocks checkpoints have, each of which has queries, values and keys of some heads, in this
-            order (CodeGen); 0 elsewhere.
         ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.
         optional: whether zeros stand for an exact vector that a checkpoint lacks.
     """
@@ -111,7 +109,6 @@ class LayerTensor:
     inputs: tuple[Entries, ...] = ()
     spellings: tuple[tuple[str, ...], ...]
     bias: bool = False
-    centred: bool = False
     by_head: bool = False
     experts: int = 0
     stacked: tuple[str, ...] = ()
@@ -124,7 +121,6 @@ class LayerTensor:
     groups: int = 0
     scales: tuple[float, ...] = ()
     gated: bool = False
-    blocks: int = 0
     ones: tuple[int, int] = (0, 0)
     optional: bool = False
 

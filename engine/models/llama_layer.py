@@ -79,7 +79,6 @@ def llama_layer(
     attention_gate: str = "",
     lacks_choice_bias: bool = False,
     mixer: Layer = (),
-    qkv_blocks: int = 0,
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
@@ -101,7 +100,6 @@ def llama_layer(
         attention_gate: the name in checkpoints of such a gate's own matrix; "" for none.
         lacks_choice_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
-        qkv_blocks: how many blocks with queries, values and keys of some heads that matrix has instead; 0 for none.
     """
     before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms, shared=shared_norm)
     if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
@@ -109,7 +107,7 @@ def llama_layer(
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
     if norm_after_rotation:
         between.reverse()
-    projected = qkv(config, grouped_qkv, qkv_blocks, gated=gated_queries, gate=attention_gate)
+    projected = qkv(config, grouped_qkv, gated=gated_queries, gate=attention_gate)
     attention = mixer or _attention(config, index, projected, between, sinks, bool(gated_queries or attention_gate))
     attended = Norm(before_attention), *attention
     projection = () if mixer else (Multiply(output(config)),)
@@ -185,7 +183,7 @@ def falcon_layer(config: ModelConfig, index: int) -> Layer:
     return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
 
 
-def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool = False, gate: str = "") -> LayerTensor:
+def qkv(config: ModelConfig, grouped: str = "", *, gated: bool = False, gate: str = "") -> LayerTensor:
     """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
     ``gated``, or where checkpoints have a matrix ``gate`` of them."""
     queries, keys = _heads(config, rotated=True)
@@ -200,17 +198,16 @@ def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool 
         inputs=_hidden(config),
         spellings=((grouped,),) if grouped else spellings,
         bias=config.qkv_bias,
-        grouped=bool(grouped) and not blocks,
-        blocks=blocks,
+        grouped=bool(grouped),
         gated=gated,
     )
 
 
 def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
-    """Yields the norm of queries and keys: RMS over each "head" or over the whole "projection"; "layer" for a LayerNorm
-    of each head, "layer_by_head" for one without biases whose weights are each head's own; "" for none. In ``names`` {}
+    """Yields the norm of queries and keys: RMS over each "head" or over the whole "projection"; "layer_by_head" for a
+    LayerNorm of each head, without biases, whose weights are each head's own; "" for none. In ``names`` {}
     stands for the number of a head where each has a tensor."""
-    if kind in ("head", "layer", "layer_by_head"):
+    if kind in ("head", "layer_by_head"):
         rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
         one = _heads(config, rotated=True)[0]
         entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
@@ -221,8 +218,6 @@ def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator
                 rows=rows,
                 inputs=entries,
                 spellings=(names,) if names else (),
-                bias=kind == "layer",
-                centred=kind != "head",
                 by_head=kind == "layer_by_head",
             )
         )

@@ -67,7 +67,6 @@ def kv_write_specs() -> list[BuildSpec]:
         _kv_write_spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
         _kv_write_spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
         _kv_write_spec("hunyuan-bf16", 32, 8, 128, "bf16", "bf16", norm=True, norm_last=True),
-        _kv_write_spec("persimmon-bf16", 64, 64, 64, "bf16", "bf16", norm=True, centred=True, bias=True),
         _kv_write_spec("command-r-plus-bf16", 96, 8, 128, "bf16", "bf16", norm=True, centred=True),
         _kv_write_spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
         _kv_write_spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
@@ -91,7 +90,6 @@ def _kv_write_spec(
     norm: bool = False,
     norm_last: bool = False,
     centred: bool = False,
-    bias: bool = False,
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
@@ -105,13 +103,11 @@ def _kv_write_spec(
     return BuildSpec(
         name=f"kv_write-{name}",
         kernel=kv_write._kv_write,
-        signature=f"*{dtype}:16, *{weights}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16,"
-        f" {scales}:16, i32, fp32",
+        signature=f"*{dtype}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
         constants={
             "NORM": norm,
             "NORM_LAST": norm_last,
             "CENTRED": centred,
-            "BIASED": bias,
             "ROPE": rope,
             "FP8": kv == "u8",
             **kv_write._constants(heads, mine, pool_heads, head_dim, 32, 16, 90),

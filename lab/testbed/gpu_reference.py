@@ -65,13 +65,12 @@ def normed_and_rotated(
     rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     *,
     centred: bool = False,
-    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norms and rotates a projection's queries [T, heads, D] and keys [T, kv_heads, D]; returns them and values.
 
     All are float32 and never rounded.
 
-    norm: weight [heads + kv_heads, D] and eps; ``centred`` makes a LayerNorm of it, with ``bias``. rotary: cosines and
+    norm: weight [heads + kv_heads, D] and eps; ``centred`` makes a LayerNorm of it. rotary: cosines and
     sines [max_len, D / 2] and positions [T].
     """
     every = qkv.float().view(len(qkv), heads + 2 * kv_heads, -1)
@@ -79,7 +78,6 @@ def normed_and_rotated(
     if norm is not None:
         changed = changed - changed.mean(-1, keepdim=True) if centred else changed
         changed = rms_norm(changed, norm[0].float(), norm[1], wide=True)
-        changed = changed if bias is None else changed + bias.float()
     if rotary is not None:
         cos, sin = (table[rotary[2].long()].float()[:, None] for table in rotary[:2])
         low, high = changed.chunk(2, -1)

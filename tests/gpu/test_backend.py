@@ -51,7 +51,7 @@ INTERPRETED = (
         for family in (
             "gemma2",
             "olmo2",
-            "persimmon",
+            "cohere",
             "nemotron",
             "glm4",
             "gpt-oss",

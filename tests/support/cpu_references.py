@@ -75,19 +75,17 @@ def reference_rotate(
 ) -> tuple[torch.Tensor, ...]:
     """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
     [T, kv_heads, head_dim], of the model's type; keys and values that become 8 bits are float32. tables: cosines,
-    sines; norms: weights of queries, of keys, with any biases behind them; growth: factors of queries [positions]."""
+    sines; norms: weights of queries, of keys; growth: factors of queries [positions]."""
     parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
     found = []
     for number, part in enumerate(parts[:2]):
         turned = part
         if norms is not None:
             over = part.flatten(1) if spec.qk_norm == "projection" else part
-            weight, bias = norms[number], 0.0
+            weight = norms[number]
             if spec.qk_norm == "layer_by_head":
                 weight, over = norms[number].view(-1, spec.head_dim), over - over.mean(-1, keepdim=True)
-            elif spec.qk_norm == "layer":
-                (weight, bias), over = norms[number].chunk(2), over - over.mean(-1, keepdim=True)
-            normed = over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * weight + bias
+            normed = over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * weight
             turned = normed.view(part.shape)
         if spec.rope:
             cos, sin = (table[positions][:, None] for table in tables)

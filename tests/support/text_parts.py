@@ -89,7 +89,6 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_vl": ({"model_type": "llama"}, {**EYES, "model_type": "siglip_vision_model"}),
     "deepseek_vl_hybrid": ({"model_type": "llama"}, {**EYES, "model_type": "siglip_vision_model"}),
     "fast_vlm": ({"model_type": "qwen2"}, {**EYES, "model_type": "siglip_vision_model"}),
-    "fuyu": ({"model_type": "persimmon", "hidden_act": "relu2"}, {}),
     "glmga": ({"model_type": "glm4v_text", "rope_parameters": PART}, {**BLOCKS, "image_size": 28}),
     "got_ocr2": ({"model_type": "qwen2"}, {**EYES, **SEGMENTS}),
     "hyperclovax_vision_v2": ({"model_type": "hyperclovax"}, {**BLOCKS, "fullatt_block_indexes": [0]}),

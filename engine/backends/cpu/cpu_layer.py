@@ -142,8 +142,7 @@ class LayerEmitter:
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def norm_heads(self, operation: NormHeads, _: LayerOperation | None) -> Iterator[Operation]:
-        centred, by_head = operation.weight.centred, operation.weight.by_head
-        self._qk_norm = "layer_by_head" if by_head else "layer" if centred else "head"
+        self._qk_norm = "layer_by_head" if operation.weight.by_head else "head"
         self._norm_last = self._rope is not None
         yield from ()
 

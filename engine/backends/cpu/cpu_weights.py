@@ -259,16 +259,13 @@ class MatrixPacker:
             case Role.NORM:
                 self.norm(name, weights.norm(tensor))
             case Role.HEAD_NORM:
-                found = weights.norm(tensor)
-                rows = found.weight.float()
+                rows = weights.norm(tensor).weight.float()
                 if tensor.by_head:
                     queries = len(self.shard.entries(tensor.rows[0]))
                     self.writer.tensor(prefix + "q_norm", rows[:queries].flatten())
                     self.writer.tensor(prefix + "k_norm", rows[queries:].flatten())
                     return
                 # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
-                if isinstance(found, LayerNorm) and found.bias is not None:
-                    rows = torch.cat((rows, found.bias), 1)
                 self.writer.tensor(prefix + "q_norm", rows[0])
                 self.writer.tensor(prefix + "k_norm", rows[-1])
             case Role.MATRIX:

@@ -393,9 +393,8 @@ class GpuDecoder:
                 case KeepGate(values):
                     self._keep_gate(step, values.size)
                 case NormHeads(weight):
-                    vectors, bias = layer.norms[weight.name]
-                    turned, eps = rotary is not None, model.config.rms_norm_eps
-                    head_norm = HeadNorm(vectors, eps, last=turned, centred=weight.centred, bias=bias)
+                    vectors, turned = layer.norms[weight.name].weight, rotary is not None
+                    head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=turned, centred=weight.by_head)
                 case NormProjections(queries, keys):
                     self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
                 case Rotate(rope):

@@ -196,6 +196,5 @@ class PartRows:
         """Returns a norm with the weights of the part's heads, selected once for each layer."""
         if index not in self._norms:
             mine = self._normed.to(norm.weight.device)
-            bias = None if norm.bias is None else norm.bias.index_select(0, mine)
-            self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine), bias=bias)
+            self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine))
         return self._norms[index]

@@ -36,10 +36,10 @@ class RotateWrite(KernelSpec):
 
     ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
-    ``k_norm`` [head_dim] float32); "layer" for a LayerNorm of each head, with its biases behind the weights;
-    "layer_by_head" for one without biases, whose weights are each head's own (weights [heads, head_dim], [kv_heads,
-    head_dim]); or over all queries, and all keys, of a row as a "projection" (weights [heads * head_dim],
-    [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
+    ``k_norm`` [head_dim] float32); "layer_by_head" for a LayerNorm of each head without biases, whose weights are each
+    head's own (weights [heads, head_dim], [kv_heads, head_dim]); or over all queries, and all keys, of a row as a
+    "projection" (weights [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be
+    None.
 
     ``norm_last``: the norm over each head comes after the rotation.
 
@@ -294,7 +294,7 @@ class RowWriter:
         k, kind = self._k, self._spec.qk_norm
         if not kind:
             return values
-        if kind.startswith("layer"):
+        if kind == "layer_by_head":
             total = k.vector(0.0)
             for value in values:
                 total = total + value
@@ -303,11 +303,7 @@ class RowWriter:
         if factor is None:
             factor = self._head_factor(values)
         weights = weight + head * self._wide_head if kind in ("projection", "layer_by_head") else weight
-        found = [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
-        if kind == "layer":
-            biases = weights + self._wide_head
-            found = [value + k.load(biases + i * VECTOR_BYTES) for i, value in enumerate(found)]
-        return found
+        return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 
     def _turned(self, row: StepRow, head: list[Vec]) -> list[Vec]:
         """Returns head * cos + (head with swapped halves) * signed sin, as in

@@ -36,14 +36,13 @@ SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 class HeadNorm(NamedTuple):
     """Describes the RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
-    float32. ``last``: it comes after the rotation. ``centred``: it is a LayerNorm, which subtracts a head's mean first.
-    ``bias``: what it adds at last, like ``weight``, or None."""
+    float32. ``last``: it comes after the rotation. ``centred``: it is a LayerNorm without biases, which subtracts a
+    head's mean first."""
 
     weight: torch.Tensor
     eps: float
     last: bool = False
     centred: bool = False
-    bias: torch.Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -72,7 +71,6 @@ def _normed(
     low,
     high,
     weight,
-    bias,
     head,
     column,
     inside,
@@ -80,7 +78,6 @@ def _normed(
     eps,
     HEAD_DIM: tl.constexpr,
     CENTRED: tl.constexpr,
-    BIASED: tl.constexpr,
 ):
     """Norms both halves of the heads that change."""
     plain_low, plain_high = low, high
@@ -93,10 +90,6 @@ def _normed(
     low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
     high_factor = tl.load(factors + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
     low, high = low * inverse * low_factor, high * inverse * high_factor
-    if BIASED:
-        more = bias + head * HEAD_DIM + column
-        low += tl.load(more, mask=inside & changes, other=0.0).to(tl.float32)
-        high += tl.load(more + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
     return tl.where(changes, low, plain_low), tl.where(changes, high, plain_high)
 
 
@@ -117,7 +110,6 @@ def _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, B
 def _kv_write(
     qkv,
     weight,
-    bias,
     cos,
     sin,
     positions,
@@ -136,7 +128,6 @@ def _kv_write(
     NORM: tl.constexpr,
     NORM_LAST: tl.constexpr,
     CENTRED: tl.constexpr,
-    BIASED: tl.constexpr,
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
@@ -154,13 +145,13 @@ def _kv_write(
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     changes = head < HEADS + KV_HEADS
     if NORM and not NORM_LAST:
-        low, high = _normed(low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, CENTRED, BIASED)
+        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM, CENTRED)
     if ROPE:
         rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
         low = tl.where(changes, rotated_low, low)
         high = tl.where(changes, rotated_high, high)
     if NORM and NORM_LAST:
-        low, high = _normed(low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, CENTRED, BIASED)
+        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM, CENTRED)
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
@@ -220,23 +211,20 @@ def kv_write(
     check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)
     check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
     if norm is not None:
-        for name, vectors in (("norm", norm.weight), ("norm's bias", norm.bias)):
-            if vectors is not None:
-                check_tensor(name, vectors, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
+        check_tensor("norm", norm.weight, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
     if rotary is not None:
         check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
-    weight, eps, last, centred, bias = norm or HeadNorm(qkv, 0.0)
-    flags |= {"NORM_LAST": last, "CENTRED": centred, "BIASED": bias is not None}
+    weight, eps, last, centred = norm or HeadNorm(qkv, 0.0)
+    flags |= {"NORM_LAST": last, "CENTRED": centred}
     constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
     scales = pool.view(torch.float32) if is_fp8 else pool
     _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
         qkv,
         weight,
-        qkv if bias is None else bias,
         *(rotary or (qkv, qkv, rows)),
         rows,
         pool,

@@ -60,8 +60,6 @@ MODELS = (
     "qwen2-moe",
     # Modules with names of their own, one matrix of queries, keys and values, and matrices the other way round.
     "gpt2",
-    "gpt-bigcode",
-    "gpt-bigcode-heads",
     "gpt-neox",
     "gpt-neox-sequential",
     "phi",

@@ -15,7 +15,7 @@ from pillion.engine.backends.backend import kv_layout
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF
+from pillion.engine.models.families import FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
@@ -36,14 +36,12 @@ INNER = {**BASE, "model_type": "gemma3_text"}
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": {"rotary_dim": 4},
     # With their own values other keys would count for nothing in models this small.
     "lfm2": {"block_multiple_of": 1},
     "falcon_h1": {"mamba_d_ssm": None},
     "nemotron_h": {"n_groups": 1},
-    "codegen": {"rotary_dim": 4},
 }
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -164,8 +162,6 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         given["num_attention_heads"] = 4  # It rotates a quarter of each head.
     if name == "lfm2":
         given["block_auto_adjust_ff_dim"] = False  # It is another width where it is adjusted.
-    if name == "gpt_neo":
-        given["num_heads"] = given["num_attention_heads"]  # These are one number.
     latents = "kv_lora_rank" in FAMILIES[name].defaults
     if latents or name in (
         "qwen2",
@@ -201,9 +197,6 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
-    if name == "gpt_neo":
-        kinds, window = ["full_attention", "sliding_attention"], theirs.window_size
-        assert theirs.attention_layers == ["global", "local"]
     assert ours.sliding_windows == tuple(window if kind != "full_attention" else 0 for kind in kinds)
     if ours.learned_positions or "position_embedding_type" in FAMILIES[name].defaults:
         assert ours.layer_ropes == (None,) * ours.num_layers
@@ -299,7 +292,7 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     of_text = {"bos_token_id", "eos_token_id"}
     ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
     others = {"mlp_only_layers": [1], "rotary_dim": 8}
-    if name in ("gpt_neox", "gptj", "codegen"):
+    if name in ("gpt_neox", "gptj"):
         others |= {"num_attention_heads": 8, "n_head": 8}
     if name == "falcon":
         ignored |= {"num_kv_heads", "num_ln_in_parallel_attn"}  # Its new architecture alone reads them.
@@ -443,7 +436,12 @@ def test_options_of_models_with_learned_positions_or_normed_embeddings():
     found = parse_config({"model_type": "gpt2", "vocab_size": 100, **own})
     assert (found.hidden_size, found.num_layers, found.num_heads, found.max_position_embeddings) == (48, 3, 2, 99)
     assert (found.intermediate_size, found.num_kv_heads) == (192, 2)
-    assert parse_config({**BASE, "model_type": "gpt_bigcode"}).num_kv_heads == 1
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_families_that_were_removed_are_named_as_such(name):
+    with pytest.raises(ConfigError, match=f"{name}' is not supported: it was removed in this release"):
+        parse_config({**BASE, "model_type": name})
 
 
 def test_falcon():

@@ -41,7 +41,6 @@ OPTIONS = [
     RotateWrite(16, 4, 2, 16, bf16=True, rope=False),
     RotateWrite(16, 4, 2, 16, bf16=True, rope=False, qk_norm="head"),
     RotateWrite(32, 4, 2, 16, bf16=True, qk_norm="head"),
-    RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="layer"),
     RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="layer_by_head"),
     RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="projection"),
     RotateWrite(32, 4, 2, 16, bf16=True, grows=True),
@@ -87,8 +86,7 @@ def tables_of(spec):
 def norms_of(spec):
     if not spec.qk_norm:
         return None
-    each = {"head": 1, "layer": 2}.get(spec.qk_norm, 0)
-    counts = (each, each) if each else (spec.heads, spec.kv_heads)
+    counts = (1, 1) if spec.qk_norm == "head" else (spec.heads, spec.kv_heads)
     return tuple(normal(count * spec.head_dim, seed=seed) for seed, count in enumerate(counts))
 
 
@@ -263,9 +261,7 @@ def test_the_reference_turns_as_the_torch_path_does():
     assert torch.equal(values, heads[:, 6:])
 
 
-@pytest.mark.parametrize(
-    "spec", [wide(OPTIONS[1]), wide(OPTIONS[3]), wide(OPTIONS[4]), wide(OPTIONS[5])], ids=lambda spec: spec.name
-)
+@pytest.mark.parametrize("spec", [wide(OPTIONS[1]), wide(OPTIONS[3]), wide(OPTIONS[4])], ids=lambda spec: spec.name)
 def test_the_reference_norms_as_the_torch_path_does(spec):
     still = RotateWrite(16, 4, 2, 16, bf16=False, rope=False, qk_norm=spec.qk_norm)
     qkv, norms = normal(9, 8 * 16), norms_of(spec)
@@ -274,9 +270,6 @@ def test_the_reference_norms_as_the_torch_path_does(spec):
     for found, part, weight in zip((queries, keys), heads[:, :6].split((4, 2), 1), norms, strict=True):
         over = part.flatten(1) if spec.qk_norm == "projection" else part
         norm = RmsNorm(weight, EPS, True)
-        if spec.qk_norm == "layer":
-            rows, biases = (one.expand(part.shape[1], -1) for one in weight.chunk(2))
-            norm = LayerNorm(rows, EPS, biases)
         if spec.qk_norm == "layer_by_head":
             norm = LayerNorm(weight.view(-1, 16), EPS)
         torch.testing.assert_close(found, norm(over).view(part.shape))
