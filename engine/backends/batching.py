@@ -131,7 +131,7 @@ def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
     """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens
-    grammars let some of them choose (:meth:`Scheduler.masks`).
+    grammars let some of them choose (:class:`pillion.engine.grammars.step_masks.StepMasks`).
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """

@@ -43,8 +43,6 @@ class Guesses(StepFeature):
         make_drafter: makes the drafter that guesses them, over the scheduler's blocks.
     """
 
-    use = "speculative"
-
     def __init__(self, control: DraftControl, make_drafter: Callable[[BlockManager], Drafter]) -> None:
         self._control = control
         self._make_drafter = make_drafter
@@ -74,9 +72,6 @@ class Guesses(StepFeature):
         streams = (s for s in self._steps.queues.running if s.decoding and not s.is_prefill)
         known = [s for s in streams if guesses_of(s).found or (chains is not None and chains.catches_up(s))]
         return not self._control.may_guess(known)
-
-    def proposes(self, pieces: Seq[SequencePiece]) -> bool:
-        return True
 
     def propose(self, pieces: Seq[SequencePiece], spare: int, idle: int, now: float) -> tuple[int, float]:
         chains, control, drafter = self.draft_chains, self._control, self._drafter
@@ -114,7 +109,7 @@ class Guesses(StepFeature):
             for stream, tokens in found:
                 guesses_of(stream).asked(tokens, stream.num_tokens)
                 if len(tokens):
-                    stream.propose(tokens, self)
+                    stream.propose(tokens)
         else:
             for stream, tokens in found:
                 control.keep_as_probe(stream, tokens)

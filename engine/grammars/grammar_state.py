@@ -28,9 +28,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
-from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskThreads
+from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskRows, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import BrokenGrammar, PillionError
 from pillion.grammar_limits import GRAMMAR_FAULT
@@ -41,7 +40,7 @@ MIN_RENEWED_TOKENS = 256
 
 
 class GrammarState:
-    """Implements :class:`pillion.engine.grammars.answer_grammar.AnswerGrammar`, which has the contract.
+    """Represents one answer's place in its grammar. Only the step thread uses it.
 
     Args:
         grammar: the grammar that the answer follows.
@@ -50,7 +49,12 @@ class GrammarState:
         renew: begins to follow an answer of these tokens from its begin, in a compilation that no other answer has;
             None where that cannot be.
 
-    ``broken`` says why its matcher is of no use any more; it is "" while the matcher is of use.
+    Attributes:
+        num_tokens: how many tokens of the answer the grammar was given.
+        forced: the next tokens, where the grammar leaves no choice.
+        completes: whether the answer is complete after the forced tokens, and only its end can follow.
+        failure: why the request cannot go on; None while it can.
+        broken: why its matcher is of no use any more; "" while it is of use.
     """
 
     def __init__(
@@ -85,14 +89,18 @@ class GrammarState:
 
     @property
     def may_run_ahead(self) -> bool:
+        """Says whether a step may be launched with the next token before that token is known. Nothing is won by that
+        where a run of forced tokens or the end follows, or where masks are late."""
         # A forced run of two tokens does not keep steps from running ahead: the launched step chooses the first, the
         # next step the second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
     def sibling(self) -> GrammarState:
+        """Returns the place of another answer that begins with this one's grammar."""
         return GrammarState(self._grammar, self._threads, self._passing_ends, self._renew)
 
     def take(self, tokens: Seq[int]) -> None:
+        """Notes that these tokens were appended to the answer."""
         self.num_tokens += len(tokens)
         self._unfollowed += tokens
         self._answer.extend(tokens)
@@ -100,6 +108,8 @@ class GrammarState:
             self._followed = False
 
     def follow(self) -> bool:
+        """Moves on to after all taken tokens, if that is possible without waiting; the class's attributes hold
+        afterwards. Returns False if it is not possible; the step loop is woken when another try is worth it."""
         if not (self._job_is_over() and self._is_whole()):
             return False
         if not self._followed and self.failure is None:
@@ -118,6 +128,8 @@ class GrammarState:
         return True
 
     def count_fitting(self, guesses: Seq[int]) -> int:
+        """Returns how many of the guessed next tokens are worth a try, counted from the first one: the grammar allows
+        them, and another choice follows them."""
         if self.forced or self.broken or not self._grammar.takes_guesses or not self._grammar.try_lock():
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
@@ -140,6 +152,8 @@ class GrammarState:
             self._grammar.unlock()
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
+        """Returns masks of the last ``places`` of 1 + len(drafts) places: after the taken tokens, and after each of the
+        drafts, which begin with forced tokens or are guesses that fit."""
         self.follow()
         if not self._followed:
             # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step.

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread, Timer
+from typing import Protocol
 
 import numpy as np
 
@@ -32,8 +33,22 @@ MAX_MASK_THREADS = 8
 MAX_QUEUED_MASKS = 16
 
 
+class MaskRows(Protocol):
+    """Holds masks of some places of one answer, which may still be computed.
+
+    Attributes:
+        bits: uint32 [N, ceil(vocabulary / 32)], valid when ``wait`` has returned True: token t may be chosen at place n
+            where bit t % 32 of bits[n, t // 32] is set.
+    """
+
+    bits: UInt32
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the masks, at most ``seconds``; returns whether they are there."""
+
+
 class MaskJob:
-    """Computes masks of some places of one answer: :class:`pillion.engine.grammars.answer_grammar.MaskRows`.
+    """Computes masks of some places of one answer: these are MaskRows.
 
     ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
     the matcher's place, and one is after each of ``guesses``. ``error`` is set by the computation.

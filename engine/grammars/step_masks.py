@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pillion.engine.grammars.answer_grammar import MaskRows, grammar_of
-from pillion.engine.grammars.mask_threads import MASK_WAIT_MS
+from pillion.engine.grammars.mask_threads import MASK_WAIT_MS, MaskRows
 from pillion.engine.sampling.sampling_rows import Bool, Int64, UInt32
 from pillion.engine.scheduling.step_plan import StepPlan
 
@@ -26,14 +25,16 @@ class StepMasks:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
-        """Asks for the masks of a plan. Returns None where no row has one."""
+        """Asks for the masks of a plan, when its batch is built. Returns None where no row has one."""
+        if not any(piece.sequence.grammar is not None for piece in plan.pieces):
+            return None
         rows: list[int] = []
         asked: list[tuple[MaskRows, int]] = []
         row = 0
         for piece in plan.pieces:
             if not piece.samples:
                 continue
-            grammar = grammar_of(piece.sequence) if piece.sequence.kept else None
+            grammar = piece.sequence.grammar
             count = piece.samples + len(piece.sibling_seeds)
             if grammar is not None:
                 proposed = piece.sequence.proposed().tolist()

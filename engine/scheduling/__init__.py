@@ -11,6 +11,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     block_manager.py  the slots leased to this worker, and the stock from which decodes grow; orders for its KV node
     in_flight.py      steps that were launched and have not ended, and what waits for them
     siblings.py       further answers to one prompt
+    grammars.py       what answers' grammars allow
     adapter_slots.py  adapters that are ready or loading, and who may run with them
     partial_blocks.py the last blocks of answers, for next turns
     states.py         what layers carry from token to token, of models that have it;  state_places.py: where it is kept

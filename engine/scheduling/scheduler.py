@@ -38,10 +38,11 @@ from math import isnan
 import numpy as np
 
 from pillion.engine.backends.backend import Int32, PackedAdapter
-from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
+from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
+from pillion.engine.scheduling.grammars import Grammars, Verdict
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
@@ -67,7 +68,7 @@ def scored_rows(vocab_size: int) -> int:
 class Scheduler:
     """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
     ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``,
-    ``partial_blocks``, ``states``, ``adapters``.
+    ``partial_blocks``, ``states``, ``grammars``, ``adapters``.
 
     Args:
         blocks: manages its blocks, and those of what it has beside its sequences.
@@ -85,6 +86,7 @@ class Scheduler:
         features: the features that were made for this scheduler; they are asked in this order.
         partial_blocks: keeps the last blocks of answers, if any.
         states: has the states of sequences, where the model's layers carry them.
+        grammars: asks the grammars of answers, where sequences have some.
         adapters: has slots for the sequences' adapters, if the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
@@ -107,6 +109,7 @@ class Scheduler:
         features: Seq[MakeStepFeature] = (),
         partial_blocks: PartialBlocks | None = None,
         states: States | None = None,
+        grammars: Grammars | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -132,7 +135,7 @@ class Scheduler:
         self._max_scored_rows = max_scored_rows
         self._siblings = Siblings(self.queues, self.blocks)
         self._starved = False
-        self.partial_blocks, self.states, self.adapters = partial_blocks, states, adapters
+        self.partial_blocks, self.states, self.grammars, self.adapters = partial_blocks, states, grammars, adapters
         # Where memory is short, these give up slots in this order.
         self._side: list[SideBlocks] = [one for one in (partial_blocks, states) if one is not None]
         self.features = tuple(make() for make in features)
@@ -144,18 +147,12 @@ class Scheduler:
         """Finds, for each moment of a step, the features that override the method called then; for most moments there
         are none."""
         features = self.features
-        self._on_added = overrides(features, StepFeature.added)
         self._on_joined = overrides(features, StepFeature.joined)
         self._on_left = overrides(features, StepFeature.left)
-        self._on_sibling = overrides(features, StepFeature.sibling_begins)
-        self._choosers = overrides(features, StepFeature.may_choose)
-        self._followers = overrides(features, StepFeature.may_follow)
         self._proposers = [one for one in features if type(one).propose is not StepFeature.propose]
-        self._fitters = overrides(features, StepFeature.fitting)
         self._ahead = overrides(features, StepFeature.may_run_ahead)
-        self._maskers = overrides(features, StepFeature.masks)
         self._on_stepped = overrides(features, StepFeature.stepped)
-        self._on_accepted = overrides(features, StepFeature.accepted)
+        self._on_judged = overrides(features, StepFeature.judged)
         self._on_landed = overrides(features, StepFeature.landed)
         self._lacking = overrides(features, StepFeature.lacking_blocks)
         self._yielding = overrides(features, StepFeature.yield_slots)
@@ -171,8 +168,9 @@ class Scheduler:
         else:
             sequence.wait_for(self._work_s(sequence))
             self._join(sequence, now)
-            for added in self._on_added if sequence.kept else ():
-                added(sequence, now)
+            if sequence.grammar is not None and not sequence.is_prompt_only:
+                # Where an earlier attempt has generated the whole answer, the sequence ends without a step.
+                self._keeps_back(sequence, now)
 
     def _work_s(self, sequence: Sequence) -> float:
         """Returns the seconds that the rest of a prompt would take by itself; 0 before any step was measured."""
@@ -300,9 +298,8 @@ class Scheduler:
         most = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
         took_s = 0.0
-        if self._proposers and any(piece.sequence.kept for piece in pieces):
-            proposing = [one for one in self._proposers if one.proposes(pieces)]
-            pieces, took_s = self._with_proposals(proposing, pieces, prompt_tails, now)
+        if pieces and (self._proposers or (self.grammars is not None and self.grammars.forces)):
+            pieces, took_s = self._with_proposals(pieces, prompt_tails, now)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in queues.running)
             first = prompt_tails[0].next_start
@@ -317,13 +314,6 @@ class Scheduler:
         unknown = self.in_flight.unknown(pieces)
         states = self.states.begin(pieces) if self.states is not None and pieces else None
         return StepPlan(tuple(pieces), tuple(copies), most, unknown, placements, slots, states)
-
-    def masks(self, plan: StepPlan) -> RowMasks | None:
-        """Returns which tokens the rows of a plan may choose; None allows any. It is asked for when the batch is
-        built."""
-        if not any(piece.sequence.kept for piece in plan.pieces):
-            return None
-        return next((found for masks in self._maskers if (found := masks(plan)) is not None), None)
 
     def launched(self, plan: StepPlan) -> None:
         """Notes that the plan just made is in flight, and is committed, or failed, after those before it."""
@@ -402,6 +392,8 @@ class Scheduler:
             side.check_integrity(sequences)
         for feature in self.features:
             feature.check_integrity(sequences)
+        if self.grammars is not None:
+            self.grammars.check_integrity(sequences)
         if self.adapters is not None:
             self.adapters.check_integrity(sequences)
         self.queues.check_integrity(sequences)
@@ -425,11 +417,9 @@ class Scheduler:
                 start += sequence.num_in_flight
                 if not self.in_flight.may_follow(sequence):
                     continue
-                if sequence.kept and not all(may(sequence) for may in self._followers):
+                if sequence.grammar is not None and not sequence.grammar.may_run_ahead:
                     continue
-            elif not sequence.decoding:
-                continue
-            if sequence.kept and not sequence.num_in_flight and self._keeps_back(sequence, now):
+            elif not sequence.decoding or (sequence.grammar is not None and self._keeps_back(sequence, now)):
                 continue
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
@@ -441,32 +431,37 @@ class Scheduler:
         return [piece for piece in pieces if piece.sequence.state is SequenceState.RUNNING]
 
     def _keeps_back(self, sequence: Sequence, now: float) -> bool:
-        """Returns whether no step can choose the sequence's next token now. A feature may have ended the sequence."""
-        # This is a plain loop, because a generator would cost each stream more than the question does.
-        for may in self._choosers if sequence.kept else ():  # noqa: SIM110
-            if not may(sequence, now):
-                return True
-        return False
+        """Returns whether no step can choose the sequence's next token now. Its grammar may have ended it."""
+        grammar = sequence.grammar
+        if grammar is None:
+            return False
+        assert self.grammars is not None
+        verdict = self.grammars.verdict(sequence)
+        if verdict is Verdict.FAILED and grammar.failure is not None:
+            self.fail(sequence.seq_id, grammar.failure, now)
+        elif verdict is Verdict.FINISHED:
+            tokens, reason = sequence.append_known(grammar.forced, now)
+            grammar.take(tokens)
+            self._finish(sequence, tokens, reason, now)
+        return verdict is not Verdict.RUN
 
     def _with_proposals(
-        self, features: Seq[StepFeature], pieces: list[SequencePiece], prompt_tails: Seq[Sequence], now: float
+        self, pieces: list[SequencePiece], prompt_tails: Seq[Sequence], now: float
     ) -> tuple[list[SequencePiece], float]:
-        """Returns the decodes, lengthened by what features propose, and how many seconds these took."""
-        if not features:
-            return pieces, 0.0
+        """Returns the decodes, lengthened by forced tokens and guesses, and how many seconds the guesses took."""
         left = self.budget.room(pieces, 0, 0, least_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
         spare, seconds = left - self._owed(prompt_tails), 0.0
-        for feature in features:
+        if self.grammars is not None and self.grammars.forces:
+            spare -= self.grammars.force(pieces, spare)
+        for feature in self._proposers:
             tokens, took_s = feature.propose(pieces, spare, idle, now)
             spare, seconds = spare - tokens, seconds + took_s
         return [piece.lengthened() for piece in pieces], seconds
 
     def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
-        """Returns as much of a guess of the sequence's next tokens as the features allow."""
-        for fit in self._fitters if len(guess) else ():
-            guess = fit(sequence, guess)
-        return guess
+        """Returns as much of a guess of the sequence's next tokens as its grammar allows."""
+        return self.grammars.fit(sequence, guess) if self.grammars is not None and len(guess) else guess
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Gives a decode one more slot, for which another sequence may be preempted. Returns False if there is none in
@@ -500,7 +495,7 @@ class Scheduler:
             if left == 0:
                 return
             wanted = sequence.num_tokens - start
-            chooses = sequence.kept and not (sequence.is_prefill or sequence.is_prompt_only)
+            chooses = sequence.grammar is not None and not sequence.is_prompt_only
             if chooses and wanted <= left and self._keeps_back(sequence, now):
                 # The prompt's last token is left out, because its logits choose the first token.
                 wanted -= 1
@@ -547,7 +542,7 @@ class Scheduler:
         """Applies a piece's tokens: one, the proposed ones after it that are right, and the first tokens of
         siblings."""
         sequence, out = piece.sequence, self.blocks.out
-        proposed, proposer = sequence.num_proposed, sequence.proposer
+        proposed = sequence.num_proposed
         chosen: list[tuple[int, TokenLogprob | None]] = []
         if proposed:
             # Proposed tokens that are certain to be right have no rows of logits.
@@ -555,7 +550,7 @@ class Scheduler:
         chosen += [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
         out.late_masks += chosen[-1][0] == MASK_LATE
-        if proposer is not None and proposed and not proposer.certain:
+        if proposed and not sequence.forced:
             out.judged_guesses.append((proposed, max(accepted - 1, 0)))
         if not accepted:
             if chosen[0][0] == MASK_LATE:
@@ -564,12 +559,12 @@ class Scheduler:
             else:
                 self._fail_broken(piece, sequence.num_tokens, tokens, logprobs, now)
             return
-        if proposer is not None and proposed:
-            if proposer.certain:
-                out.forced_tokens += min(accepted, proposed)
-            proposer.judged(sequence, proposed, accepted - 1)
-        for took in self._on_accepted if sequence.kept else ():
-            reason = took(sequence, [token for token, _ in chosen[:accepted]], reason)
+        if proposed and sequence.forced:
+            out.forced_tokens += min(accepted, proposed)
+        for judged in self._on_judged if proposed and not sequence.forced else ():
+            judged(sequence, proposed, accepted - 1)
+        if self.grammars is not None and sequence.grammar is not None:
+            reason = self.grammars.accepted(sequence, [token for token, _ in chosen[:accepted]], reason)
         out.report_tokens(sequence, chosen[:accepted], reason, now)
         if reason is not None:
             self._close(sequence, now, commit_rest=True)
@@ -615,7 +610,7 @@ class Scheduler:
         )
         self.fail(sequence.seq_id, BrokenModel(error), now)
 
-    def finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
+    def _finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
         """Ends a stream with these tokens, which it has already, and which needed no step."""
         self.blocks.out.forced_tokens += len(tokens)
         self.blocks.out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
@@ -626,11 +621,10 @@ class Scheduler:
     ) -> None:
         """Begins a sibling with its first token, chosen from its parent's logits; then it needs a ticket of its own."""
         child = parent.sibling(sibling, now)
-        for begins in self._on_sibling:
-            begins(parent, child)
         reason = child.append(token)
-        for took in self._on_accepted if child.kept else ():
-            reason = took(child, (token,), reason)
+        if self.grammars is not None and parent.grammar is not None:
+            child.follow_grammar(parent.grammar.sibling())
+            reason = self.grammars.accepted(child, (token,), reason)
         self.blocks.out.report_tokens(child, [(token, logprob)], reason, now, child.progress)
         if reason is None:
             self.sequences[child.seq_id] = child

@@ -24,27 +24,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
+from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampling_rows import Float32, UInt32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
 from pillion.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
 from pillion.types import FinishReason, SamplingParams
-
-
-class Proposer(Protocol):
-    """Describes a feature that proposes next tokens (:mod:`pillion.engine.scheduling.step_feature`)."""
-
-    use: str
-    certain: bool
-
-    def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
-        """Notes that a step has judged the tokens that this feature proposed."""
 
 
 class SequenceState(Enum):
@@ -205,6 +196,8 @@ class Sequence(BlockChain):
         self.end_reported = False
         # This is the sequence whose prompt this sibling shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
+        # The grammar that the answer follows.
+        self.grammar: GrammarState | None = None
         # This holds what features know of the sequence, by a name of each feature's own.
         self.kept: dict[str, Any] = {}
         # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
@@ -227,9 +220,8 @@ class Sequence(BlockChain):
         if self.pooled is not None:
             self.num_scored, self.score_end = self.pooled.start, self.pooled.stop
         self._rows_sum: Float32 | None = None
-        # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
-        self.num_proposed = 0
-        self.proposer: Proposer | None = None
+        # These tokens stand after the sequence's own for one step: guesses, or what its grammar forces, which is right.
+        self.num_proposed, self.forced = 0, False
         # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
@@ -434,7 +426,7 @@ class Sequence(BlockChain):
             self.generation += 1
         if accepted:
             self.progress.tokens_came(now)
-        if self.proposer is not None and proposed and not self.proposer.certain:
+        if proposed and not self.forced:
             # The order matters: a reader on another thread never sees more right guesses than judged ones.
             self.progress.accepted_tokens += max(accepted - 1, 0)
             self.progress.guessed_tokens += len(proposed)
@@ -463,9 +455,9 @@ class Sequence(BlockChain):
             self.progress.tokens_came(now)
         return tokens, reason or FinishReason.STOP
 
-    def propose(self, tokens: Int32, proposer: Proposer) -> None:
-        """Puts proposed tokens after the sequence's own, for one step."""
-        self.num_proposed, self.proposer = len(tokens), proposer
+    def propose(self, tokens: Int32, *, forced: bool = False) -> None:
+        """Puts proposed tokens after the sequence's own, for one step. Those that are ``forced`` are right."""
+        self.num_proposed, self.forced = len(tokens), forced
         self._tokens[self.num_tokens : self.num_tokens + len(tokens)] = tokens
 
     def proposed(self) -> Int32:
@@ -475,6 +467,10 @@ class Sequence(BlockChain):
     def drop_proposed(self) -> None:
         """Forgets the proposed tokens, because the step that would have judged them has failed."""
         self.num_proposed = 0
+
+    def follow_grammar(self, grammar: GrammarState) -> None:
+        """Makes the answer follow this grammar from now on, which has taken the answer's present tokens."""
+        self.grammar, self.reads_history = grammar, True
 
     def await_adapter(self) -> None:
         """Notes that the sequence is in a queue and cannot run before its adapter is ready."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import RowMasks, Sampled
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -28,8 +28,6 @@ from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
-from pillion.errors import PillionError
-from pillion.types import FinishReason
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,12 +40,6 @@ class Steps(Protocol):
     queues: SchedulerQueues
     blocks: BlockManager
     in_flight: InFlightSteps
-
-    def fail(self, seq_id: int, error: PillionError, now: float) -> None:
-        """Fails a sequence that cannot go on."""
-
-    def finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
-        """Ends a stream with these tokens, which it has already, and which needed no step."""
 
     def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
         """Returns as much of a guess of the sequence's next tokens as the other features allow."""
@@ -68,30 +60,12 @@ class StepFeature:
     def bind(self, steps: Steps) -> None:
         """Notes that the feature belongs to a scheduler from now on. It is called once, before everything else."""
 
-    def added(self, sequence: Sequence, now: float) -> None:
-        """Notes that a new sequence has joined the queues for the first time."""
-
     def joined(self, sequence: Sequence, now: float) -> None:
         """Notes that a sequence has joined the queues, for the first time or after it was preempted."""
 
     def left(self, sequence: Sequence) -> None:
         """Notes that a sequence has left the queues: it ends, or is preempted and may join again
         (``sequence.resume_after``)."""
-
-    def sibling_begins(self, parent: Sequence, child: Sequence) -> None:
-        """Notes that another answer to the parent's prompt begins; it has no token yet."""
-
-    def may_choose(self, sequence: Sequence, now: float) -> bool:
-        """Says whether a step can choose the sequence's next token. The feature may have ended the sequence if not."""
-        return True
-
-    def may_follow(self, sequence: Sequence) -> bool:
-        """Returns whether a stream can decode the token that a launched step chooses, before that token is known."""
-        return True
-
-    def proposes(self, pieces: Seq[SequencePiece]) -> bool:
-        """Returns whether the feature may have something to propose for these decodes."""
-        return False
 
     def propose(self, pieces: Seq[SequencePiece], spare: int, idle: int, now: float) -> tuple[int, float]:
         """Puts tokens that may follow these decodes after their sequences' own (:meth:`Sequence.propose`).
@@ -102,17 +76,9 @@ class StepFeature:
         """
         return 0, 0.0
 
-    def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
-        """Returns as much of another feature's guess of the sequence's next tokens as can be right."""
-        return guess
-
     def may_run_ahead(self) -> bool:
         """Returns whether the next step may be planned before the one just launched has landed."""
         return True
-
-    def masks(self, plan: StepPlan) -> RowMasks | None:
-        """Returns which tokens rows of the step may choose; None where the feature does not limit them."""
-        return None
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""
@@ -120,11 +86,6 @@ class StepFeature:
     def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
         """Notes that a step has judged the tokens that the feature proposed: the first ``right`` of them are the
         sequence's now."""
-
-    def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
-        """Notes that these tokens are the sequence's now. Returns why it ends with the last one, None where it goes on;
-        ``reason`` is the answer without this feature."""
-        return reason
 
     def landed(self, plan: StepPlan, sampled: Sampled) -> None:
         """Notes that all results of a step are applied."""

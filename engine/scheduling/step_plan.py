@@ -48,8 +48,7 @@ class SequencePiece:
         if not proposed or sequence.num_in_flight:
             return self
         # Tokens that are certain need logits only where their log probabilities are reported.
-        certain = sequence.proposer is not None and sequence.proposer.certain
-        rows = 0 if certain and not sequence.reports_logprobs else proposed
+        rows = 0 if sequence.forced and not sequence.reports_logprobs else proposed
         return SequencePiece(sequence, self.start, self.count + proposed, self.samples + rows)
 
 

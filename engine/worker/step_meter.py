@@ -69,8 +69,7 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
             used[TAIL] += piece.count
         else:
             used[DECODE] += 1
-            if piece.count > 1 and sequence.proposer is not None:
-                used[sequence.proposer.use] += piece.count - 1
+            used[FORCED if sequence.forced else SPECULATIVE] += piece.count - 1
     used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
     return used
 

@@ -37,9 +37,12 @@ from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
+from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
@@ -49,7 +52,6 @@ from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, ne
 from pillion.engine.worker.worker_feature import (
     NO_NEEDS,
     WORKER_FEATURES,
-    Attach,
     RequestNeeds,
     StartTurn,
     WorkerFeature,
@@ -103,6 +105,7 @@ class Worker:
         attachment: Attachment,
         make_scheduler: Callable[[int], Scheduler],
         features: Seq[WorkerFeature] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.flags = flags
         self.role = role
@@ -124,9 +127,12 @@ class Worker:
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
         self._adapters = _adapter_loader(flags, model, self.node, self.meters) if flags.enable_lora else None
+        self._grammars = grammars
         self.epoch = self._make_epoch(attachment.epoch)
-        for feature in features:
-            feature.attached(self)
+        if grammars is not None:
+            # A mask that a step had to wait for is there.
+            grammars.mask_threads.wake = lambda: self.epoch.wake()
+            grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
         self.meters.watch(self._partial_block_readings)
         if model.ranks is not None:
@@ -172,6 +178,9 @@ class Worker:
             undo.callback(model.backend.close)
             # The scheduler refuses bad flags before anything is held.
             limits(blocks=BlockManager(flags.block_size))
+            grammars = await asyncio.to_thread(_load_grammars, model) if role == "decode" else None
+            if grammars is not None:
+                undo.callback(grammars.close)
             setup = WorkerSetup(flags, role, model, max_num_batched_tokens, backend_factory, turn)
             features: list[WorkerFeature] = []
             for load in entered(WORKER_FEATURES):
@@ -182,7 +191,7 @@ class Worker:
             if flags.enable_lora:
                 # On a GPU the node's pool takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            make_scheduler = partial(_make_scheduler, limits, model, flags, features)
+            make_scheduler = partial(_make_scheduler, limits, model, flags, features, grammars)
             warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
@@ -190,7 +199,7 @@ class Worker:
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, features)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, features, grammars)
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
@@ -307,27 +316,27 @@ class Worker:
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
-    async def made_ready(self, needs: RequestNeeds) -> list[Attach]:
-        """Returns what features make ready for a request, to be attached to its sequence, once the files of its adapter
-        are on this machine. Raises PillionError if one of the needs cannot be served: NotFound, Unavailable or
-        Overloaded where another worker may serve it."""
-        attach: list[Attach] = []
+    async def made_ready(self, needs: RequestNeeds) -> GrammarState | None:
+        """Returns the begin of a request's grammar once that is compiled, and the files of its adapter are on this
+        machine. Raises InvalidRequest for a grammar that does not compile or that refuses the answer so far, and
+        NotFound, Unavailable or Overloaded where another worker may serve the request."""
+        grammar = None
         if needs is NO_NEEDS:
-            return attach
+            return grammar
         needs.check()
         if needs.grammar:
-            feature = next((one for one in self._features if one.serves), None)
-            if feature is None:
+            if self._grammars is None:
                 raise InvalidRequest(
                     f"the answer has a grammar, which {self.component_id} cannot follow; its log says why"
                 )
-            attach.append(await feature.made_ready(needs))
+            started = self._grammars.start(needs.grammar, needs.answer, needs.stop_token_ids)
+            grammar = await asyncio.wrap_future(started)
         if needs.adapter:
             if self._adapters is None:
                 raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
             if needs.adapter not in self.epoch.load.adapters:
                 await self._adapters.bring(needs.adapter)
-        return attach
+        return grammar
 
     async def run_sequence(
         self,
@@ -340,11 +349,11 @@ class Worker:
         cancel this call, because a ticket that is held must be released. Whatever an argument raises is raised.
 
         Args:
-            needs: what features make ready first.
+            needs: what is made ready first.
             hold: adopts or opens the ticket, by the epoch's tickets.
             begin: makes the sequence once its ticket is held, with the listeners of it and of its siblings.
         """
-        attach = await self.made_ready(needs)
+        grammar = await self.made_ready(needs)
         if not wanted():
             return None
         epoch = self.epoch
@@ -352,15 +361,14 @@ class Worker:
         progress = None
         try:
             if wanted():
-                progress = epoch.add(*begin(holding), attach, last_hash)
+                sequence, listeners = begin(holding)
+                if grammar is not None:
+                    sequence.follow_grammar(grammar)
+                progress = epoch.add(sequence, listeners, last_hash)
         finally:
             if progress is None:
                 epoch.tickets.let_go(holding)
         return None if progress is None else (progress, holding)
-
-    def wake(self) -> None:
-        """Makes the step loop look for work again, from any thread."""
-        self.epoch.wake()
 
     def next_id(self) -> int:
         """Returns a new seq_id, which is the place in the order of arrival."""
@@ -492,8 +500,9 @@ class Worker:
         self.model.backend.close()
         for feature in self._features:
             feature.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        for part in (self._grammars, self._adapters):
+            if part is not None:
+                part.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
@@ -530,6 +539,7 @@ def _make_scheduler(
     model: LoadedModel,
     flags: WorkerFlags,
     features: Seq[WorkerFeature],
+    grammars: GrammarCompiler | None,
     pool_slots: int,
 ) -> Scheduler:
     """Makes the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
@@ -541,8 +551,19 @@ def _make_scheduler(
         features=[feature.step_feature for feature in features],
         partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.stock) if percent else None,
         states=States(pages, blocks) if pages else None,
+        grammars=None if grammars is None else Grammars(blocks.stock),
         adapters=AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None,
     )
+
+
+def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
+    """Loads what compiles a worker's grammars; returns None, and logs a line, where llguidance cannot be used."""
+    prepared = model.prepared
+    try:
+        return GrammarCompiler.load(prepared.folder, model.backend.vocab_size, prepared.eos_token_ids)
+    except (ImportError, OSError, ValueError) as error:
+        log.warning("answers cannot follow grammars here: %s", error)
+        return None
 
 
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:

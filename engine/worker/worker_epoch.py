@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from opentelemetry.context import Context
@@ -27,6 +27,7 @@ from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.grammars.step_masks import StepMasks
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
@@ -114,7 +115,6 @@ class WorkerEpoch:
         self.idle = asyncio.Event()
         self.idle.set()
         self._block_size = flags.block_size
-        self._masks = scheduler.masks
         self._model = model
         self._on_lost = on_lost
         self._on_fail = on_fail
@@ -168,7 +168,6 @@ class WorkerEpoch:
         self,
         sequence: Sequence,
         listeners: Mapping[int, SequenceListener],
-        attach: Iterable[Callable[[Sequence], None]],
         last_hash: bytes,
     ) -> SequenceProgress:
         """Runs a sequence with a ticket that :attr:`tickets` adopted; ``last_hash`` is that of its chain's last block.
@@ -189,8 +188,6 @@ class WorkerEpoch:
             raise NotFound(
                 "the ticket's chain is not of these tokens, has no state, or has some to be scored: plan again"
             )
-        for one in attach:
-            one(sequence)
         if self._end_error is not None:
             raise self._end_error
         self.listeners.update(listeners)
@@ -345,7 +342,7 @@ class WorkerEpoch:
         for slot, packed in plan.placements:
             backend.place_adapter(slot, packed)
         batch = build_step_batch(plan, self._block_size)
-        rows = None if plan.awaits_tokens else build_sampling(plan, self._masks(plan))
+        rows = None if plan.awaits_tokens else build_sampling(plan, StepMasks.of(plan))
         return backend.launch(batch, plan.copies, rows)
 
     def _tell_begun(self, seq_ids: list[int]) -> None:
@@ -355,7 +352,7 @@ class WorkerEpoch:
                 listener.on_begun()
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
-        step.choose(build_sampling(plan, self._masks(plan)))
+        step.choose(build_sampling(plan, StepMasks.of(plan)))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:

@@ -19,13 +19,9 @@ from typing import Protocol
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
-from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_feature import StepFeature
-from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.kvstore.client.attachment import Attachment
-from pillion.kvstore.client.node_client import NodeClient
-from pillion.observability.metrics import Meters
 from pillion.rooms import Seam
 
 
@@ -61,7 +57,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestNeeds:
-    """Says what a request needs of features.
+    """Says what a request needs beside the model.
 
     Attributes:
         adapter: digest of the adapter that it runs with; "" for the model alone.
@@ -82,29 +78,11 @@ class RequestNeeds:
 
 
 NO_NEEDS = RequestNeeds()
-# Such a function attaches what was made ready for a request to its sequence, before the sequence is added.
-Attach = Callable[[Sequence], None]
-
-
-class WorkerPlace(Protocol):
-    """Describes what a feature may use of its worker."""
-
-    meters: Meters
-    node: NodeClient
-    epoch: WorkerEpoch
-
-    def wake(self) -> None:
-        """Makes the step loop look for work again, from any thread."""
 
 
 class WorkerFeature:
     """Represents a feature of one worker, such as grammars or adapters; each method does nothing where a feature does
-    not override it.
-
-    ``serves`` is the name of the request's need that it serves.
-    """
-
-    serves = ""
+    not override it."""
 
     def step_feature(self) -> StepFeature:
         """Makes the feature's part of the steps of one epoch."""
@@ -115,13 +93,6 @@ class WorkerFeature:
 
     def warm_up(self, max_tokens: int) -> None:
         """Pays one-time costs of steps of up to so many tokens."""
-
-    def attached(self, worker: WorkerPlace) -> None:
-        """Notes that the worker is attached to a KV node, and has its first epoch."""
-
-    async def made_ready(self, needs: RequestNeeds) -> Attach:
-        """Makes ready what a request needs. Raises PillionError where that cannot be."""
-        return lambda sequence: None
 
     def close(self) -> None:
         """Ends everything that the feature has begun. Idempotent."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.batching import build_sampling, build_step_batch
+from pillion.engine.grammars.step_masks import StepMasks
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.types import SamplingParams
 
 MAX_TOKENS = 4096
@@ -35,15 +35,15 @@ class DecodeLoop:
         sampling: SamplingParams,
         *,
         prompt: npt.NDArray[np.int32] | None = None,
-        features: Seq[MakeStepFeature] = (),
+        grammars: bool = False,
         attach: Callable[[int, Sequence], None] = lambda number, sequence: None,
     ) -> None:
         """``prompt``: int32 [context], of every stream; default: random tokens. ``attach`` gets the
         number and the sequence of each stream before it is added."""
         self.backend, self.block_size = backend, block_size
-        self.scheduler = Scheduler(
-            blocks=BlockManager(block_size), max_num_batched_tokens=4096, max_num_seqs=batch, features=features
-        )
+        manager = BlockManager(block_size)
+        asked = Grammars(manager.stock) if grammars else None
+        self.scheduler = Scheduler(blocks=manager, max_num_batched_tokens=4096, max_num_seqs=batch, grammars=asked)
         draw = np.random.default_rng(batch)
         blocks = (context + MAX_TOKENS // batch) // block_size + 2
         for number in range(batch):
@@ -69,7 +69,7 @@ class DecodeLoop:
         plan = self.scheduler.schedule(times[0])
         self.scheduler.flush(times[0])
         times.append(time.perf_counter())
-        batch, rows = build_step_batch(plan, self.block_size), build_sampling(plan, self.scheduler.masks(plan))
+        batch, rows = build_step_batch(plan, self.block_size), build_sampling(plan, StepMasks.of(plan))
         times.append(time.perf_counter())
         logits = self.backend.forward(batch)
         times.append(time.perf_counter())

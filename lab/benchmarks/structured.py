@@ -39,9 +39,8 @@ from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.grammars.answer_grammar import follow
 from pillion.engine.grammars.compiler import GrammarCompiler
-from pillion.engine.grammars.grammar_feature import GrammarSteps
+from pillion.engine.grammars.step_masks import StepMasks
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
@@ -132,7 +131,7 @@ class Engine:
             if texts:
                 state = self.compiler.start(texts[number % len(texts)], (), frozenset()).result()
                 made: Any = state if forced else _OneByOne(state)
-                follow(sequence, made)
+                sequence.follow_grammar(made)
 
         made = DecodeLoop(
             self.backend,
@@ -141,7 +140,7 @@ class Engine:
             CONTEXT_TOKENS,
             sampling,
             prompt=self._prompt,
-            features=[GrammarSteps],
+            grammars=True,
             attach=attach,
         )
         made.step()
@@ -317,7 +316,7 @@ def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
         loop.scheduler.flush(began_s)
         batch = build_step_batch(plan, engine.block_size)
         built_s = time.perf_counter()
-        rows = build_sampling(plan, loop.scheduler.masks(plan))
+        rows = build_sampling(plan, StepMasks.of(plan))
         assert rows.masks is not None
         rows.masks.take()
         masked_s = time.perf_counter()

@@ -34,7 +34,6 @@ from pillion.engine.scheduling.sequence import Ending, SequenceState
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
-from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
 from pillion.kvstore.hashing import HASH_BYTES
@@ -51,16 +50,6 @@ TOKEN = 1
 # times its cost.
 MAX_RUN_STEPS = 4096
 LEAST_NOISE = 0.5
-
-
-class _Known(StepFeature):
-    """Represents the tokens of a run of steps, all of which are known beforehand."""
-
-    use = "forced"
-    certain = True
-
-
-_KNOWN = _Known()
 
 
 class KnownCost(StepCost):
@@ -424,7 +413,7 @@ class SimWorker:
         if count > 1:
             ids = np.full(count - 1, TOKEN, dtype=np.int32)
             for piece in run.plan.pieces:
-                piece.sequence.propose(ids, _KNOWN)
+                piece.sequence.propose(ids, forced=True)
         pieces = tuple(SequencePiece(piece.sequence, piece.start, count, 1) for piece in run.plan.pieces)
         plan = replace(run.plan, pieces=pieces)
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Sequence
 from random import Random
 
-from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskJob, MaskThreads
@@ -127,9 +126,8 @@ class NumberGrammars:
         return state
 
 
-def number_of(grammar: AnswerGrammar) -> int:
+def number_of(grammar: GrammarState) -> int:
     """The number of a grammar that NumberGrammars started."""
-    assert isinstance(grammar, GrammarState)
     matcher = grammar._grammar.start
     assert isinstance(matcher, NumberMatcher)
     return matcher.kind

@@ -18,12 +18,12 @@ from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftSh
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_feature import Guesses, with_draft_model, with_drafter
 from pillion.engine.drafts.drafter import Drafter
-from pillion.engine.grammars.answer_grammar import MaskRows, follow, grammar_of
-from pillion.engine.grammars.grammar_feature import GrammarSteps
+from pillion.engine.grammars.mask_threads import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
@@ -124,7 +124,8 @@ class SchedulerHarness:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,
-            features=[GrammarSteps, *guessing],
+            features=guessing,
+            grammars=Grammars(blocks.stock),
             partial_blocks=None if partial_blocks is None else PartialBlocks(partial_blocks, blocks.stock),
             states=States(state_pages, blocks) if state_pages else None,
             adapters=AdapterSlots(max_loras, blocks.in_flight),
@@ -247,7 +248,7 @@ class SchedulerHarness:
             flow=FLOWS[flow],
         )
         if grammar is not None:
-            follow(sequence, self.grammars.start(grammar))
+            sequence.follow_grammar(self.grammars.start(grammar))
         self.scheduler.add(sequence, self.now)
         return seq_id
 
@@ -367,7 +368,7 @@ class SchedulerHarness:
 
     def _held_up(self, sequence: Sequence) -> bool:
         """Whether a sequence may wait for its grammar, or for the tokens that its grammar will force."""
-        grammar = grammar_of(sequence)
+        grammar = sequence.grammar
         if grammar is None:
             return False
         known = bool(sequence.num_proposed) or not grammar.may_run_ahead
@@ -603,13 +604,13 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
         if sequence.sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_proposed
             # The token before was not chosen, for its mask was late: this choice is void.
-            void = sequence.end_reported or (grammar_of(sequence) is not None and not sequence.num_in_flight)
+            void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
             ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.sibling_seeds))]
             histories = [int(sequence.tokens(sequence.prompt_tokens, place).sum()) for place in ends]
         seeds = (*[int(sequence.sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
         masks = None
-        grammar = grammar_of(sequence)
+        grammar = sequence.grammar
         if grammar is not None:
             masks = grammar.place_masks(sequence.proposed().tolist(), piece.samples)
         last = piece.samples - 1

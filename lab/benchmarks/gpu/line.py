@@ -109,7 +109,7 @@ class EngineLoop:
             plan = self.scheduler.schedule(now_s)
             self._take(self.scheduler.flush(now_s))
             if plan.pieces:
-                rows = build_sampling(plan, self.scheduler.masks(plan))
+                rows = build_sampling(plan, None)
                 out.append((plan, self._backend.launch(build_step_batch(plan, BLOCK_SIZE), plan.copies, rows)))
                 self.scheduler.launched(plan)
             idle = 0 if plan.pieces or out else idle + 1

@@ -17,7 +17,6 @@ from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 from tests.support.sampling import GivenMasks
@@ -56,7 +55,7 @@ def sequence(
 
 
 def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
-    stream.propose(np.array(drafts, np.int32), StepFeature())
+    stream.propose(np.array(drafts, np.int32))
     return stream
 
 

@@ -11,7 +11,6 @@ from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import NGramDrafter
-from pillion.engine.grammars.answer_grammar import grammar_of
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
@@ -41,7 +40,7 @@ class OracleDrafter:
         assert sequence.sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
         end = sequence.prompt_tokens
-        followed = grammar_of(sequence)
+        followed = sequence.grammar
         grammar = None if followed is None else number_of(followed)
         shift = ADAPTER_SHIFT * int(sequence.adapter or 0)
         seed, known = int(sequence.sampling.seed or 0) + shift, len(tokens) - end

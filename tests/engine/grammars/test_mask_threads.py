@@ -12,10 +12,9 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S, result_of, wait_for
 from pillion.engine.grammars import mask_threads
-from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskThreads
+from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskRows, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
