@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.scheduling.sequence import Sequence
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
 Float64 = npt.NDArray[np.float64]
@@ -32,8 +31,6 @@ PLACE_WEIGHT = 3.0
 # As long as no guess at a place was judged, guesses there are expected to be right no more often than this.
 MOST_EXPECTED = 0.98
 
-# The dict ``kept`` of a sequence has its GuessRecord under this key.
-_GUESSES = "guesses"
 NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
@@ -146,11 +143,3 @@ class GuessRecord:
         self._probe, self._probed, self._probed_at, self._patience = NO_TOKENS, False, num_tokens, 1
         self.found = len(guess) > 0
         self.expected = float(self.chances[: len(guess)].sum())
-
-
-def guesses_of(stream: Sequence) -> GuessRecord:
-    """Returns the stream's GuessRecord, which the first call makes."""
-    found: GuessRecord | None = stream.kept.get(_GUESSES)
-    if found is None:
-        found = stream.kept[_GUESSES] = GuessRecord()
-    return found

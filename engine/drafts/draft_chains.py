@@ -29,7 +29,6 @@ from typing import Protocol
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.drafts.acceptance import guesses_of
 from pillion.engine.sampling.sampling_rows import States
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -265,7 +264,7 @@ class DraftChains:
         # Tokens that came since the last guess are computed at once, and a prompt's tokens as the step's budget allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
         chain.is_too_late = (
-            not is_near and self._passes.seconds_to_read * (end - start) > guesses_of(chain.sequence).worth_s
+            not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.guesses.worth_s
         )
         if chain.is_too_late:
             return None

@@ -31,7 +31,6 @@ from pillion.engine.drafts.acceptance import (
     WORKER_FADING,
     Acceptance,
     Float64,
-    guesses_of,
 )
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
@@ -201,7 +200,7 @@ class DraftControl:
         streams. There may be fewer than were asked for; where they are too few, the control decides nothing for some
         steps."""
         count = sum(tokens for _, tokens in found)
-        brought = sum(float(guesses_of(stream).chances[:tokens].sum()) for stream, tokens in found) * self._trust
+        brought = sum(float(stream.guesses.chances[:tokens].sum()) for stream, tokens in found) * self._trust
         plain_s = self.costs.seconds(self._decodes)
         if count and (not plain_s or self._speedup(brought, count, plain_s) >= LEAST_SPEEDUP):
             self._rest_steps, self._unpaid_decodes = 1, 0
@@ -224,10 +223,10 @@ class DraftControl:
         if not (streams and decodes) or left <= 0 or self._crowded:
             return none
         plain_s = self.costs.seconds(decodes)
-        highest = max(guesses_of(stream).likeliest for stream in streams) * self._trust
+        highest = max(stream.guesses.likeliest for stream in streams) * self._trust
         if plain_s and max(self._speedup(knot * highest, knot, plain_s) for knot in KNOTS) < LEAST_SPEEDUP:
             return none
-        chances = np.array([guesses_of(stream).chances for stream in streams])[:, : self.most_guesses] * self._trust
+        chances = np.array([stream.guesses.chances for stream in streams])[:, : self.most_guesses] * self._trust
         chances[np.arange(chances.shape[1]) >= np.array(room)[:, None]] = 0.0
         order = np.argsort(-chances, axis=None, kind="stable")[: min(left, np.count_nonzero(chances))]
         count = len(order)
@@ -247,9 +246,9 @@ class DraftControl:
         guess_s = (step_s - plain_s) / max(1, sum(shares)) + self._drafting_s
         for stream, share in zip(streams, shares, strict=True):
             if share and plain_s:
-                brought = float(guesses_of(stream).chances[:share].sum()) * self._trust
+                brought = float(stream.guesses.chances[:share].sum()) * self._trust
                 steps = (stream.most_tokens - stream.num_tokens) / (1 + brought)
-                guesses_of(stream).worth_s = steps * (brought * plain_s / self._decodes - share * guess_s)
+                stream.guesses.worth_s = steps * (brought * plain_s / self._decodes - share * guess_s)
 
     @property
     def _probe_tokens(self) -> int:
@@ -274,7 +273,7 @@ class DraftControl:
     def judged(self, stream: Sequence, made: int, right: int) -> None:
         """Notes that a step has judged a guess of ``made`` tokens for a stream: its first ``right`` ones were right."""
         self._right = self._right * WORKER_FADING + right
-        self._expected = self._expected * WORKER_FADING + guesses_of(stream).expected
+        self._expected = self._expected * WORKER_FADING + stream.guesses.expected
         self._trust = min(1.0, (self._right + CALIBRATION_TOKENS) / (self._expected + CALIBRATION_TOKENS))
         self._learn(stream, made, right)
 
@@ -283,12 +282,12 @@ class DraftControl:
         self._all.judge(made, right)
         self._level = self._all.level(UNKNOWN_RATE, UNKNOWN_WEIGHT)
         self._rates = self._all.rates(self._level, UNKNOWN_WEIGHT)
-        guesses_of(stream).judge(made, right)
-        guesses_of(stream).expect(self._rates, self._level)
+        stream.guesses.judge(made, right)
+        stream.guesses.expect(self._rates, self._level)
 
     def begin(self, stream: Sequence) -> None:
         """Notes that a stream begins, whose guesses are expected to be right as often as those of all others."""
-        guesses_of(stream).expect(self._rates, self._level)
+        stream.guesses.expect(self._rates, self._level)
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
         """Returns the streams to probe, and by how many tokens, once their last probe is judged. ``slow`` guesses,
@@ -299,24 +298,24 @@ class DraftControl:
         every = self._probe_tokens
         due = []
         for stream in streams:
-            if guesses_of(stream).probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):
+            if stream.guesses.probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):
                 self._judge_probe(stream)
                 due.append((stream, min(self.most_guesses, every)))
                 if slow:
-                    guesses_of(stream).worth_s = inf
+                    stream.guesses.worth_s = inf
                     break
         return due
 
     def keep_as_probe(self, stream: Sequence, guess: Int32) -> None:
         """Keeps a guess that no step makes as a probe, if one is due, to be compared with the text."""
-        if guesses_of(stream).probe_is_due(stream.num_tokens, self._probe_tokens):
+        if stream.guesses.probe_is_due(stream.num_tokens, self._probe_tokens):
             self._judge_probe(stream)
-            guesses_of(stream).probe(guess, stream.num_tokens)
+            stream.guesses.probe(guess, stream.num_tokens)
         else:
-            guesses_of(stream).found = len(guess) > 0
+            stream.guesses.found = len(guess) > 0
 
     def _judge_probe(self, stream: Sequence) -> None:
-        made, right = guesses_of(stream).take_probe(stream.tokens(0, stream.num_tokens))
+        made, right = stream.guesses.take_probe(stream.tokens(0, stream.num_tokens))
         if made:
             self._learn(stream, made, right)
 

@@ -15,7 +15,6 @@ from functools import partial
 
 from pillion.config import DecodeFlags
 from pillion.engine.backends.cpu.cpu_loading import thread_count
-from pillion.engine.drafts.acceptance import guesses_of
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_loading import load_draft
@@ -70,7 +69,7 @@ class Guesses(StepFeature):
             return True
         chains = self.draft_chains
         streams = (s for s in self._steps.queues.running if s.decoding and not s.is_prefill)
-        known = [s for s in streams if guesses_of(s).found or (chains is not None and chains.catches_up(s))]
+        known = [s for s in streams if s.guesses.found or (chains is not None and chains.catches_up(s))]
         return not self._control.may_guess(known)
 
     def propose(self, pieces: Seq[SequencePiece], spare: int, idle: int, now: float) -> tuple[int, float]:
@@ -107,14 +106,14 @@ class Guesses(StepFeature):
         ]
         if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
             for stream, tokens in found:
-                guesses_of(stream).asked(tokens, stream.num_tokens)
+                stream.guesses.asked(tokens, stream.num_tokens)
                 if len(tokens):
                     stream.propose(tokens)
         else:
             for stream, tokens in found:
                 control.keep_as_probe(stream, tokens)
         for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
-            guesses_of(stream).probe(guess, stream.num_tokens)
+            stream.guesses.probe(guess, stream.num_tokens)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         self._control.stepped(plan, seconds)

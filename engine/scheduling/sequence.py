@@ -23,12 +23,13 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
+from pillion.engine.drafts.acceptance import GuessRecord
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampling_rows import Float32, UInt32
@@ -198,8 +199,6 @@ class Sequence(BlockChain):
         self.parent: Sequence | None = None
         # The grammar that the answer follows.
         self.grammar: GrammarState | None = None
-        # This holds what features know of the sequence, by a name of each feature's own.
-        self.kept: dict[str, Any] = {}
         # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
         self.awaits_adapter, self.adapter_slot = False, -1
         # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
@@ -232,6 +231,11 @@ class Sequence(BlockChain):
         # These count what the sequence's flow was charged for it, and its tokens that need not be computed here.
         self._charged, self._found_tokens = 0, self.num_computed
         self.extend_hashes(self.num_tokens)
+
+    @cached_property
+    def guesses(self) -> GuessRecord:
+        """Gives what is remembered of the stream's guesses. It is made when it is first asked for."""
+        return GuessRecord()
 
     def wait_for(self, work_s: float) -> None:
         """Takes the place in line of a prompt that would take ``work_s`` seconds by itself. A stream that had tokens

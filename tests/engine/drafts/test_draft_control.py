@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.drafts.acceptance import STREAM_FADING, Acceptance, guesses_of
+from pillion.engine.drafts.acceptance import STREAM_FADING, Acceptance
 from pillion.engine.drafts.draft_control import MOST_PROBING_CREDIT_S, MOST_PROBING_SHARE, DraftControl, RowCosts
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.sampling.sampling_rows import Sampled
@@ -194,7 +194,7 @@ def test_found_guesses_are_made_where_they_are_enough_to_pay(found: int, tokens:
     assert max(piece.count for piece in pieces) == tokens
     if found == 1:
         # The text that comes judges what no step did.
-        made, right = guesses_of(streams[0]).take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
+        made, right = streams[0].guesses.take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
         assert made == right > 0
 
 
@@ -265,4 +265,4 @@ def test_a_text_that_can_be_guessed_is_noticed_without_a_row() -> None:
                 OracleDrafter(wrong), control, DearRows(), [SequencePiece(stream, stream.num_tokens - 1, 1, 1)], 100
             )
             assert piece.count == 1
-        assert least <= guesses_of(stream).chances[0] <= most
+        assert least <= stream.guesses.chances[0] <= most
