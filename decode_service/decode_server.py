@@ -15,8 +15,7 @@ from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
-from pillion.engine.worker.worker import AT_ONCE, Worker
-from pillion.engine.worker.worker_feature import StartTurn
+from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
 
 

@@ -21,8 +21,7 @@ from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.streams.stream_session import MAX_KEPT_PLACES
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.step_spans import record
-from pillion.engine.worker.worker import Worker
-from pillion.engine.worker.worker_feature import NO_NEEDS, RequestNeeds
+from pillion.engine.worker.worker import NO_NEEDS, RequestNeeds, Worker
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.common_pb2 import Queued

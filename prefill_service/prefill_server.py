@@ -21,8 +21,7 @@ from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
-from pillion.engine.worker.worker import AT_ONCE, Worker
-from pillion.engine.worker.worker_feature import StartTurn
+from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
 from pillion.engine.worker.worker_server import Service, WorkerServer, serve
 from pillion.errors import Overloaded
 from pillion.observability import telemetry

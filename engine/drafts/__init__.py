@@ -1,6 +1,6 @@
 """Decodes speculatively, by guesses of the next tokens, which a step's own logits judge.
 
-    draft_feature.py   guesses in a worker and its steps, which is where the room meets the core
+    worker_drafts.py   what a worker guesses tokens with;  the guesses of a step: engine/scheduling/guesses.py
     draft_control.py   how many tokens are guessed for each stream;  acceptance.py: how often guesses are right
     drafter.py         what guesses: a protocol
     lookup_drafters.py guesses from the text itself, and from earlier answers, which recent_answers.py keeps
@@ -11,6 +11,6 @@
     eagle_head.py      the passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
     eagle_config.py    ``config.json`` of an EAGLE-3 head;  eagle_weights.py: its tensors
 
-Read draft_feature.py first. Tokens that are certain (engine/grammars), and the judging of proposed tokens
+Read engine/scheduling/guesses.py first. Tokens that are certain (engine/grammars), and the judging of proposed tokens
 (engine/scheduling), stay out of here.
 """

@@ -384,6 +384,10 @@ class DraftChains:
         if chain.closed:
             self._let_go(chain)
 
+    def side_chains(self) -> Iterable[BlockChain]:
+        """Returns all chains that still exist."""
+        return self.chains.values()
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError where the draft chains contradict the sequences or each other."""
         alive = {sequence.seq_id: sequence for sequence in sequences}

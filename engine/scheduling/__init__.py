@@ -15,7 +15,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     adapter_slots.py  adapters that are ready or loading, and who may run with them
     partial_blocks.py the last blocks of answers, for next turns
     states.py         what layers carry from token to token, of models that have it;  state_places.py: where it is kept
-    step_feature.py   what a feature adds to steps, and when it is asked
+    guesses.py        guesses of next tokens
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the
 device.

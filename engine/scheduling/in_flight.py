@@ -12,8 +12,8 @@ step (:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
-* A stream may not where tokens were proposed after its launched piece, or where a feature says that it may not
-  (:meth:`pillion.engine.scheduling.step_feature.StepFeature.may_follow`).
+* A stream may not where tokens were proposed after its launched piece, or where its grammar says that it may not
+  (:attr:`pillion.engine.grammars.grammar_state.GrammarState.may_run_ahead`).
 * A prompt tail and a prefill range may, after their launched pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that

@@ -25,7 +25,10 @@ the node, in whatever tier the node keeps them: the victim is swapped out to the
 own.
 
 Several answers to one prompt are computed as one until the first token: :mod:`pillion.engine.scheduling.siblings`.
-Features bring everything else to a step: :mod:`pillion.engine.scheduling.step_feature` says when they are asked.
+What else a step has comes from collaborators, each of which a worker may lack. They return decisions, which the
+scheduler carries out, and nothing of theirs is called for a stream that needs none of them. Tokens that grammars force
+are proposed before guesses. After a step, a sequence goes back to where a state stands before a head gets the inputs of
+layers of its rows, which are computed again from there.
 """
 
 from __future__ import annotations
@@ -37,19 +40,19 @@ from math import isnan
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, PackedAdapter
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
 from pillion.engine.scheduling.grammars import Grammars, Verdict
+from pillion.engine.scheduling.guesses import Guesses
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import Siblings
 from pillion.engine.scheduling.states import States
 from pillion.engine.scheduling.step_cost import TailRoom, TokenBudget
-from pillion.engine.scheduling.step_feature import MakeStepFeature, StepFeature, overrides
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
@@ -67,7 +70,7 @@ def scored_rows(vocab_size: int) -> int:
 
 class Scheduler:
     """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
-    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``features``,
+    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``drafts``,
     ``partial_blocks``, ``states``, ``grammars``, ``adapters``.
 
     Args:
@@ -83,10 +86,10 @@ class Scheduler:
         even_steps: whether steps of prompts that are cut shall take equally long, wherever in a prompt they are.
         expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
         pair_tokens: the cost of a query-key pair in tokens by the model's shape; 0 where that is not known.
-        features: the features that were made for this scheduler; they are asked in this order.
         partial_blocks: keeps the last blocks of answers, if any.
         states: has the states of sequences, where the model's layers carry them.
         grammars: asks the grammars of answers, where sequences have some.
+        drafts: guesses next tokens, if the worker does.
         adapters: has slots for the sequences' adapters, if the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
@@ -106,10 +109,10 @@ class Scheduler:
         even_steps: bool = False,
         expected_cost: StepModel | None = None,
         pair_tokens: float = 0.0,
-        features: Seq[MakeStepFeature] = (),
         partial_blocks: PartialBlocks | None = None,
         states: States | None = None,
         grammars: Grammars | None = None,
+        drafts: Guesses | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -135,27 +138,12 @@ class Scheduler:
         self._max_scored_rows = max_scored_rows
         self._siblings = Siblings(self.queues, self.blocks)
         self._starved = False
-        self.partial_blocks, self.states, self.grammars, self.adapters = partial_blocks, states, grammars, adapters
+        self.partial_blocks, self.states, self.grammars = partial_blocks, states, grammars
+        self.drafts, self.adapters = drafts, adapters
+        self._draft_chains = drafts.draft_chains if drafts is not None else None
         # Where memory is short, these give up slots in this order.
-        self._side: list[SideBlocks] = [one for one in (partial_blocks, states) if one is not None]
-        self.features = tuple(make() for make in features)
-        for feature in self.features:
-            feature.bind(self)
-        self._bind()
-
-    def _bind(self) -> None:
-        """Finds, for each moment of a step, the features that override the method called then; for most moments there
-        are none."""
-        features = self.features
-        self._on_joined = overrides(features, StepFeature.joined)
-        self._on_left = overrides(features, StepFeature.left)
-        self._proposers = [one for one in features if type(one).propose is not StepFeature.propose]
-        self._ahead = overrides(features, StepFeature.may_run_ahead)
-        self._on_stepped = overrides(features, StepFeature.stepped)
-        self._on_judged = overrides(features, StepFeature.judged)
-        self._on_landed = overrides(features, StepFeature.landed)
-        self._lacking = overrides(features, StepFeature.lacking_blocks)
-        self._yielding = overrides(features, StepFeature.yield_slots)
+        side = (partial_blocks, states, self._draft_chains)
+        self._side: list[SideBlocks] = [one for one in side if one is not None]
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Adds a new sequence with its adopted ticket. Chunks whose blocks the ticket has count as done."""
@@ -208,8 +196,9 @@ class Scheduler:
         """Takes the node's answer to a CommitOrder: the slot that stays for each block, or why nothing was
         committed."""
         if seq_id < 0:
-            if self.states is None or not self.states.committed(seq_id, slots, refusal):
-                self._feature_of(seq_id).chain_committed(seq_id, slots, refusal)
+            of_state = self.states is not None and self.states.committed(seq_id, slots, refusal)
+            if not of_state and self._draft_chains is not None:
+                self._draft_chains.committed(seq_id, slots, refusal)
             return
         sequence = self.sequences[seq_id]
         if refusal:
@@ -236,17 +225,12 @@ class Scheduler:
         slots."""
         for one in self._side if blocks else ():
             one.yield_slots(blocks, now)
-        for give in self._yielding if blocks else ():
-            give(blocks, now)
         self.stock.recall(blocks)
 
     def chain_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
         """Takes the node's answer to a ChainOrder; None where the node gave no ticket."""
-        self._feature_of(chain_id).chain_opened(chain_id, holding, now)
-
-    def _feature_of(self, chain_id: int) -> StepFeature:
-        """Returns the feature that has a chain of blocks beside those of sequences."""
-        return next(one for one in self.features if one.owns_chain(chain_id))
+        assert self._draft_chains is not None
+        self._draft_chains.opened(chain_id, holding, now)
 
     def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
         """Notes that a new ticket was adopted for a sequence without one. The ticket is released if the sequence has
@@ -283,7 +267,7 @@ class Scheduler:
     @property
     def may_run_ahead(self) -> bool:
         """Says whether the next step may be scheduled before the one just launched has landed."""
-        return all(may() for may in self._ahead)
+        return self.drafts is None or self.drafts.may_run_ahead(self.queues.running)
 
     def schedule(self, now: float) -> StepPlan:
         """Returns the next step's work; it is empty when nothing can run, or nothing more until a step has landed."""
@@ -298,7 +282,7 @@ class Scheduler:
         most = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
         took_s = 0.0
-        if pieces and (self._proposers or (self.grammars is not None and self.grammars.forces)):
+        if pieces and (self.drafts is not None or (self.grammars is not None and self.grammars.forces)):
             pieces, took_s = self._with_proposals(pieces, prompt_tails, now)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in queues.running)
@@ -322,8 +306,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Applies the results of a step."""
         seconds = self.budget.end(now, sampled.borrowed_s)
-        for stepped in self._on_stepped:
-            stepped(plan, seconds)
+        if self.drafts is not None:
+            self.drafts.stepped(plan, seconds)
         pieces, counting = self.in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(counting.token_ids), iter(counting.logprobs), iter(counting.scored)
         vectors = iter(counting.pooled)
@@ -347,8 +331,8 @@ class Scheduler:
                 self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         if self.states is not None:
             self.states.landed(plan.pieces)
-        for landed in self._on_landed:
-            landed(plan, sampled)
+        if self._draft_chains is not None and sampled.states is not None:
+            self._draft_chains.landed(plan.pieces, sampled.states)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
@@ -365,7 +349,7 @@ class Scheduler:
     def flush(self, now: float) -> Outcome:
         """Returns the outcome of everything that was done since the last call of this method."""
         decodes = (s for s in self.queues.running if s.decoding)
-        lacking = sum(one.lacking_blocks for one in self._side) + sum(lack() for lack in self._lacking)
+        lacking = sum(one.lacking_blocks for one in self._side)
         out = self.blocks.finish_outcome(decodes, now, urgent=self._starved, wanted_blocks=lacking)
         if self.states is not None:
             out.commits += self.states.take_orders(out.releases)
@@ -385,13 +369,11 @@ class Scheduler:
         return self.in_flight.holding_back
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless slots, queues and what features know add up."""
+        """Raises AssertionError unless slots, queues and what collaborators know add up."""
         sequences = self.sequences.values()
         self.blocks.check_integrity([*sequences, *self.side_chains()])
         for side in self._side:
             side.check_integrity(sequences)
-        for feature in self.features:
-            feature.check_integrity(sequences)
         if self.grammars is not None:
             self.grammars.check_integrity(sequences)
         if self.adapters is not None:
@@ -402,8 +384,7 @@ class Scheduler:
 
     def side_chains(self) -> list[BlockChain]:
         """Returns the chains of blocks that are beside those of sequences."""
-        chains = [chain for one in self._side for chain in one.side_chains()]
-        return [*chains, *(chain for one in self.features for chain in one.chains())]
+        return [chain for one in self._side for chain in one.side_chains()]
 
     def _decodes(self, now: float) -> list[SequencePiece]:
         """Returns a piece of one token for each running decode that has a slot for it."""
@@ -451,17 +432,12 @@ class Scheduler:
         """Returns the decodes, lengthened by forced tokens and guesses, and how many seconds the guesses took."""
         left = self.budget.room(pieces, 0, 0, least_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
-        spare, seconds = left - self._owed(prompt_tails), 0.0
-        if self.grammars is not None and self.grammars.forces:
-            spare -= self.grammars.force(pieces, spare)
-        for feature in self._proposers:
-            tokens, took_s = feature.propose(pieces, spare, idle, now)
-            spare, seconds = spare - tokens, seconds + took_s
-        return [piece.lengthened() for piece in pieces], seconds
-
-    def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
-        """Returns as much of a guess of the sequence's next tokens as its grammar allows."""
-        return self.grammars.fit(sequence, guess) if self.grammars is not None and len(guess) else guess
+        spare, took_s, grammars = left - self._owed(prompt_tails), 0.0, self.grammars
+        if grammars is not None and grammars.forces:
+            spare -= grammars.force(pieces, spare)
+        if self.drafts is not None:
+            took_s = self.drafts.guess(pieces, spare, idle, now, cost=self.budget.cost, grammars=grammars)
+        return [piece.lengthened() for piece in pieces], took_s
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Gives a decode one more slot, for which another sequence may be preempted. Returns False if there is none in
@@ -473,7 +449,7 @@ class Scheduler:
                 return True
             if not self.stock.exhausted(now) or self.awaits_landing:
                 return False
-            if any(one.yield_slots(1, now) for one in self._side) or any(give(1, now) for give in self._yielding):
+            if any(one.yield_slots(1, now) for one in self._side):
                 continue
             if any(s.resume_after and s.state is SequenceState.CLOSING for s in self.sequences.values()):
                 return False
@@ -561,8 +537,8 @@ class Scheduler:
             return
         if proposed and sequence.forced:
             out.forced_tokens += min(accepted, proposed)
-        for judged in self._on_judged if proposed and not sequence.forced else ():
-            judged(sequence, proposed, accepted - 1)
+        elif proposed and self.drafts is not None:
+            self.drafts.judged(sequence, proposed, accepted - 1)
         if self.grammars is not None and sequence.grammar is not None:
             reason = self.grammars.accepted(sequence, [token for token, _ in chosen[:accepted]], reason)
         out.report_tokens(sequence, chosen[:accepted], reason, now)
@@ -634,8 +610,8 @@ class Scheduler:
         self.queues.join(sequence)
         if self.states is not None:
             self.states.join(sequence)
-        for joined in self._on_joined:
-            joined(sequence, now)
+        if self.drafts is not None:
+            self.drafts.join(sequence)
         if self.adapters is not None:
             self.adapters.join(sequence, now)
         if self.partial_blocks is not None:
@@ -658,8 +634,8 @@ class Scheduler:
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if self.states is not None:
             self.states.leave(sequence)
-        for left in self._on_left:
-            left(sequence)
+        if self.drafts is not None:
+            self.drafts.leave(sequence)
         if self.adapters is not None:
             self.adapters.leave(sequence)
         if sequence.in_commit:

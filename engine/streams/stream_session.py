@@ -36,9 +36,8 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceProgress, Sibli
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record, record_stream
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
-from pillion.engine.worker.worker import Worker
+from pillion.engine.worker.worker import NO_NEEDS, RequestNeeds, Worker
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch
-from pillion.engine.worker.worker_feature import NO_NEEDS, RequestNeeds
 from pillion.errors import (
     BrokenGrammar,
     BrokenModel,

@@ -4,7 +4,6 @@ Open first: worker.py, which draws a worker's life; then worker_epoch.py, which 
 
     worker.py         model, pool and node of a worker, through all its epochs
     worker_epoch.py   one epoch at the KV node: takes sequences, hands their updates to listeners
-    worker_feature.py what a room adds to a worker
     step_loop.py      schedule -> launch -> wait -> commit, and the step thread, which drives it
     node_updates.py   the scheduler's orders, sent to the KV node one batch at a time
     tickets.py        adopting tickets, and opening new ones for preempted streams

@@ -26,17 +26,21 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
 from pillion._version import VERSION
+from pillion.adapter_folders import is_adapter_digest
 from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
+from pillion.engine.drafts.worker_drafts import WorkerDrafts, load_drafts
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
@@ -49,21 +53,12 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
 from pillion.engine.scheduling.states import States
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
-from pillion.engine.worker.worker_feature import (
-    NO_NEEDS,
-    WORKER_FEATURES,
-    RequestNeeds,
-    StartTurn,
-    WorkerFeature,
-    WorkerSetup,
-)
-from pillion.errors import InvalidRequest, PillionError, Unavailable
+from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters, Reading
-from pillion.rooms import entered
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -74,6 +69,17 @@ DRAIN_TIMEOUT_S = 2.0
 # With this few tokens a worker reads all weights and runs all kernels once. Larger steps take their memory when they
 # come, which costs milliseconds; to run one at each start would cost more than all else that a forked worker does.
 WARM_UP_TOKENS = 16
+
+
+class StartTurn(Protocol):
+    """Says when a process may take part: at once, or, where it stands by, when its turn comes."""
+
+    @property
+    def waiting(self) -> bool:
+        """Says whether the process's turn has not come yet."""
+
+    def wait(self) -> float:
+        """Blocks until the turn has come; returns for how many seconds this process has waited in all."""
 
 
 class _AtOnce:
@@ -87,6 +93,31 @@ class _AtOnce:
 
 
 AT_ONCE = _AtOnce()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestNeeds:
+    """Says what a request needs beside the model.
+
+    Attributes:
+        adapter: digest of the adapter that it runs with; "" for the model alone.
+        grammar: the text of the grammar that its answer follows; "" for none.
+        answer: tokens of the answer that are there already.
+        stop_token_ids: ids that end the stream.
+    """
+
+    adapter: str = ""
+    grammar: str = ""
+    answer: Seq[int] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def check(self) -> None:
+        """Raises InvalidRequest for an adapter that is no digest."""
+        if self.adapter and not is_adapter_digest(self.adapter):
+            raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
+
+
+NO_NEEDS = RequestNeeds()
 
 
 class Worker:
@@ -104,14 +135,14 @@ class Worker:
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[int], Scheduler],
-        features: Seq[WorkerFeature] = (),
         grammars: GrammarCompiler | None = None,
+        drafts: WorkerDrafts | None = None,
     ) -> None:
         self.flags = flags
         self.role = role
         self.component_id = component_id
         self.model = model
-        self._features = features
+        self._drafts = drafts
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
@@ -181,25 +212,23 @@ class Worker:
             grammars = await asyncio.to_thread(_load_grammars, model) if role == "decode" else None
             if grammars is not None:
                 undo.callback(grammars.close)
-            setup = WorkerSetup(flags, role, model, max_num_batched_tokens, backend_factory, turn)
-            features: list[WorkerFeature] = []
-            for load in entered(WORKER_FEATURES):
-                feature = await load(setup)
-                if feature is not None:
-                    undo.callback(feature.close)
-                    features.append(feature)
+            drafts = await asyncio.to_thread(
+                load_drafts, flags, model, max_num_batched_tokens, backend_factory, turn.wait
+            )
+            if drafts is not None:
+                undo.callback(drafts.close)
             if flags.enable_lora:
                 # On a GPU the node's pool takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            make_scheduler = partial(_make_scheduler, limits, model, flags, features, grammars)
-            warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
+            make_scheduler = partial(_make_scheduler, limits, model, flags, grammars, drafts)
+            warm_up = partial(_warm_up, model, drafts, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
             held_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, features, grammars)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, drafts)
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
@@ -226,8 +255,8 @@ class Worker:
 
     def _bind(self) -> None:
         self.model.bind_pool(self.attachment)
-        for feature in self._features:
-            feature.bind_pool(self.attachment)
+        if self._drafts is not None:
+            self._drafts.bind_pool(self.attachment)
 
     def _partial_block_readings(self) -> Iterator[Reading]:
         if self._partial_blocks is not None:
@@ -498,9 +527,7 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
-        for feature in self._features:
-            feature.close()
-        for part in (self._grammars, self._adapters):
+        for part in (self._grammars, self._drafts, self._adapters):
             if part is not None:
                 part.close()
         self.attachment.close()
@@ -538,8 +565,8 @@ def _make_scheduler(
     limits: Callable[..., Scheduler],
     model: LoadedModel,
     flags: WorkerFlags,
-    features: Seq[WorkerFeature],
     grammars: GrammarCompiler | None,
+    drafts: WorkerDrafts | None,
     pool_slots: int,
 ) -> Scheduler:
     """Makes the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
@@ -548,10 +575,10 @@ def _make_scheduler(
     percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
     return limits(
         blocks=blocks,
-        features=[feature.step_feature for feature in features],
         partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.stock) if percent else None,
         states=States(pages, blocks) if pages else None,
         grammars=None if grammars is None else Grammars(blocks.stock),
+        drafts=None if drafts is None else drafts.guesses(blocks),
         adapters=AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None,
     )
 
@@ -572,8 +599,8 @@ def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, me
     return AdapterLoader(process, model.backend, flags.store_limits, node, meters)
 
 
-def _warm_up(model: LoadedModel, features: Seq[WorkerFeature], tokens: int) -> None:
+def _warm_up(model: LoadedModel, drafts: WorkerDrafts | None, tokens: int) -> None:
     """Runs steps so that those of up to so many tokens find everything in memory; for a larger step buffers grow."""
     model.backend.warm_up(tokens)
-    for feature in features:
-        feature.warm_up(tokens)
+    if drafts is not None:
+        drafts.warm_up(tokens)

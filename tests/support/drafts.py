@@ -7,11 +7,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.draft_feature import with_drafter
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.guesses import Guesses
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
@@ -44,10 +42,5 @@ def speculate(
     drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[SequencePiece], left: int
 ) -> list[SequencePiece]:
     """Return the decodes, lengthened by guesses of ``left`` tokens together."""
-    feature = with_drafter(drafter, control)
-    scheduler = Scheduler(
-        blocks=BlockManager(4), max_num_batched_tokens=256, max_num_seqs=64, features=[lambda: feature]
-    )
-    scheduler.budget.cost = cost
-    feature.propose(decodes, left, left, 0.0)
+    Guesses(control, drafter).guess(decodes, left, left, 0.0, cost=cost, grammars=None)
     return [piece.lengthened() for piece in decodes]

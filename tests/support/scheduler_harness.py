@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 from random import Random
 
 import numpy as np
@@ -16,14 +15,15 @@ from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.draft_feature import Guesses, with_draft_model, with_drafter
 from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.drafts.worker_drafts import chains_of
 from pillion.engine.grammars.mask_threads import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.grammars import Grammars
+from pillion.engine.scheduling.guesses import Guesses
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
@@ -112,25 +112,22 @@ class SchedulerHarness:
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
-        control, guessing = DraftControl(MAX_SPECULATIVE_TOKENS), []
-        if draft_model is not None:
-            guessing.append(partial(with_draft_model, *draft_model, control))
-        elif drafter is not None:
-            guessing.append(partial(with_drafter, drafter, control))
-        self.control = control
+        self.control = DraftControl(MAX_SPECULATIVE_TOKENS)
         blocks = BlockManager(BLOCK)
+        if draft_model is not None:
+            drafter = chains_of(*draft_model, blocks)
+        self.guesses = None if drafter is None else Guesses(self.control, drafter)
         self.scheduler = Scheduler(
             blocks=blocks,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,
-            features=guessing,
             grammars=Grammars(blocks.stock),
+            drafts=self.guesses,
             partial_blocks=None if partial_blocks is None else PartialBlocks(partial_blocks, blocks.stock),
             states=States(state_pages, blocks) if state_pages else None,
             adapters=AdapterSlots(max_loras, blocks.in_flight),
         )
-        self.guesses = next((one for one in self.scheduler.features if isinstance(one, Guesses)), None)
         # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
         self.loading: list[str] = []
         self.placed: dict[int, int] = {}

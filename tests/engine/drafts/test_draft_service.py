@@ -14,7 +14,7 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
 from pillion.engine.backends.backend import StepBatch
-from pillion.engine.drafts import draft_chains, draft_control, draft_feature
+from pillion.engine.drafts import draft_chains, draft_control, worker_drafts
 from pillion.engine.drafts.draft_chains import DraftChains, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_model import DraftModel
@@ -67,7 +67,7 @@ async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIter
     backend = FakeBackend(BLOCK, "draft")
     shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, GUESSES, 256)
     draft = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
-    monkeypatch.setattr(draft_feature, "load_draft", lambda *arguments, **named: (shape, draft))
+    monkeypatch.setattr(worker_drafts, "load_draft", lambda *arguments, **named: (shape, draft))
     config = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=GUESSES)
     async with running_workers(decode={"speculative_config": config}, **options) as workers:
         yield workers, backend
@@ -112,7 +112,7 @@ async def held_amid_guesses(workers: Workers, draft: FakeBackend) -> None:
 
 
 async def chains_of(workers: Workers) -> DraftChains:
-    found = await workers.decode.worker.epoch._ask(lambda scheduler: scheduler.features[-1].draft_chains)
+    found = await workers.decode.worker.epoch._ask(lambda scheduler: scheduler.drafts and scheduler.drafts.draft_chains)
     assert found is not None
     return found
 

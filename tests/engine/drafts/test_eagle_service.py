@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lab.testbed.conditions import until
-from pillion.engine.drafts import draft_feature
+from pillion.engine.drafts import worker_drafts
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_draft_service import (
@@ -38,7 +38,7 @@ async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Worker
     guess_by_no_clock(monkeypatch)
     head = FakeHead(FakeBackend(BLOCK, "head"))
     shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, GUESSES, 256, reads_states=True)
-    monkeypatch.setattr(draft_feature, "load_draft", lambda *arguments, **named: (shape, head))
+    monkeypatch.setattr(worker_drafts, "load_draft", lambda *arguments, **named: (shape, head))
     config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=GUESSES)
     async with running_workers(decode={"speculative_config": config}) as workers:
         workers.decode_backend.keep_states((0,))

@@ -1,0 +1,124 @@
+"""Guesses next tokens of decodes, which the step itself judges.
+
+Sampling is a pure function of (logits, seed, position) (I6), so a guess is right exactly when it is the token that
+would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any temperature.
+Guesses are cut where a grammar refuses them, and are made only after decodes for which no grammar forces tokens.
+Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from pillion.engine.drafts.draft_chains import DraftChains
+from pillion.engine.drafts.draft_control import DraftControl
+from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.scheduling.grammars import Grammars
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_cost import StepCost
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+
+
+class Guesses:
+    """Makes the guesses of one scheduler.
+
+    Args:
+        control: decides how many tokens are guessed for each stream.
+        drafter: guesses them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
+    """
+
+    def __init__(self, control: DraftControl, drafter: Drafter) -> None:
+        self._control = control
+        self._drafter = drafter
+        self.draft_chains = drafter if isinstance(drafter, DraftChains) else None
+
+    def join(self, sequence: Sequence) -> None:
+        """Takes a sequence that has joined the queues."""
+        if not sequence.is_prefill:
+            self._control.begin(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Lets go of a sequence that has left the queues: it ends, or is preempted and may join again."""
+        if not sequence.is_prefill:
+            self._drafter.ended(sequence)
+
+    def may_run_ahead(self, running: Iterable[Sequence]) -> bool:
+        """Returns whether the next step may be planned before the one just launched has landed: where nothing would be
+        guessed. A guess can only follow tokens that are known."""
+        if self._control.keeps_resting:
+            return True
+        chains = self.draft_chains
+        streams = (s for s in running if s.decoding and not s.is_prefill)
+        known = [s for s in streams if s.guesses.found or (chains is not None and chains.catches_up(s))]
+        return not self._control.may_guess(known)
+
+    def guess(
+        self,
+        pieces: Seq[SequencePiece],
+        spare: int,
+        idle: int,
+        now: float,
+        *,
+        cost: StepCost,
+        grammars: Grammars | None,
+    ) -> float:
+        """Puts guesses after these decodes' own tokens (:meth:`Sequence.propose`), where none are forced: at most
+        ``spare`` altogether. ``idle`` counts tokens of the step that no prompt needs, either, ``cost`` says what steps
+        take, and ``grammars`` cut guesses. Returns the seconds that a draft model took."""
+        chains, control, drafter = self.draft_chains, self._control, self._drafter
+        if chains is not None:
+            chains.begin_step(idle, now)
+        if control.rests(len(pieces)):
+            return 0.0
+        streams, rooms = [], []
+        for piece in pieces:
+            if not piece.sequence.num_proposed:
+                streams.append(piece.sequence)
+                rooms.append(min(spare, _room(piece)))
+        if not streams:
+            return 0.0
+        control.observe(pieces, cost, drafter.seconds_per_token(len(streams)) / len(streams))
+        self._guess(streams, control.decide(streams, rooms, spare), grammars)
+        took_s = chains.took_s if chains is not None else 0.0
+        control.drafted(took_s)
+        return took_s
+
+    def _guess(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
+        """Guesses so many tokens for each of the streams; streams without a guess are probed, in their turn."""
+        control, drafter = self._control, self._drafter
+        wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
+        silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
+        due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
+        if not (wanted or due):
+            return
+        control.drafts_for(len(wanted), len(due))
+        guesses = drafter.draft([*wanted, *due])
+        found = [(stream, guess[:most]) for (stream, most), guess in zip(wanted, guesses, strict=False)]
+        if grammars is not None:
+            found = [(stream, grammars.fit(stream, guess) if len(guess) else guess) for stream, guess in found]
+        if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
+            for stream, tokens in found:
+                stream.guesses.asked(tokens, stream.num_tokens)
+                if len(tokens):
+                    stream.propose(tokens)
+        else:
+            for stream, tokens in found:
+                control.keep_as_probe(stream, tokens)
+        for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
+            stream.guesses.probe(guess, stream.num_tokens)
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""
+        self._control.stepped(plan, seconds)
+
+    def judged(self, sequence: Sequence, guessed: int, right: int) -> None:
+        """Notes that a step has judged guesses: the first ``right`` of them are the sequence's now."""
+        self._control.judged(sequence, guessed, right)
+
+
+def _room(piece: SequencePiece) -> int:
+    """Returns how many tokens may be guessed after a piece: none after a token that nobody knows yet, and after the
+    first token of siblings."""
+    sequence = piece.sequence
+    return 0 if sequence.num_in_flight or piece.sibling_seeds else sequence.room_for_proposals
