@@ -165,7 +165,7 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
         "ledger",
         "eviction",
         "restarts",
-        *("load", "traces", "figures", "goodput", "sweep"),
+        *("load", "traces", "figures", "slo", "sweep"),
     }
     assert len(found) >= 35
 

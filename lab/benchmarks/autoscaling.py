@@ -35,9 +35,8 @@ from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, FleetWorld
 from pillion.config import ServeFlags
 from pillion.loadgen.figures import percentile
-from pillion.loadgen.goodput import good
+from pillion.loadgen.slo import good, parse_slo
 from pillion.loadgen.traces import TraceRequest
-from pillion.slo import parse_slo
 
 # Seconds of a step, token, sequence, KV token read and query-key pair: an assumption (see above).
 PREFILL_COST_S = DECODE_COST_S = (20e-3, 80e-6, 20e-6, 40e-9, 5e-9)

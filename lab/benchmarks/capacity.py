@@ -54,11 +54,10 @@ from lab.benchmarks.peers import RunningSystem, System, pillion_system, vllm_sys
 from lab.benchmarks.plot import Chart, line_charts
 from lab.benchmarks.report import PICTURES, WRITTEN, machine, show_table, spread
 from pillion.loadgen.figures import Run, percentile
-from pillion.loadgen.goodput import good
 from pillion.loadgen.load import LoadConfig, LoadSession, Turn, arrival_times, make_sessions
+from pillion.loadgen.slo import Objective, good, parse_slo
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
-from pillion.slo import Objective, parse_slo
 
 MODEL = "demo"
 PEER = "vllm"

@@ -41,11 +41,10 @@ from lab.fleets.world import FleetConfig, lab_fleet, simulate, simulate_closed
 from pillion.config import AUTO
 from pillion.kvstore.index.registry import Registry
 from pillion.loadgen.figures import Record, percentile, summarize
-from pillion.loadgen.goodput import good
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
+from pillion.loadgen.slo import good, parse_slo
 from pillion.loadgen.target import PillionTarget
 from pillion.loadgen.traces import TraceRequest, read_trace, write_trace
-from pillion.slo import parse_slo
 
 MODEL = "demo"
 MAX_MODEL_LEN = 4096

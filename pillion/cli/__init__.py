@@ -11,7 +11,6 @@
     certs.py, keys.py    certificates for development, API keys
     accuracy_table.py    the table of prepare --quantization
     adapters_command.py  adapters
-    adapters.py          adapters of a running cluster
     cache_command.py     cache
     cache.py             prompts that are computed ahead, and pins
     keeper_command.py    keeper (a room's)

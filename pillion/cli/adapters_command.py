@@ -9,6 +9,8 @@ import click
 from pillion.cli.flags import CommandGroup, option
 from pillion.cli.reach import pop_reach, talks_to_gateway
 
+TABLE_WIDTH = 120
+
 
 @click.group(cls=CommandGroup)
 def adapters() -> None:
@@ -23,9 +25,11 @@ def adapters() -> None:
 @talks_to_gateway
 def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: Any) -> None:
     """Give NAME to the adapter in the folder PATH of the gateway's machine, inside of one of its --lora-path."""
-    from pillion.cli.adapters import run_load
+    from pillion.client.client import Client
 
-    run_load(pop_reach(values), name, path, in_place, parent)
+    with Client(**pop_reach(values)) as client:
+        info = client.load_adapter(name, path, in_place=in_place, model=parent)
+    print(f"loaded: {info.name}, an adapter of {info.parent}, {info.adapter}")
 
 
 @adapters.command("unload")
@@ -33,15 +37,29 @@ def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: A
 @talks_to_gateway
 def adapters_unload(name: str, **values: Any) -> None:
     """Take NAME away. Answers that run with its adapter go on."""
-    from pillion.cli.adapters import run_unload
+    from pillion.client.client import Client
 
-    run_unload(pop_reach(values), name)
+    with Client(**pop_reach(values)) as client:
+        client.unload_adapter(name)
+    print(f"unloaded: {name}")
 
 
 @adapters.command("list")
 @talks_to_gateway
 def adapters_list(**values: Any) -> None:
     """List the adapters that requests may name, with their models."""
-    from pillion.cli.adapters import run_list
+    from rich import box
+    from rich.table import Table
 
-    run_list(pop_reach(values))
+    from pillion.cli.console import table_console
+    from pillion.client.client import Client
+
+    with Client(**pop_reach(values)) as client:
+        models = client.models()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("adapter", "model", "digest"):
+        table.add_column(title, overflow="fold")
+    for info in models:
+        if info.parent:
+            table.add_row(info.name, info.parent, info.adapter)
+    table_console(TABLE_WIDTH).print(table)

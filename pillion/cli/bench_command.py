@@ -171,7 +171,7 @@ def plan_of(values: dict[str, Any]) -> BenchPlan:
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.plots import check_plot
     from pillion.loadgen.run import BenchPlan, Server
-    from pillion.slo import parse_slo
+    from pillion.loadgen.slo import parse_slo
 
     def fields_of(cls: type) -> dict[str, Any]:
         return {f.name: values[f.name] for f in fields(cls) if f.name in values and values[f.name] is not None}

@@ -4,7 +4,7 @@
        |
     drive.py   sends each at its time, however slow the server    target (gRPC), openai_target (HTTP): what is driven
        |
-    records    figures.py: percentiles   goodput.py               sweep.py: the next rate to try
+    records    figures.py: percentiles   slo.py: objectives       sweep.py: the next rate to try
        |
     report.py  JSON, table               plots.py: pictures       run.py: one run or a sweep, from target to result
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pillion.errors import ConfigError
 from pillion.loadgen.figures import Record, percentile
-from pillion.slo import Objective
+from pillion.loadgen.slo import Objective
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from pillion._version import VERSION
 from pillion.loadgen.figures import Run, bottleneck, client_figures, summarize
-from pillion.loadgen.goodput import good, meets
-from pillion.slo import Objective
+from pillion.loadgen.slo import Objective, good, meets
 
 SCHEMA = 1
 LATENCIES = (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("e2e", "e2e_ms"))

@@ -14,9 +14,9 @@ from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.report import SCHEMA, result_of
+from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
-from pillion.slo import Objective
 
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
 # These offsets keep the seeds of warm-ups and of a sweep's runs apart.

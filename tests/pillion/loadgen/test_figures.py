@@ -14,10 +14,9 @@ from rich.console import Console
 
 from pillion.errors import ConfigError
 from pillion.loadgen.figures import Record, Run, bottleneck, client_figures, distribution, percentile, summarize
-from pillion.loadgen.goodput import good, measured_s, meets
 from pillion.loadgen.plots import check_plot, plot_run, plot_sweep
 from pillion.loadgen.report import result_of, tables
-from pillion.slo import MEASURES, Objective, parse_slo
+from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, meets, parse_slo
 
 SECONDS = st.floats(0, 1e4)
 

@@ -1,4 +1,5 @@
-"""Reads service level objectives, as ``--slo`` has them. Sans-IO.
+"""Reads service level objectives, as ``--slo`` has them, and tells which requests met them: the rate of these is
+goodput. Sans-IO.
 
     ttft=1.0+0.002*n,itl_p99=0.1,e2e=30+0.1*m
 
@@ -10,7 +11,10 @@ request (DistServe's and `vllm bench serve`'s goodput, with bounds that grow wit
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from pillion.loadgen.figures import Record, percentile
 
 MEASURES = ("ttft", "tpot", "e2e", "itl", "itl_p50", "itl_p90", "itl_p95", "itl_p99", "itl_max")
 _NUMBER = r"\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?"
@@ -54,3 +58,27 @@ def _bound(objective: str, bound: str) -> tuple[float, float, float]:
             raise ValueError(f"objective {objective!r}: {term!r} is not SECONDS, SECONDS*n or SECONDS*m")
         sums[match[2] or ""] += float(match[1])
     return sums[""], sums["n"], sums["m"]
+
+
+def measured_s(measure: str, record: Record) -> float:
+    """Returns a request's latency by a measure, in seconds. The measure ``itl`` is the mean of its gaps."""
+    if measure in ("ttft", "tpot", "e2e"):
+        return float(getattr(record, f"{measure}_s"))
+    gaps = record.itl_s
+    if not gaps:
+        return 0.0
+    if measure == "itl":
+        return sum(gaps) / len(gaps)
+    return max(gaps) if measure == "itl_max" else percentile(gaps, float(measure.removeprefix("itl_p")))
+
+
+def meets(objective: Objective, record: Record) -> bool:
+    """Returns whether the request met the bound. A failed request meets no bound; an answer of one token meets any
+    bound on gaps."""
+    bound_s = objective.bound_s(record.prompt_tokens, record.output_tokens)
+    return record.ok and measured_s(objective.measure, record) <= bound_s
+
+
+def good(objectives: Sequence[Objective], records: Sequence[Record]) -> list[bool]:
+    """Returns for each request whether it was answered and met all objectives."""
+    return [record.ok and all(meets(objective, record) for objective in objectives) for record in records]
