@@ -21,6 +21,7 @@ from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, 
 from pillion.engine.models.llama_layer import PRE_NORMS
 
 PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
+LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
 
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
@@ -124,10 +125,14 @@ AFTER = """
 Of models of text and pictures the text model is served: {text}. Saved alone, these text models give vectors: {alone}.
 Other names of what is served: {same}.
 
-## What is left out
+[The laboratory](../lab/docs/models-left-out.md) lists what transformers has and Pillion does not serve, and why.
+Models whose code is only in their own repository (`trust_remote_code`) are not served."""
+WITHOUT_A_ROW = """# Models that are not served
 
-These are the other names of transformers' `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, by what they would need. Models whose
-code is only in their own repository (`trust_remote_code`) are not served.
+<!-- written by docs/models_page.py; run `make dashboards` -->
+
+[Models](../../docs/models.md) has what is served. These are the other names of transformers'
+`MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, by what they would need.
 
 | needs | model_type |
 |---|---|"""
@@ -246,6 +251,12 @@ def render() -> str:
     text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
     lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
+    return "\n".join(lines) + "\n"
+
+
+def render_left_out() -> str:
+    """Return the page of models that are not served."""
+    lines = [WITHOUT_A_ROW]
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
     lines.append(OF_PICTURES)
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out(LEFT_OUT_OF_PICTURES).items()]
@@ -267,3 +278,4 @@ def unsorted() -> set[str]:
 
 if __name__ == "__main__":
     PAGE.write_text(render())
+    LEFT_OUT_PAGE.write_text(render_left_out())

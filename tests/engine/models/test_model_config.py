@@ -67,6 +67,7 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 def test_the_page_about_models_is_current():
     assert docs.models_page.unsorted() == set()
     assert docs.models_page.PAGE.read_text() == docs.models_page.render(), "run make dashboards"
+    assert docs.models_page.LEFT_OUT_PAGE.read_text() == docs.models_page.render_left_out(), "run make dashboards"
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
