@@ -18,7 +18,6 @@ from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.exchange.peers import Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
-from pillion.kvstore.exchange.plane_factory import choose_plane, choose_transport
 from pillion.kvstore.exchange.plane_servicer import SERVICE_NAME, KVPlaneServicer
 from pillion.kvstore.index.registry import Addresses
 from pillion.kvstore.ledger.records import Block, PoolShape
@@ -26,6 +25,7 @@ from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.transfer.fetch import BlockSource
 from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook, LookUp
+from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
@@ -234,3 +234,36 @@ def _transport_of(flags: KVNodeFlags) -> str:
             " several GPUs; choose grpc"
         )
     return flags.kv_transport if flags.verify_blocks and not divided else "grpc"
+
+
+def choose_transport(kv_transport: str) -> str:
+    """Returns the transport that ``--kv-transport`` selects on this machine, "nixl" or "grpc", and logs it.
+
+    It imports NIXL and tries it, which takes about a second: not for the event loop's thread. Raises ConfigError if
+    ``kv_transport`` is "nixl" and NIXL does not work.
+    """
+    if kv_transport == "grpc":
+        log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
+        return "grpc"
+    trouble = NixlPlane.trouble()
+    if not trouble:
+        log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
+        return "nixl"
+    if kv_transport == "nixl":
+        raise ConfigError(f"--kv-transport=nixl: {trouble}")
+    log.info("blocks move between nodes by gRPC (--kv-transport=%s; no NIXL: %s)", kv_transport, trouble)
+    return "grpc"
+
+
+def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
+    """Makes the data plane of a pool; with NIXL this takes about a second, so it is not for the event loop's thread.
+    Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
+    if choose_transport(kv_transport) == "nixl":
+        try:
+            return NixlPlane(memory)
+        except ConfigError as error:
+            # Even where NIXL works with two pages, a big pool may exceed its limits.
+            if kv_transport == "nixl":
+                raise
+            log.warning("blocks move between nodes by gRPC: %s", error.message)
+    return DataPlane(memory)

@@ -473,12 +473,9 @@ class Ledger:
         return max(0, self.unpromised - (self.decode_reserve if holder.role in (PREFILL, FETCH) else 0))
 
     def _lease(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
-        slots = tuple(self.free.pop() if self.free else self._evict() for _ in range(count))
+        slots = tuple(self.free.pop() if self.free else self._evicted(self.tree.evict()) for _ in range(count))
         holder.leased.update(dict.fromkeys(slots, charge))
         return slots
-
-    def _evict(self) -> int:
-        return self._evicted(self.tree.evict())
 
     def _came(self, block: Block) -> None:
         parent = b"" if block.parent is None else block.parent.hash

@@ -48,7 +48,8 @@ class Watched:
             What ``read`` returned for changed files; None where they are the same, still changing, or bad.
         """
         now = self._look()
-        at_rest = now == self._seen or all(file is None or _age_s(file) > AT_REST_S for file in now)
+        # The wall clock is the only clock that file systems have.
+        at_rest = now == self._seen or all(file is None or time.time() - file[-1] / 1e9 > AT_REST_S for file in now)
         self._seen = now
         if now == self._used or not at_rest:
             return None
@@ -79,9 +80,3 @@ def _signature(path: str) -> tuple[int, ...] | None:
         return None
     # New permissions alter nothing but the time of change.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _age_s(file: tuple[int, ...]) -> float:
-    """Returns the seconds since the file's last change, by the wall clock, which is the only clock that file systems
-    have."""
-    return time.time() - file[-1] / 1e9

@@ -261,7 +261,8 @@ class DiskTier(MediumTier[BlockName]):
         if error is not None and (error.errno not in NO_ROOM or left):
             self._paused_until_s = time.monotonic() + PAUSE_S
         self.counts.failed += len(left)
-        return self._not_kept(gone + [job.name for job in left])
+        # Some of the blocks may have been stored again meanwhile.
+        return [name for name in (*gone, *(job.name for job in left)) if name.hash not in self._kept]
 
     async def _write_blocks(
         self, jobs: list[_BlockWrite], gone: list[BlockName]
@@ -316,10 +317,6 @@ class DiskTier(MediumTier[BlockName]):
         self._grow_at_s = now + PAUSE_S
         if not self.short_blocks:
             log.info("the disk tier has room for all of its %d blocks again (%s)", self._max_blocks, self._files.root)
-
-    def _not_kept(self, names: list[BlockName]) -> list[BlockName]:
-        """Returns ``names`` without blocks that were stored again meanwhile."""
-        return [name for name in names if name.hash not in self._kept]
 
     def _make_room(self) -> list[BlockName]:
         """Drops the least recently used blocks until all kept and coming ones fit; returns the dropped ones."""

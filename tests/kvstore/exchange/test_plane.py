@@ -13,9 +13,9 @@ from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from lab.testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.exchange import peers, plane
+from pillion.kvstore.exchange.node_exchange import choose_transport
 from pillion.kvstore.exchange.peers import Peer, Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
-from pillion.kvstore.exchange.plane_factory import choose_transport
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.transfer.nixl import nixl_plane
