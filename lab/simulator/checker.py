@@ -124,7 +124,7 @@ class Checker:
         """Yields a finding for each sequence that has been computed, and each call that has waited, for too long."""
         now = self._loop.time()
         if life.role == "kvnode":
-            for waiter in life.component.pool.waiting._queue:
+            for waiter in life.component.pool.waiting._by_key.values():
                 if now - waiter.asked_s > LONGEST_TICKET_WAIT_S:
                     yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
         elif life.is_worker and life.costs is not None and life.process is not None:

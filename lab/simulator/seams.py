@@ -8,7 +8,6 @@
     threads              those of disks and of a gateway's texts are simulated, of which one at a time runs
     the step thread      a task (:mod:`lab.simulator.step_driver`)
     Redis                redis-py's client is the model's
-    processes            those that the supervisor starts are simulated
 
 Everything else of a component is production code as it is. The names are replaced in this process for the time of one
 world, so worlds run one after another, and nothing else may run beside them.
@@ -43,7 +42,6 @@ from pillion.kvstore.node import kv_node
 from pillion.kvstore.pool_survival import surviving_memory, surviving_pool
 from pillion.kvstore.tiers.disk_tier import disk, disk_files
 from pillion.net import rpc
-from pillion.supervisor import supervisor
 
 
 @contextlib.contextmanager
@@ -51,16 +49,14 @@ def installed(
     machine: Machine,
     network: Network,
     redis: Any,
-    children: Any,
     runners: list[Any],
     told: Callable[[int], None],
     seed: int,
 ) -> Iterator[None]:
     """Runs the body of a ``with`` statement with the simulation in the place of the machine.
 
-    ``redis`` makes a client, ``children`` the processes of supervisors; every request that a gateway starts is added to
-    ``runners``, with its process as ``owner``. ``told`` is called with a worker's epoch, in its process, when
-    tokens of it are handed on.
+    ``redis`` makes a client; every request that a gateway starts is added to ``runners``, with its process as
+    ``owner``. ``told`` is called with a worker's epoch, in its process, when tokens of it are handed on.
     """
     loop, chance = machine.loop, random.Random(seed)
 
@@ -96,7 +92,6 @@ def installed(
         (WorkerEpoch, "_on_outcome", _tells(told)),
         (redis_link, "connect", lambda place: redis()),
         (gateway, "RequestRunner", runner),
-        (supervisor, "ChildProcess", children),
         (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
     ]
     SimSegment.machine = machine

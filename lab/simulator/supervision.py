@@ -1,8 +1,8 @@
 """Runs the supervisors of a simulated cluster, one for each KV node and its workers: the production class, over
 simulated processes. The first one keeps the gateways too.
 
-    Supervisor --ChildProcess.start--> SimChild --begin--> a process of the loop, with the component's main
-               <--its exit status, or SIGKILL's-------'
+    Supervisor --launch--> SimChild --begin--> a process of the loop, with the component's main
+               <--its exit status, or SIGKILL's--
                --stand_by--> SimSuccessor --> a process that starts and then waits for its turn
                  ready <------------------- its turn is waited for
                  begin --> SimChild, and the turn has come
@@ -116,8 +116,8 @@ class Supervision:
             process = self._loop.process(f"supervisor-{number}")
             self._loop.spawn(process, self._keep(node, with_gateways=number == 0))
 
-    async def start(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> SimChild:
-        """Stands for ChildProcess.start: starts the component of this name."""
+    async def launch(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> SimChild:
+        """Starts the component of this name."""
         life = self._lives[argv[0]]
         turn = self._begin(life.name, False)
         child = life.child = turn.child = SimChild(self._loop, life, turn.process)
@@ -130,10 +130,12 @@ class Supervision:
 
     async def _keep(self, node: str, *, with_gateways: bool) -> None:
         notices: Any = _NotedNotices(self._note)
+        launch: Any = self.launch
         stand_by: Any = self.stand_by
         supervisor = Supervisor(
             self._specs(node, with_gateways=with_gateways),
             notices,
+            launch=launch,
             stand_by=stand_by,
             standby_delay_s=STANDBY_DELAY_S,
         )

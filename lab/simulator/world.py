@@ -139,7 +139,7 @@ class World:
         if self.shape.disk_blocks:
             self.machine.disks.update((name, SimDisk()) for name in self.shape.node_names())
         try:
-            stand_ins = (self.machine, self.network, self._redis_client, self.supervision, self.runners)
+            stand_ins = (self.machine, self.network, self._redis_client, self.runners)
             told = self.checker.watch_tokens
             with installed(*stand_ins, told, self.schedule.seed):
                 main = self.loop.spawn(self.loop.outside, self._main(), "world")
