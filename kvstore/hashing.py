@@ -1,6 +1,6 @@
 """Computes block hashes, which make KV blocks content-addressed (I2).
 
-    namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
+    namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size
     request root     the base, narrowed by the adapter, the tenant's ``cache_salt``, and rotary frequencies by length
     block hash       SHA-256 over the parent's hash and the block's token ids; the first block's parent is the root
     state page       SHA-256 over the hash of the block after which the state stands, and the page's number
@@ -35,7 +35,7 @@ if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not four bytes")
 
 
-def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int, tp: int = 1) -> bytes:
+def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int) -> bytes:
     """Returns the digest (32 bytes) of the properties that all requests to one served model share.
 
     Args:
@@ -43,9 +43,9 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
         dtype: type of the cached values, e.g. "bfloat16".
         layout: version of the attention backend's layout inside a block.
         block_size: tokens per block.
-        tp: number of shards; each shard's blocks differ.
     """
-    return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), str(tp))
+    # The "1" was a number of shards. It stays, so that blocks of earlier releases are found.
+    return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), "1")
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:

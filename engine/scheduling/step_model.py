@@ -4,7 +4,7 @@
 
 :mod:`pillion.engine.scheduling.step_cost` fits the five numbers to real steps and publishes them with heartbeats;
 :mod:`pillion.gateway.planning.plan_cost` prices routes with the numbers of every worker. Sans-IO (I9), and without
-numpy: a gateway weighs dozens of routes for each request.
+numpy, whose calls would take longer than the formula: a gateway prices a few routes for each request.
 """
 
 from __future__ import annotations

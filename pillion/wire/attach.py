@@ -37,7 +37,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     """Is the first line that a worker writes to the attach socket.
 
     Attributes:
-        namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
+        namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size.
         kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
         block_tokens: tokens of a block, 0 where the worker does not say it.
         takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
