@@ -251,17 +251,6 @@ class Cluster:
         now = time.monotonic()
         return (*nodes, *(self.view.aged_one(worker, now) for worker in (*decodes, *prefills)))
 
-    def lending_mates(self, components: Sequence[ComponentRecord]) -> tuple[ComponentRecord, ...]:
-        """Returns workers that share a core lending table with one of ``components`` and are not among them: they use
-        cores of the host, whatever keeps requests from being planned with them."""
-        known = {one.component_id for one in components}
-        tables = {(one.node_id, one.core_lending_table) for one in components if one.core_lending_table}
-        beside = (mate for node_id in {node_id for node_id, _ in tables} for mate in self.view.on_node(node_id))
-        mates = (
-            one for one in beside if (one.node_id, one.core_lending_table) in tables and one.component_id not in known
-        )
-        return tuple(one for one in mates if one.component_id not in self.view.fenced)
-
     def _choose(
         self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int, adapter: str
     ) -> list[ComponentRecord]:

@@ -331,8 +331,6 @@ class ClusterSnapshot:
         components: the usable components: nodes, and workers of this request's model and namespace.
         block_size: tokens per block.
         chunk_tokens: most tokens of one chunk.
-        lending_mates: further workers that share a core lending table with one of ``components``: no plan uses them,
-            but what they compute takes cores.
         sent_load: tokens (prefill) and streams (decode) that gateways have under way, by component id: this one, and
             the others as far as it knows. Heartbeats are up to a second old, and lack these.
         sent_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
@@ -366,7 +364,6 @@ class ClusterSnapshot:
     block_size: int
     chunk_tokens: int
     answered_tokens: int = 0
-    lending_mates: Sequence[ComponentRecord] = ()
     far_hits: Mapping[str, int] = field(default_factory=dict)
     sent_load: Mapping[str, int] = field(default_factory=dict)
     sent_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -11,15 +11,14 @@ Workers compute short prompts before long ones (:func:`pillion.priority.prompt_o
 waits for the part of a queue that goes first, and costs later requests what this order costs
 (:class:`PromptLengths`).
 
-Workers that share a core lending table (:mod:`pillion.core_lending_table`) have one budget of compute. A decode worker
-there has all cores that nobody else uses, and what a prefill worker computes takes cores from it
-(:class:`CoreBudget`).
+A decode worker that shares a core lending table (:mod:`pillion.core_lending_table`) with prefill workers borrows their
+cores, so it is as fast as the whole table, and prompts are not split between them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -188,13 +187,14 @@ class Models:
 
     def of(self, component: ComponentRecord) -> StepModel:
         """Returns the step model of a worker. A decode worker that has run no chunk yet gets the token costs of prefill
-        workers."""
+        workers; one that borrows cores is as fast as all cores of its lending table."""
         if component.role == "prefill":
             return self._own(component, self._prefill)
         own, prefill = self._own(component, self._decode), self._prefill
-        if component.largest_step_tokens >= MIN_CHUNK_SEEN_TOKENS or not self._known:
-            return own
-        return own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
+        if component.largest_step_tokens < MIN_CHUNK_SEEN_TOKENS and self._known:
+            own = own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
+        borrows = component.core_lending_table and 0 < component.core_share < 1
+        return own.at_speed(min(MAX_ODDS, 1 / component.core_share)) if borrows else own
 
     def rough_token_s(self, component: ComponentRecord) -> float:
         """Returns roughly the seconds that a token in a worker's queue takes, to compare workers."""
@@ -271,111 +271,11 @@ class PrefillSide(NamedTuple):
         return self.model.range_s(start, end, self.step_tokens) + calls_s + self.extra_s
 
 
-class CoreBudget(NamedTuple):
-    """Describes how a decode worker and the prefill workers of its host share their cores, for a plan that uses this
-    decode worker.
-
-    Attributes:
-        speed: how many times as fast the decode worker is as on its own cores alone, while prefill workers have nothing
-            to do and lend it theirs.
-        slower: how many times as long the decode worker's work takes while the prefill workers that are busy now
-            compute.
-        busy_s: how many seconds the prefill workers need for the prompts that they have now.
-        beside: how many times as long the decode worker's work takes while one prefill worker computes.
-        range_factor: how many times as long a prefill worker needs for a prefill range as the decode worker would
-            alone, as things are.
-        busy_factor: the same number while the decode worker has something to do, too.
-    """
-
-    speed: float
-    slower: float
-    busy_s: float
-    beside: float
-    range_factor: float
-    busy_factor: float
-
-    @classmethod
-    def of(
-        cls,
-        component: ComponentRecord,
-        mates: Sequence[ComponentRecord],
-        sent_tokens: Mapping[str, int],
-    ) -> CoreBudget:
-        """Describes the cores that a decode worker shares. ``mates`` are all workers of its core lending table;
-        ``sent_tokens`` counts the prompt tokens that gateways have sent to each component and that are not computed
-        yet."""
-        own_share, prefill_share = component.core_share, 0.0
-        idle_share, computing_share, computing_s = 1.0 - own_share, 0.0, 0.0
-        # Workers that compute borrow equal parts of the idle cores. The decode worker counts as one, because it will
-        # compute the request's tail.
-        decodes, prefills = 1, 0
-        for mate in mates:
-            name, share = mate.component_id, mate.core_share
-            tokens = max(mate.queued_tokens, mate.waiting_tokens, sent_tokens.get(name, 0))
-            if mate.role == "prefill":
-                # A plan may use any prefill worker, so the one with the most cores is counted, which takes the most
-                # from the decode worker.
-                prefill_share = max(prefill_share, share)
-            if name == component.component_id or not (tokens or mate.running_requests):
-                continue
-            idle_share -= share
-            if mate.role == "decode":
-                decodes += 1
-                continue
-            prefills, computing_share = prefills + 1, computing_share + share
-            if mate.step_cost_s:
-                model = StepModel._make(mate.step_cost_s)
-                steps = mate.max_step_tokens or ASSUMED_STEP_TOKENS
-                computing_s += share * tokens * queued_token_s(model, steps, model.step_s)
-        idle_share = max(0.0, idle_share)
-        # Once the prefill workers have nothing to do, their cores are idle too, and only decode workers borrow cores.
-        speed = 1.0 + (idle_share + computing_share) / (decodes * own_share)
-        speed_now = 1.0 + idle_share / ((decodes + prefills) * own_share)
-        # Each prefill worker is assumed to compute on its own cores only; busy_s is the average of their times,
-        # weighted by their cores.
-        busy_s = computing_s / computing_share if computing_share else 0.0
-        has_work = component.running_requests or component.queued_tokens or sent_tokens.get(component.component_id)
-        # A prefill range is computed on the prefill worker's own cores and on its part of the cores of workers that
-        # have nothing to do, this decode worker included unless it has streams or prompts. If the decode worker
-        # computed the range, it would have speed * own_share of the host's cores.
-        busy_share = prefill_share + max(0.0, idle_share - prefill_share) / (decodes + prefills)
-        range_share = busy_share + (0.0 if has_work else own_share) / (decodes + prefills)
-        range_factor = speed * own_share / range_share if prefill_share else 1.0
-        busy_factor = speed * own_share / busy_share if prefill_share else 1.0
-        # While a prefill worker computes, decode workers cannot borrow its cores, but they always keep their own.
-        speed_beside = max(1.0, speed - prefill_share / (decodes * own_share))
-        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, range_factor, busy_factor)
-
-    def range_s(self, seconds: float, per_s: float) -> float:
-        """Returns the seconds that a prefill worker needs for a range for which the decode worker would need
-        ``seconds``. As soon as another request comes, ``per_s`` a second, the decode worker needs its own cores."""
-        undisturbed_s = self.range_factor * seconds
-        disturbed = 1 - math.exp(-per_s * undisturbed_s)
-        return undisturbed_s + disturbed * (self.busy_factor - self.range_factor) * seconds
-
-    def late_s(self, range_s: float, decode: DecodeSide) -> float:
-        """Returns how many seconds late a stream's tokens are together because its worker's steps take longer for
-        ``range_s`` seconds. As long as prompts wait there, steps last as long as they may without that."""
-        queue_s = min(range_s, decode.queue.prompts_s * self.beside)
-        plain_s = decode.base_s * self.beside
-        late = 1 - decode.limit_s / plain_s if plain_s > decode.limit_s else 0.0
-        return queue_s * (1 - 1 / self.beside) + (range_s - queue_s) * late
-
-    def passed_s(self, seconds: float) -> float:
-        """Returns the seconds that the decode worker needs now for work that would take ``seconds`` if prefill workers
-        had nothing to do."""
-        # For busy_s seconds, while prefill workers compute, the work goes on at 1 / slower of its full speed, and then
-        # at full speed. The first time holds if the work ends within busy_s, else the second one, which is then
-        # smaller.
-        return min(seconds * self.slower, seconds + self.busy_s * (1 - 1 / self.slower))
-
-
 class DecodeSide(NamedTuple):
     """Describes what a plan for a prompt of ``end`` tokens has to know of a decode worker.
 
     Attributes:
-        model: its step model on the cores that it has while prefill workers of its core lending table have nothing to
-            do.
+        model: its step model, on all cores that it may use.
         streams: how many streams run there.
         waiting: how many prompts wait there.
         base_s: how many seconds a step takes that only decodes the streams.
@@ -385,7 +285,6 @@ class DecodeSide(NamedTuple):
         lengths: how long the prompt tails of other requests are.
         limit_s: the inter-token latency that its streams should have.
         followers_per_s: requests a second that come to it, and would wait until the present one is done.
-        shared_cores: how it shares cores with the prefill workers of its host; None where workers do not share cores.
     """
 
     component: ComponentRecord
@@ -400,7 +299,6 @@ class DecodeSide(NamedTuple):
     limit_s: float
     lengths: PromptLengths
     followers_per_s: float = 0.0
-    shared_cores: CoreBudget | None = None
 
     @classmethod
     def of(
@@ -412,12 +310,9 @@ class DecodeSide(NamedTuple):
         sent_tokens: int,
         lengths: PromptLengths,
         followers_per_s: float = 0.0,
-        shared_cores: CoreBudget | None = None,
     ) -> DecodeSide:
         """Describes a decode worker. ``sent_streams`` counts the streams that gateways have there, ``sent_tokens``
-        their prompt tokens that are yet to be computed. ``model`` is the step model on the worker's own cores."""
-        if shared_cores is not None:
-            model = model.at_speed(shared_cores.speed)
+        their prompt tokens that are yet to be computed."""
         streams, context = component.decoding_requests, component.context_tokens
         present = reported = component.running_requests + component.waiting_requests
         waiting = max(0, present - streams)
@@ -468,7 +363,6 @@ class DecodeSide(NamedTuple):
             limit_s=target_s or DEFAULT_TARGET_S,
             lengths=lengths,
             followers_per_s=followers_per_s,
-            shared_cores=shared_cores,
         )
 
     def tail_s(self, start: int) -> tuple[float, float]:
@@ -486,18 +380,6 @@ class DecodeSide(NamedTuple):
         piece = min(tokens, self.room if has_target else self.most)
         step_s = self.base_s + self.model.piece_s(self.end) + piece * self.model.tail_token_s(self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
-
-    def own_cores_s(self, start: int, end: int) -> float:
-        """Returns the seconds that the prompt's tokens start .. end would take on the worker's own cores if it had no
-        other work."""
-        return self.model.range_s(start, end, self.most) * (
-            self.shared_cores.speed if self.shared_cores is not None else 1.0
-        )
-
-    def part_s(self, start: int, end: int) -> float:
-        """Returns the seconds that the prompt's tokens start .. end take on this worker as a part of a longer tail,
-        which shares its first and last step with the rest."""
-        return self._steps_s((end - start) / self.room, start, end)
 
     def _steps_s(self, steps: float, start: int, end: int) -> float:
         """Returns the seconds that ``steps`` steps take which compute the prompt's tokens start .. end beside the
@@ -525,8 +407,6 @@ def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split:
         prefill: the worker that computes the prompt's tokens cached .. split; None where both are equal.
         fetch_s: how long blocks are fetched before anything is computed.
     """
-    if decode.shared_cores is not None:
-        return _route_on_shared_cores_s(decode.shared_cores, prefill, decode, cached, split, fetch_s)
     begun_s, others_s = fetch_s, 0.0
     if split > cached and prefill is not None:
         range_s = prefill.range_s(cached, split)
@@ -537,52 +417,6 @@ def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split:
     wait_s = decode.queue.own_wait_s(decode.end - split, decode.end - cached)
     others_s += lost_s + _followers_lose_s(decode.followers_per_s, wait_s, seconds, decode.lengths, decode.end - split)
     return (begun_s if begun_s > wait_s else wait_s) + seconds + others_s
-
-
-def _route_on_shared_cores_s(
-    shared_cores: CoreBudget, prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float
-) -> float:
-    """Returns the price of a route whose decode worker shares its cores with prefill workers of its host.
-
-    While a prefill worker computes the prompt, the decode worker has fewer cores, and its steps take longer. Its queue
-    ends later by at most the time that it would take to compute those tokens itself.
-    """
-    seconds, lost_s = decode.tail_s(split)
-    own_wait_s = decode.queue.own_wait_s(decode.end - split, decode.end - cached)
-    wait_s, begun_s, others_s = shared_cores.passed_s(own_wait_s), fetch_s, lost_s
-    followed, followed_s, followed_wait_s = decode.end - split, seconds, own_wait_s
-    if split > cached and prefill is not None:
-        there = prefill.component
-        range_s = prefill.range_s(cached, split)
-        prefill_wait_s = prefill.queue.own_wait_s(split - cached, decode.end - cached)
-        if (there.node_id, there.core_lending_table) == (decode.component.node_id, decode.component.core_lending_table):
-            # On the same cores, prefill and decode workers compute equally fast, and their fitted cost models differ
-            # only by errors of measurement. So the decode worker's model is used for both.
-            undisturbed_s = decode.model.range_s(cached, split, prefill.step_tokens)
-            same_s = shared_cores.range_s(undisturbed_s, decode.followers_per_s)
-            range_s += same_s - prefill.model.range_s(cached, split, prefill.step_tokens)
-            alone_s, longer = decode.part_s(cached, split), shared_cores.beside - 1
-            # The size of a prompt tail is chosen so that steps keep the streams' latency, but nothing bounds the steps
-            # that a prefill worker slows down.
-            others_s += min(alone_s, decode.queue.wait_s * longer) * (decode.streams + decode.waiting)
-            others_s += decode.streams * shared_cores.late_s(range_s, decode)
-            # What later requests lose is the same wherever these cores compute the prompt.
-            followed, followed_s = decode.end - cached, decode.tail_s(cached)[0]
-            followed_wait_s = decode.queue.own_wait_s(followed, followed)
-            wait_s += min(alone_s, own_wait_s * longer)
-        else:
-            others_s += _followers_lose_s(
-                prefill.followers_per_s, prefill_wait_s, range_s, prefill.lengths, split - cached
-            )
-        begun_s = max(fetch_s, prefill_wait_s) + range_s
-        done_s = max(begun_s, wait_s) + seconds
-    else:
-        # The longer the decode worker's queue, the less of this prompt is computed while prefill workers are still
-        # busy. Each term must grow with the load all the same. So the time of the fetch is compared with that of queue
-        # and prompt together, and what later requests lose is priced as if no prefill worker computed.
-        done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(own_wait_s + seconds))
-    others_s += _followers_lose_s(decode.followers_per_s, followed_wait_s, followed_s, decode.lengths, followed)
-    return done_s + others_s
 
 
 class RecentLengths:

@@ -27,7 +27,6 @@ from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
     LEAST_FETCH_S,
-    CoreBudget,
     DecodeSide,
     FetchCost,
     Models,
@@ -124,14 +123,11 @@ class SplitDecision:
 
     def _is_unknown(self, prefill: PrefillSide) -> bool:
         """Returns whether a prefill worker has computed nothing and is about to compute nothing, so that its price is
-        that of other workers. Prices on the cores that it shares with the decode worker do not depend on its pace."""
-        there, here = prefill.component, self.route.decode.component
-        measured = there.step_cost_s or there.largest_step_tokens
-        shares = there.core_lending_table and (there.node_id, there.core_lending_table) == (
-            here.node_id,
-            here.core_lending_table,
+        that of other workers."""
+        there = prefill.component
+        return not (
+            there.step_cost_s or there.largest_step_tokens or prefill.queue.prompts or prefill.queue.prompts_s > 0
         )
-        return not (measured or shares or prefill.queue.prompts or prefill.queue.prompts_s > 0)
 
     def _where(self, cached_blocks: int, split_blocks: int) -> str:
         if split_blocks == cached_blocks or self.route.prefill is None:
@@ -142,7 +138,7 @@ class SplitDecision:
     def margin_s(self, cached: int) -> float:
         """Returns how many seconds another route must save over the last one, with ``cached`` tokens. The number
         depends on the prompt alone, because otherwise the load would decide."""
-        return HYSTERESIS * self.route.decode.own_cores_s(cached, self.route.decode.end)
+        return HYSTERESIS * self.route.decode.model.range_s(cached, self.route.decode.end, self.route.decode.most)
 
     def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float | None:
         """Returns the longest that fetching these blocks may take: it is the time that computing them there takes. It
@@ -199,21 +195,7 @@ def choose(
     best = _prefill_sides(snapshot, models, prefills, weighed)
     held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     behind = snapshot.demand_per_s[0] / len(decodes)
-    shared_cores = (
-        _shared_cores(snapshot, weighed) if any(component.core_lending_table for component in weighed) else {}
-    )
-    routes = [
-        _route(
-            snapshot,
-            component,
-            models.of(component),
-            best,
-            held,
-            behind,
-            shared_cores.get(component.component_id),
-        )
-        for component in weighed
-    ]
+    routes = [_route(snapshot, component, models.of(component), best, held, behind) for component in weighed]
     least_s = min(route.price_s for route in routes) * (1 + EQUAL_SHARE)
     chosen = next(route for route in routes if route.price_s <= least_s)
     words = _why(snapshot, chosen, decodes)
@@ -277,22 +259,6 @@ def _prefill_sides(
     return sorted(sides, key=lambda side: side.queue.wait_s + tokens * side.queue.token_s)
 
 
-def _shared_cores(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, CoreBudget]:
-    """Returns the shared cores of each decode worker that shares its own, by component id. Each lending table belongs
-    to one node."""
-    mates: dict[tuple[str, str], list[ComponentRecord]] = {}
-    for component in (*snapshot.components, *snapshot.lending_mates):
-        if component.core_lending_table:
-            mates.setdefault((component.node_id, component.core_lending_table), []).append(component)
-    return {
-        decode.component_id: CoreBudget.of(
-            decode, mates[decode.node_id, decode.core_lending_table], snapshot.sent_tokens
-        )
-        for decode in decodes
-        if decode.role == "decode" and decode.core_lending_table and decode.core_share
-    }
-
-
 def _route(
     snapshot: ClusterSnapshot,
     component: ComponentRecord,
@@ -300,7 +266,6 @@ def _route(
     best: list[PrefillSide],
     held: Mapping[str, int],
     behind: float,
-    shared_cores: CoreBudget | None,
 ) -> Route:
     """Returns the price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
@@ -309,12 +274,14 @@ def _route(
     streams = snapshot.sent_load.get(component_id, 0) if component.role == "decode" else 0
     tokens = snapshot.sent_tokens.get(component_id, 0)
     lengths = snapshot.decode_lengths
-    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, lengths, behind, shared_cores)
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, lengths, behind)
     if snapshot.adapter:
         decode = decode._replace(queue=decode.queue.held(snapshot.adapter_wait_s(component)))
     cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
     chosen: PrefillSide | None = None
     for side in best:
+        if snapshot.policy.share is None and _share_cores(side.component, component):
+            continue
         if side.component.node_id == node_id:
             if chosen is None or side.queue.wait_s <= chosen.queue.wait_s + chosen.extra_s:
                 chosen = side
@@ -330,6 +297,12 @@ def _route(
         places = {cached, most} if snapshot.policy.share is None else {most}
     price_s = min(route_s(chosen, decode, cached * size, place * size, fetch_s) for place in places)
     return Route(price_s, decode, chosen, cached, fetch_s, fetched, holder)
+
+
+def _share_cores(one: ComponentRecord, other: ComponentRecord) -> bool:
+    """Returns whether two workers lend each other cores: what one of them computes for the other takes its cores."""
+    table = one.core_lending_table
+    return bool(table) and (one.node_id, table) == (other.node_id, other.core_lending_table)
 
 
 def _fetch_cost(snapshot: ClusterSnapshot, source: str, component: ComponentRecord) -> FetchCost:

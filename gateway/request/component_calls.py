@@ -465,8 +465,7 @@ class ComponentCalls:
         blocks = {hit.node_id: hit.blocks for hit in found.hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
         far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}
-        mates = cluster.lending_mates(components)
-        sent_load, sent_tokens = await cluster.under_way((*components, *mates))
+        sent_load, sent_tokens = await cluster.under_way(components)
         seen = ClusterSnapshot(
             model=admitted.model,
             prompt_tokens=len(token_ids),
@@ -477,7 +476,6 @@ class ComponentCalls:
             block_size=served.block_size,
             chunk_tokens=admitted.options.chunk_tokens,
             answered_tokens=len(token_ids) - len(admitted.prompt),
-            lending_mates=mates,
             sent_load=sent_load,
             sent_tokens=sent_tokens,
             index_available=cluster.index.available,

@@ -3,8 +3,7 @@
     arrive -> bounds -> turn -> [look-up -> candidates -> what others have under way -> plan -> calls] -> end
 
 What it knows is what the registry had at its last look, and what the other gateways have told (FleetSite.sharing). Its
-snapshot has no adapters and no blocks in buckets, because a fleet has none, and no mates that lend cores beside the
-workers planned with: one host has fewer workers than are left out of a plan.
+snapshot has no adapters and no blocks in buckets, because a fleet has none.
 """
 
 from __future__ import annotations

@@ -71,25 +71,6 @@ def test_the_few_that_live_are_found_wherever_they_stand(cluster: Cluster) -> No
     assert not cluster.lacks_node(served)
 
 
-def test_board_mates_are_all_that_compute_there(cluster: Cluster) -> None:
-    """One of another model, and one that cannot be called, take cores; a fenced one and one of another lending table do
-    not."""
-    on, other = {"core_lending_table": "table", "core_share": 0.2}, {"core_lending_table": "other", "core_share": 0.2}
-    first = [record for record in RECORDS if record.node_id == "kv-3"][1:]
-    changed = [
-        replace(first[0], model="n", **on),
-        *(replace(one, **on) for one in first[1:5]),
-        replace(first[5], **other),
-    ]
-    rest = [record for record in RECORDS if record.component_id not in {one.component_id for one in changed}]
-    fencing = [replace(one, fenced_components=("prefill-3-1",)) if one.role == "kvnode" else one for one in rest]
-    cluster.view.update([*fencing, *changed], 101.0)
-    cluster.view.suspect("prefill-3-2", 1e12)
-    planned = [record for record in cluster.view.on_node("kv-3") if record.component_id in ("kv-3", "decode-3-0")]
-    assert {one.component_id for one in cluster.lending_mates(planned)} == {"prefill-3-0", "decode-3-1", "prefill-3-2"}
-    assert cluster.lending_mates(cluster.candidates(cluster.served("m", ""), 100, {"kv-5": 1}, 1)[:2]) == ()
-
-
 OURS = "ab" * 32
 
 
