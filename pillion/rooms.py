@@ -26,10 +26,6 @@ class Seam(Generic[T]):
 # stands before a head gets the inputs of layers of its rows, which are computed again from there. Forced tokens are
 # proposed before guesses, and a backend keeps the states for a head before it has adapters.
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "engine.backends.torch.adapters": ("pillion.engine.adapters.step_adapters:TorchAdapters",),
-    "engine.backends.cpu.adapters": ("pillion.engine.adapters.cpu_adapters:CpuAdapters",),
-    "engine.backends.gpu.adapters": ("pillion.engine.gpu_adapters.gpu_adapters:GpuAdapters",),
-    "engine.backends.gpu.states": ("pillion.engine.gpu_states.gpu_states:GpuStates",),
 }
 
 

@@ -15,6 +15,7 @@ virtual tokens.
     adapter_rows.py         which layers they may change, and a step's rows that have one
     plain_adapters.py       slots of backends that take them as tensors
     step_adapters.py        multiplies by them in plain torch, for the torch backend: the reference for all kernels
+    adapter_table.py        the table by which the CPU kernels find the adapters in their slots
     cpu_adapters.py         slots for the CPU kernels, and the program of steps that have some
     cpu_adapter_form.py     packs them for the CPU kernels, in a process without torch
 

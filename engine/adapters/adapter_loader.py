@@ -20,7 +20,7 @@ from pathlib import Path
 from pillion.adapter_folders import StoreLimits
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterStore
-from pillion.engine.backends.backend import Backend, PackedAdapter
+from pillion.engine.backends.backend import Backend, PackedAdapter, bound_adapters
 from pillion.errors import (
     ConfigError,
     Internal,
@@ -150,7 +150,7 @@ class AdapterLoader:
         began_s, folder = time.monotonic(), self._store.find(digest)
         try:
             about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
-            return self._backend.take_adapter(digest, about, data), time.monotonic() - began_s
+            return bound_adapters(self._backend.adapters).take(digest, about, data), time.monotonic() - began_s
         except Unavailable as error:
             raise Unavailable(f"adapter {digest[:12]} cannot be packed: {error.message}") from None
         except ConfigError as error:

@@ -14,120 +14,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm
-from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots, virtual_rows
+from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots, virtual_rows
+from pillion.engine.adapters.adapter_table import AdapterTable, CpuAdapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
-from pillion.engine.adapters.cpu_adapter_form import CpuAdapterForm, padded
+from pillion.engine.adapters.cpu_adapter_form import padded
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Bytes, Int32, PackedAdapter, StepBatch
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compile_operations
-from pillion.engine.backends.cpu.cpu_model import plan_model
-from pillion.engine.backends.cpu.cpu_operations import ExpertGroups, OperationBuilder
+from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations, plan_model
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Mlp
-from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, ExpertShrink, Shrink, run_rows
-from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL, VirtualEmbed, VirtualWrite
-from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.language.records import Words
-from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.adapters.low_rank import run_rows
+from pillion.kernels.cpu.adapters.virtual_rows import VirtualEmbed, VirtualWrite
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
-from pillion.kernels.cpu.runtime.program import Buffer, CpuStepRecord, Operation, Program
+from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace
 
 log = logging.getLogger("pillion.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class CpuAdapter:
-    """Holds a packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``, as does
-    ``virtual``, an address with a number of bytes. It has that many ``embedded`` or ``prefixed`` virtual tokens."""
-
-    words: Words
-    data: Bytes
-    virtual: tuple[int, int]
-    embedded: int
-    prefixed: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-
-class AdapterTable:
-    """Holds the slots of adapters, and implements :class:`pillion.engine.backends.cpu.cpu_operations.AdaptedProducts`.
-
-    Attributes:
-        step: the record by which the kernels of a step find the adapters.
-        form: describes how an adapter's matrices are packed for the model's kernels.
-        slots: for each matrix that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
-            SLOT.num_words].
-        virtual: for each adapter slot the record of its virtual tokens.
-        tokens: how many virtual tokens of each slot are embedded, and how many are keys and values, int32 [2,
-            max_adapters].
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, LayerShape],
-        gated: Sequence[str],
-        inner_orders: Mapping[str, Sequence[Any]],
-        max_adapters: int,
-        max_rank: int,
-    ) -> None:
-        """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
-        sizes = {name: (shape.outputs, shape.inputs, shape.experts) for name, shape in shapes.items()}
-        self.form = CpuAdapterForm(sizes, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
-        self.step = CpuStepRecord(ADAPTED)
-        self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
-        self.slots = dict(zip(shapes, self._words, strict=True))
-        self.virtual = np.zeros((max_adapters, VIRTUAL.num_words), np.int64)
-        self.tokens = np.zeros((2, max_adapters), np.int32)
-
-    def before_product(
-        self, builder: OperationBuilder, name: str, x: Buffer, groups: ExpertGroups | None
-    ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
-        """Computes shrunk = A x for the rows with an adapter."""
-        if name not in self.slots:
-            return None
-        kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
-        width = self.form.width(experts=groups is not None)
-        shrunk = builder.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
-        own = None if groups is None else builder.buffer("place_slots", 1, "int32", each)
-        both = {"slots": self.slots[name], "shrunk": shrunk, "shrunk_stride": shrunk.stride, "adapted": self.step.words}
-        values = {**both, "x": x, "x_stride": x.stride, "depth": self.form.depth(name)}
-        spec: KernelSpec = Shrink(kind, builder.rows_of)
-        if groups is not None:
-            values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
-            values |= {"most_tiles": -(-width // TILE_COLUMNS)}
-            spec = ExpertShrink(kind, builder.rows_of, each)
-        return Operation(spec, values, builder.when), AdapterGemm, {**both, "place_slots": own}
-
-    def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
-        """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
-        records, (tokens, kv, begin, size) = about
-        words = np.array(records, np.int64)
-        for field in SLOT.pointers:
-            # In the packed records, pointers are still offsets; a record whose sizes are zero has no pair and stays
-            # zero.
-            slot = SLOT.place[field]
-            words[:, slot] += np.where(words[:, slot + 1] > 0, data.ctypes.data, 0)
-        virtual = data.ctypes.data + begin, size
-        return CpuAdapter(words, data, virtual, embedded=0 if kv else tokens, prefixed=tokens if kv else 0)
-
-    def place(self, number: int, packed: CpuAdapter) -> None:
-        """Writes a packed adapter into a slot."""
-        self._words[:, number] = packed.words
-        VIRTUAL.fill(self.virtual[number], {"values": packed.virtual, "prefixed": packed.prefixed})
-        self.tokens[:, number] = packed.embedded, packed.prefixed
 
 
 class AdapterRows:
@@ -157,20 +69,25 @@ class AdapterRows:
 
 
 class CpuAdapters(PlainAdapters):
-    """Holds the adapters of a :class:`CpuBackend`, and the program of those of its steps that use adapters."""
+    """Holds the adapters of a backend, and the programs of those of its steps that use adapters: they cost other steps
+    nothing.
 
-    def __init__(self, backend: CpuBackend, max_adapters: int, max_rank: int) -> None:
+    Attributes:
+        kernels: those of steps with and without adapters.
+        programs: those of steps with adapters, over the backend's workspace.
+        program: the one of them that runs the step which was filled in last.
+    """
+
+    def __init__(self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int) -> None:
         """Compiles kernels the first time on a machine."""
-        model = backend.model
         super().__init__(max_adapters, max_rank, adapter_shapes(model.config))
         # For each layer this says in which order the weights have the inner values of an MLP, if not in the
         # checkpoint's.
         self._inner_values = inner_orders(model)
         self._model, self._table = model, adapter_table(model, self._inner_values, max_adapters, max_rank)
-        kernels, operations = compile_with_adapters(model, self._table, log.info)
-        backend.use(model.plan, kernels)
+        self.kernels, operations = compile_with_adapters(model, self._table, log.info)
         self._rows = AdapterRows(max_adapters, run_rows(model.isa))
-        self.programs = tuple(Program(each, kernels, backend.workspace) for each in operations)
+        self.programs = tuple(Program(each, self.kernels, workspace) for each in operations)
         self.program = self.programs[0]
 
     def fill(self, batch: StepBatch, sample_rows: Int32) -> None:

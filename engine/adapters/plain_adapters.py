@@ -9,7 +9,7 @@ from typing import Any
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_bits
 from pillion.engine.adapters.adapter_rows import LayerShape, check_adapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
-from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.backends.backend import PackedAdapter, check_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class PlainAdapters:
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
         """Puts a packed adapter into a slot."""
+        check_slot(slot, self.max_adapters)
         self.placed[slot] = packed
 
     def _pack(self, weights: AdapterWeights) -> PackedAdapter:

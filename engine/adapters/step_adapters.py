@@ -12,7 +12,7 @@ from pillion.engine.adapters.adapter_rows import adapter_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapter, PlainAdapters
 from pillion.engine.backends.backend import StepBatch
-from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.models.model_config import ModelConfig
 
 
 class StepAdapters:
@@ -75,10 +75,10 @@ def step_adapters(batch: StepBatch, adapters: Mapping[int, AdapterWeights]) -> S
 
 
 class TorchAdapters(PlainAdapters):
-    """Holds the adapters of a :class:`TorchBackend`."""
+    """Holds the adapters of the torch backend."""
 
-    def __init__(self, backend: TorchBackend, max_adapters: int, max_rank: int) -> None:
-        super().__init__(max_adapters, max_rank, adapter_shapes(backend.config))
+    def __init__(self, config: ModelConfig, max_adapters: int, max_rank: int) -> None:
+        super().__init__(max_adapters, max_rank, adapter_shapes(config))
 
     def of_step(self, batch: StepBatch) -> StepAdapters:
         """Returns the adapters of a step's rows."""

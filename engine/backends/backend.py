@@ -320,51 +320,45 @@ class PackedAdapter(Protocol):
 
 
 class BackendAdapters(Protocol):
-    """Has the slots for adapters of one backend, and puts adapters into them (the room "adapters"). Each method does
-    what the method of :class:`Backend` does whose name begins with the same word."""
+    """Has the slots for adapters of one backend, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``.
+    Loading has two phases, so that it never stalls a step:
 
-    @property
-    def max_adapters(self) -> int: ...
-    def form(self) -> object: ...
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter: ...
-    def place(self, slot: int, packed: PackedAdapter) -> None: ...
+        Backend.bind_adapters (once) --> take (slow, any thread) --> place (quick) --> steps that name the slot
 
+    So that this work shares not even the interpreter with steps, another process reads an adapter and brings it into
+    the backend's ``form``, of which ``take`` makes a packed adapter.
 
-class AdaptedBackend:
-    """Gives a backend its methods for adapters, which call the object that :meth:`_make_adapters` makes.
-
-    Attributes:
-        adapters: None before ``bind_adapters``.
+    No lock is needed: packing touches nothing that steps use, and the owner calls ``place`` between steps. An adapter's
+    memory is free when its slot has another one and its owner has dropped it.
     """
-
-    adapters: BackendAdapters | None = None
-
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
-        raise ConfigError("--enable-lora: this backend takes no adapters")
 
     @property
     def max_adapters(self) -> int:
-        return 0 if self.adapters is None else self.adapters.max_adapters
+        """Gives the number of slots."""
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        self.adapters = self._make_adapters(max_adapters, max_rank)
+    def form(self) -> object:
+        """Returns the form into which another process brings adapters for this backend."""
 
-    def adapter_form(self) -> object:
-        return bound_adapters(self.adapters).form()
+    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """Makes a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
+        the packing is done here, and takes cores and the interpreter from the steps.
 
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        return bound_adapters(self.adapters).take(digest, about, data)
+        Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
+        """
 
-    def place_adapter(self, slot: int, packed: PackedAdapter) -> None:
-        check_slot(slot, self.max_adapters)
-        bound_adapters(self.adapters).place(slot, packed)
+    def place(self, slot: int, packed: PackedAdapter) -> None:
+        """Puts an adapter into a slot. Takes no longer than a small part of a step.
+
+        No launched step whose results have not been fetched may use the slot, and a step may use it from its next
+        launch on. Raises Internal for a slot that does not exist.
+        """
 
 
 A = TypeVar("A", bound=BackendAdapters)
 
 
 def bound_adapters(adapters: A | None) -> A:
-    """Returns a backend's slots for adapters. Raises Internal if there are none."""
+    """Returns a backend's slots for adapters. Raises Internal where ``bind_adapters`` has made none."""
     if adapters is None:
         raise Internal("adapters before bind_adapters")
     return adapters
@@ -406,20 +400,9 @@ class Backend(Protocol):
     (grammars, penalties): its forward pass runs while the host takes those tokens, and its sampling is queued behind
     it before it has ended, so the device does not wait. Backends that do not run ahead are ``HostBackend``s.
 
-    Every call of a backend and of its in-flight steps comes from the step loop's thread, but for ``take_adapter``. Only
-    the pool's slots that a batch writes change. ``bind_pool`` raises ConfigError for a pool of another shape;
+    Every call of a backend and of its in-flight steps comes from the step loop's thread, but for ``adapters.take``.
+    Only the pool's slots that a batch writes change. ``bind_pool`` raises ConfigError for a pool of another shape;
     ``launch`` raises Internal, and only for defects, since the scheduler made the batch.
-
-    Adapters have slots, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``. Loading has two phases,
-    so that it never stalls a step:
-
-        bind_adapters (once) --> take_adapter (slow, any thread) --> place_adapter (quick) --> steps that name the slot
-
-    So that this work shares not even the interpreter with steps, another process reads an adapter and brings it into
-    the backend's ``adapter_form``, of which ``take_adapter`` makes a packed adapter.
-
-    No lock is needed: a backend's packing touches nothing that steps use, and its owner calls ``place_adapter`` between
-    steps. An adapter's memory is free when its slot has another one and its owner has dropped it.
     """
 
     @property
@@ -451,31 +434,14 @@ class Backend(Protocol):
         """
 
     @property
-    def max_adapters(self) -> int:
-        """Gives the number of slots for adapters; 0 before ``bind_adapters``."""
+    def adapters(self) -> BackendAdapters | None:
+        """Gives the slots for adapters; None before ``bind_adapters``."""
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
 
         On a GPU slots take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises
         ConfigError where this backend cannot run the model with adapters.
-        """
-
-    def adapter_form(self) -> object:
-        """Returns the form into which another process brings adapters for this backend, after ``bind_adapters``."""
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
-        the packing is done here, and takes cores and the interpreter from the steps.
-
-        Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
-        """
-
-    def place_adapter(self, slot: int, packed: PackedAdapter) -> None:
-        """Puts an adapter into a slot. Takes no longer than a small part of a step.
-
-        No launched step whose results have not been fetched may use the slot, and a step may use it from its next
-        launch on. Raises Internal for a slot that does not exist.
         """
 
     def close(self) -> None:

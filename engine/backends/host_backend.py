@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pillion.engine.backends.backend import (
-    AdaptedBackend,
+    BackendAdapters,
     KVLayout,
     PoolPlace,
     StateSlots,
@@ -22,7 +22,7 @@ from pillion.engine.backends.backend import (
 from pillion.engine.sampling.sampler import LargestLogits
 from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
-from pillion.errors import Internal
+from pillion.errors import ConfigError, Internal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FinishedStep:
         return self.sampled
 
 
-class HostBackend(AdaptedBackend, ABC):
+class HostBackend(ABC):
     """Implements :class:`pillion.engine.backends.backend.Backend`, whose docstring has the contract, over a subclass's
     ``_run``.
 
@@ -50,6 +50,8 @@ class HostBackend(AdaptedBackend, ABC):
     max_steps_under_way = 1
     # This says whether steps can give the vectors of rows (StepBatch.pooled).
     gives_vectors = False
+    # These are the slots for adapters, which ``bind_adapters`` makes.
+    adapters: BackendAdapters | None = None
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
@@ -66,6 +68,10 @@ class HostBackend(AdaptedBackend, ABC):
     def here(self) -> HostBackend:
         """Gives the part of the backend that runs in this process."""
         return self
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes the slots for adapters. Raises ConfigError, unless a subclass takes adapters."""
+        raise ConfigError("--enable-lora: this backend takes no adapters")
 
     def keep_states(self, layers: Sequence[int]) -> None:
         """Makes each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
@@ -91,7 +97,7 @@ class HostBackend(AdaptedBackend, ABC):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns what :meth:`forward` returns."""
 
-    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most refuse nothing)
         """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import AdapterForm
 from pillion.engine.adapters.adapter_reader import AdapterReader, reader_of
-from pillion.engine.backends.backend import Backend
+from pillion.engine.backends.backend import Backend, bound_adapters
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.vector_head import Labeller
 from pillion.engine.scheduling.step_model import StepModel
@@ -72,7 +72,7 @@ class LoadedModel:
     def adapter_reader(self, max_rank: int) -> AdapterReader:
         """Returns the object that reads adapters up to ``max_rank`` for the backend; it is sent to the process that
         reads them."""
-        return reader_of(self.prepared, cast("AdapterForm", self.backend.adapter_form()), max_rank)
+        return reader_of(self.prepared, cast("AdapterForm", bound_adapters(self.backend.adapters).form()), max_rank)
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""

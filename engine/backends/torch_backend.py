@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import BackendAdapters, StepBatch, bound_adapters, distinct_rows, kv_layout
+from pillion.engine.adapters.step_adapters import TorchAdapters
+from pillion.engine.backends.backend import StepBatch, bound_adapters, distinct_rows, kv_layout
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.decoder import RowAdapters, run_decoder
+from pillion.engine.models.decoder import run_decoder
 from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope import make_ropes
 from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
-from pillion.rooms import Seam, entered_one
-
-
-class TorchStepAdapters(BackendAdapters, Protocol):
-    """Describes what the torch backend's steps need of adapters."""
-
-    def of_step(self, batch: StepBatch) -> RowAdapters:
-        """Returns the adapters of a step's rows."""
 
 
 class TorchBackend(HostBackend):
     """Implements :class:`HostBackend` with torch's operators."""
 
-    adapters: TorchStepAdapters | None = None
+    adapters: TorchAdapters | None = None
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
@@ -68,8 +61,9 @@ class TorchBackend(HostBackend):
         found: Float32 = self._normed[-batch.pooled :].float().numpy()
         return found
 
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
-        return entered_one(TORCH_ADAPTERS)(self, max_adapters, max_rank)
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes the slots for adapters."""
+        self.adapters = TorchAdapters(self.config, max_adapters, max_rank)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config = self.config
@@ -135,10 +129,6 @@ class TorchBackend(HostBackend):
         if batch.states is not None:
             carried.read(pool, batch.states.reads)
         return carried
-
-
-# The room's function makes the slots for so many adapters up to a rank.
-TORCH_ADAPTERS = Seam[Callable[[TorchBackend, int, int], TorchStepAdapters]]("engine.backends.torch.adapters")
 
 
 def rows_to_numpy(rows: torch.Tensor) -> States:

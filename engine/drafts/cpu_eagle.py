@@ -21,9 +21,9 @@ import torch
 
 from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import Int32, KVLayout, StepBatch
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compile_operations
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_layer import LayerEmitter, projections
-from pillion.engine.backends.cpu.cpu_model import ModelPlan
+from pillion.engine.backends.cpu.cpu_model import CpuModel, ModelPlan, compile_operations
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
 from pillion.engine.backends.host_backend import HostBackend
@@ -31,7 +31,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.drafts.eagle_config import EagleConfig
 from pillion.engine.drafts.eagle_head import EagleBackend
 from pillion.engine.drafts.eagle_weights import EagleWeights
-from pillion.engine.models.decoder import LayerWeights
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.models.rope import rope_tables
 from pillion.engine.sampling.sampling_rows import States

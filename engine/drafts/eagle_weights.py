@@ -16,8 +16,8 @@ from pillion.engine.checkpoints.model_files import weight_files
 from pillion.engine.checkpoints.weight_format import FLOATS
 from pillion.engine.checkpoints.weights import in_order
 from pillion.engine.drafts.eagle_config import EagleConfig
-from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layer_operations import Role, tensors_of
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import RmsNorm
 from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear

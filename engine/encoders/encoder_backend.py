@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import BackendAdapters, StepBatch, kv_layout
+from pillion.engine.backends.backend import StepBatch, kv_layout
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -14,7 +14,7 @@ from pillion.engine.encoders.encoder import Encoder
 from pillion.engine.encoders.encoder_weights import read_tensors
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.sampling.sampling_rows import Float32
-from pillion.errors import ConfigError, Internal
+from pillion.errors import Internal
 
 
 class EncoderBackend(HostBackend):
@@ -35,9 +35,6 @@ class EncoderBackend(HostBackend):
         self.encoder = Encoder(config.encoder, read_tensors(prepared.folder, config, DTYPES[prepared.dtype]))
         # These are the last step's rows after the last layer.
         self._hidden = torch.empty(0)
-
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
-        raise ConfigError("--enable-lora is not there for encoders")
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if (batch.context_lens != np.diff(batch.query_starts)).any():

@@ -12,7 +12,7 @@ run without a graph, too: slots have no room for these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,12 @@ from pillion.engine.adapters.adapter_config import MERGE
 from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, plain_shapes, row_slots
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, VirtualTokens, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
-from pillion.engine.backends.backend import Int32, PackedAdapter, StepBatch
+from pillion.engine.backends.backend import Int32, PackedAdapter, StepBatch, check_slot
 from pillion.engine.backends.gpu.device_memory import to_device
-from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.engine.backends.gpu.pool_parts import PartRows
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu.products.low_rank_product import (
     MAX_SLICES,
@@ -69,16 +69,27 @@ class _VirtualRows:
 class GpuAdapters(PlainAdapters):
     """Holds the slots of a model's adapters, and the runs of the step that is launched next."""
 
-    def __init__(self, model: GpuModel, max_adapters: int, max_rank: int, max_tokens: int) -> None:
-        """Makes the slots. Raises ConfigError for a model whose fused layers the kernels cannot cut into their
-        projections."""
-        config, device = model.config, model.device
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: ModelShard,
+        inner_values: Mapping[str, torch.Tensor] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_adapters: int,
+        max_rank: int,
+        max_tokens: int,
+    ) -> None:
+        """Makes the slots, for steps of at most so many tokens. ``config`` is that of the whole model; ``inner_values``
+        are those of the MLPs that a rank has, None where the process is no rank of several. Raises ConfigError for a
+        model whose fused layers the kernels cannot cut into their projections."""
         # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
-        super().__init__(max_adapters, max_rank, plain_shapes(model.weights.config))
-        self._model = model
+        super().__init__(max_adapters, max_rank, plain_shapes(config))
+        self._whole, self._shard, self._inner_values, self._dtype = config, shard, inner_values, dtype
+        self._config = config = shard.local(config)
         self._layers: dict[str, LayerSlot] = {}
         rank, end = padded_rank(max_rank), 0
-        own = tuple(f"layers.{index}." for index in model.layers)
+        own = tuple(f"layers.{index}." for index in shard.own_layers(config))
         shapes = {name: shape for name, shape in plain_shapes(config).items() if name.startswith(own)}
         for name, shape in shapes.items():
             outputs, inputs = shape.outputs, shape.inputs
@@ -92,8 +103,8 @@ class GpuAdapters(PlainAdapters):
             layer = LayerSlot(end, end + len(ends) * rank * inputs, inputs, outputs, ends, rank)
             self._layers[name] = layer
             end += layer.values
-        self.slots = torch.zeros(max_adapters, end, dtype=model.dtype, device=device)
-        self._shrunk = torch.zeros(max_tokens, MAX_SLICES * rank, dtype=model.dtype, device=device)
+        self.slots = torch.zeros(max_adapters, end, dtype=dtype, device=device)
+        self._shrunk = torch.zeros(max_tokens, MAX_SLICES * rank, dtype=dtype, device=device)
         # A step has runs over the rows of all tokens and over those of the samples; both have room for their runs and
         # the numbers of their rows.
         self._most_runs = self._runs_of(max_tokens)
@@ -116,7 +127,7 @@ class GpuAdapters(PlainAdapters):
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
         """Lays an adapter out as a slot. Raises ConfigError where it does not fit, or is for experts, their routers or
         gates, which have adapters on CPUs alone."""
-        known = adapter_shapes(self._model.weights.config)
+        known = adapter_shapes(self._whole)
         beyond = next((name for name in weights.layers if name in known and name not in self._shapes), None)
         if beyond is not None:
             raise ConfigError(
@@ -128,9 +139,8 @@ class GpuAdapters(PlainAdapters):
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
         """Lays an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
         that steps use."""
-        model = self._model
-        if model.ranks is not None:
-            weights = shard_adapter(weights, model.weights.config, model.ranks.shard, model.inner_values)
+        if self._inner_values is not None:
+            weights = shard_adapter(weights, self._whole, self._shard, self._inner_values)
         flat = torch.zeros(self.slots.shape[1], dtype=self.slots.dtype)
         layers = {name: pairs for name, pairs in weights.layers.items() if name in self._layers}
         for name, pairs in layers.items():
@@ -157,6 +167,7 @@ class GpuAdapters(PlainAdapters):
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
         """Queues a copy into the slot after the steps that were launched."""
+        check_slot(slot, self.max_adapters)
         assert isinstance(packed, GpuAdapter)
         self.slots[slot].copy_(packed.data, non_blocking=True)
         self._held[slot] = packed
@@ -210,13 +221,13 @@ class GpuAdapters(PlainAdapters):
 
     def warm_up(self, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
         """Compiles the kernels for virtual tokens over a bound pool. ``rows`` is -1."""
-        config = self._model.config
+        config = self._config
         width = 2 * config.num_kv_heads * config.head_dim
-        self._write(0, torch.zeros(1, width, dtype=self._model.dtype), rows, parts)
+        self._write(0, torch.zeros(1, width, dtype=self._dtype), rows, parts)
 
     def _write(self, index: int, values: torch.Tensor, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
         """Writes keys and values of the host [T, 2 * KV heads * head_dim] into a layer of the pool's ``rows`` [T]."""
-        config = self._model.config
+        config = self._config
         # Kernels take keys and values after queries, which are left as they are without a norm and a rotation.
         qkv = self.slots.new_zeros(len(values), config.num_heads * config.head_dim + values.shape[1])
         qkv[:, -values.shape[1] :].copy_(values, non_blocking=True)

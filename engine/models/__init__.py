@@ -11,9 +11,10 @@
     linear_config.py     which layers have states, and their shapes
     model_work.py        how much it computes for a token, and for a query-key pair
     model_shard.py       what one process computes of a model: all of it, unless it is a rank of several
-    encoder_config.py    what a config says of an encoder (the room of that name)
+    encoder_config.py    what a config says of an encoder
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys
     decoder.py           the forward pass of every family on torch, and the weights that it reads
+    layer_weights.py     the weights of a layer, by the names of its tensors
     layers.py            norms, activations, mixture of experts;  rope.py: rotary embedding
     vector_head.py       from the vector of a text to the logits of a classifier's labels
 

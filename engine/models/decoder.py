@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu, softplus
 
+from pillion.engine.adapters.step_adapters import StepAdapters
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     AddUp,
@@ -44,6 +45,7 @@ from pillion.engine.models.layer_operations import (
     ShortConvolution,
     StateSpace,
 )
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import (
     ACTIVATIONS,
     GATED,
@@ -61,7 +63,6 @@ from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
 from pillion.kernels.torch.recurrences import (
     DeltaRows,
     SpaceRows,
-    Taps,
     convolve,
     delta_rule,
     normed_and_gated,
@@ -71,41 +72,6 @@ from pillion.kernels.torch.recurrences import (
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.kernels.torch.torch_linear import Linear
-
-
-class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor | Taps"]):
-    """Holds one layer's weights by the names of its tensors: norms, linear layers, those of all experts, other
-    tensors."""
-
-    def norm(self, tensor: LayerTensor) -> RmsNorm | LayerNorm:
-        found = self[tensor.name]
-        assert isinstance(found, RmsNorm | LayerNorm)
-        return found
-
-    def linear(self, tensor: LayerTensor) -> Linear:
-        found = self[tensor.name]
-        assert isinstance(found, Linear)
-        return found
-
-    def linears(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        """Returns the linear layers of all experts, or the layer's one."""
-        found = self[tensor.name]
-        return (found,) if isinstance(found, Linear) else self.experts(tensor)
-
-    def experts(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        found = self[tensor.name]
-        assert isinstance(found, tuple)
-        return found
-
-    def tensor(self, tensor: LayerTensor) -> torch.Tensor:
-        found = self[tensor.name]
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    def taps(self, tensor: LayerTensor) -> Taps:
-        found = self[tensor.name]
-        assert isinstance(found, Taps)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +110,6 @@ class ModelWeights:
     token_inputs: TokenInputWeights | None = None
 
 
-class RowAdapters(Protocol):
-    """Adds the products of adapters to the outputs of linear layers for a step's rows, by the names of
-    :class:`pillion.engine.adapters.adapter_weights.AdapterWeights`; gives rows of virtual tokens what the adapter has
-    instead of the model's: embeddings, or keys and values."""
-
-    def embed(self, hidden: torch.Tensor) -> None: ...
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-    def of_rows(self, rows: torch.Tensor) -> RowAdapters: ...
-    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor, expert: int | None = None) -> None: ...
-
-
 @dataclass(slots=True)
 class LayerRun:
     """Runs one step of one layer, and holds what its operations hand on.
@@ -182,7 +137,7 @@ class LayerRun:
     attention: StepAttention | MixedAttention
     tables: Sequence[CosSin]
     hidden: torch.Tensor
-    adapters: RowAdapters | None = None
+    adapters: StepAdapters | None = None
     growth: torch.Tensor | None = None
     token_inputs: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
@@ -510,7 +465,7 @@ def run_decoder(
     token_ids: torch.Tensor,
     rope_rows: torch.Tensor,
     sample_rows: torch.Tensor,
-    adapters: RowAdapters | None = None,
+    adapters: StepAdapters | None = None,
     states: dict[int, torch.Tensor] | None = None,
     carried: StepStates | None = None,
     pooled: int = 0,

@@ -14,7 +14,7 @@ from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 if TYPE_CHECKING:
     import torch
 
-    from pillion.engine.models.decoder import LayerWeights
+    from pillion.engine.models.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)

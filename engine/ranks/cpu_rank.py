@@ -15,7 +15,8 @@ import torch
 
 from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import BackendLost, StepBatch
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.ranks.rank_meeting import LOGITS, MEETING, PARTIAL, PARTIALS, WORDS
 from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember

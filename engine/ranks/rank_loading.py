@@ -27,7 +27,7 @@ from pillion.observability.log_format import logs_json
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks for a model's shares does not need.
-    from pillion.engine.backends.cpu.cpu_backend import CpuModel
+    from pillion.engine.backends.cpu.cpu_model import CpuModel
     from pillion.engine.ranks.cpu_rank import CpuRankBackend
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
     from pillion.engine.ranks.ranked_backend import ShareBackend

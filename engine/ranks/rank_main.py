@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pillion.config import WorkerFlags
 from pillion.cores import give_way
-from pillion.engine.backends.backend import BackendLost, PackedAdapter
+from pillion.engine.backends.backend import BackendLost, PackedAdapter, bound_adapters
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.ranks.rank_messages import (
     RankLink,
@@ -150,14 +150,15 @@ class Rank:
 
     def _on_place(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
-        self._backend.place_adapter(about["slot"], self._packed[about["number"]])
+        bound_adapters(self._backend.adapters).place(about["slot"], self._packed[about["number"]])
         return b""
 
     def _on_pack(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
         for number in about["dropped"]:
             self._packed.pop(number, None)
-        packed = self._backend.take_adapter(about["digest"], about["about"], bytes_of(descriptors[0]))
+        adapters = bound_adapters(self._backend.adapters)
+        packed = adapters.take(about["digest"], about["about"], bytes_of(descriptors[0]))
         self._packed[about["number"]] = packed
         return str(packed.nbytes).encode()
 

@@ -27,7 +27,7 @@ from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
-    from pillion.engine.models.decoder import LayerWeights
+    from pillion.engine.models.layer_weights import LayerWeights
 
 # Inner values and tokens are shared out in units of this size, which is that of a kernel's narrowest packed panel.
 UNIT = 32

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Share, tensors_of
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_columns, select_inputs, select_rows

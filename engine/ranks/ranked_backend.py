@@ -16,11 +16,13 @@ import torch
 
 from pillion.engine.backends.backend import (
     Backend,
+    BackendAdapters,
     Bytes,
     InFlightStep,
     PackedAdapter,
     PoolPlace,
     StepBatch,
+    bound_adapters,
     check_slot,
 )
 from pillion.engine.backends.host_backend import HostBackend
@@ -50,6 +52,49 @@ class RankedAdapter:
     nbytes: int
 
 
+class RankedAdapters:
+    """Has the slots for adapters of all ranks. ``own`` are those of rank 0."""
+
+    def __init__(self, own: BackendAdapters, ranks: RankProcesses) -> None:
+        self._own, self._ranks = own, ranks
+        self._numbers = itertools.count(1)
+        # These are numbers of adapters that nobody holds any more. Any thread may drop one, so the number is only noted
+        # here.
+        self._dropped: deque[int] = deque()
+
+    @property
+    def max_adapters(self) -> int:
+        return self._own.max_adapters
+
+    def form(self) -> object:
+        """Returns the plain form of adapters: each rank lays out its own share."""
+        return self._own.form()
+
+    def take(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
+        """Makes every rank pack its share of a plain adapter; each rank gets the whole adapter."""
+        own, number = self._own.take(digest, about, data), next(self._numbers)
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        descriptor = memory_file(data)
+        try:
+            message = json_to_bytes(number=number, dropped=dropped, digest=digest, about=about)
+            others = self._ranks.pack(message, descriptor)
+        except BaseException:
+            self._dropped.extend([number, *dropped])
+            raise
+        finally:
+            os.close(descriptor)
+        adapter = RankedAdapter(number, own, own.nbytes + others)
+        weakref.finalize(adapter, self._dropped.append, number)
+        return adapter
+
+    def place(self, slot: int, packed: PackedAdapter) -> None:
+        """Puts each rank's share of an adapter into a slot."""
+        check_slot(slot, self.max_adapters)
+        assert isinstance(packed, RankedAdapter)
+        with self._ranks.together(RankMessage.PLACE, json_to_bytes(slot=slot, number=packed.number)):
+            self._own.place(slot, packed.own)
+
+
 class AheadRank(ShareBackend, Protocol):
     """Describes the backend of a rank whose steps run ahead of the host, such as a GPU's."""
 
@@ -64,48 +109,14 @@ class RankedCalls:
         """Takes the own share and the other ranks, and owns both from now on."""
         self.own, self.ranks = own, ranks
         self.layout, self.vocab_size = own.layout, own.vocab_size
-        self._numbers = itertools.count(1)
-        # These are numbers of adapters that nobody holds any more. Any thread may drop one, so the number is only noted
-        # here.
-        self._dropped: deque[int] = deque()
-
-    @property
-    def max_adapters(self) -> int:
-        return self.own.max_adapters
+        self.adapters: BackendAdapters | None = None
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes empty slots in all ranks."""
         slots = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
         with self.ranks.together(RankMessage.ADAPTERS, slots, limit_ms=LOAD_SILENCE_MS):
             self.own.bind_adapters(max_adapters, max_rank)
-
-    def adapter_form(self) -> object:
-        """Returns the plain form of adapters: each rank lays out its own share."""
-        return self.own.adapter_form()
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
-        """Makes every rank pack its share of a plain adapter; each rank gets the whole adapter."""
-        own, number = self.own.take_adapter(digest, about, data), next(self._numbers)
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        descriptor = memory_file(data)
-        try:
-            message = json_to_bytes(number=number, dropped=dropped, digest=digest, about=about)
-            others = self.ranks.pack(message, descriptor)
-        except BaseException:
-            self._dropped.extend([number, *dropped])
-            raise
-        finally:
-            os.close(descriptor)
-        adapter = RankedAdapter(number, own, own.nbytes + others)
-        weakref.finalize(adapter, self._dropped.append, number)
-        return adapter
-
-    def place_adapter(self, slot: int, packed: PackedAdapter) -> None:
-        """Puts each rank's share of an adapter into a slot."""
-        check_slot(slot, self.max_adapters)
-        assert isinstance(packed, RankedAdapter)
-        with self.ranks.together(RankMessage.PLACE, json_to_bytes(slot=slot, number=packed.number)):
-            self.own.place_adapter(slot, packed.own)
+        self.adapters = RankedAdapters(bound_adapters(self.own.adapters), self.ranks)
 
     def warm_up(self, max_tokens: int) -> None:
         """Makes all ranks warm up together, because their steps wait for each other."""

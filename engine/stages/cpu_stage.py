@@ -15,7 +15,8 @@ import torch
 
 from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import Bytes, Int32, StepBatch
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_memory import RankMember
 from pillion.engine.stages.stage_clock import Worked

@@ -309,7 +309,7 @@ class Worker:
             **self._meter.totals(),
             core_lending_table=self.flags.core_lending_table if self.model.core_share else "",
             core_share=self.model.core_share,
-            max_loras=self.model.backend.max_adapters,
+            max_loras=0 if (adapters := self.model.backend.adapters) is None else adapters.max_adapters,
             max_lora_rank=self.flags.max_lora_rank if self.flags.enable_lora else 0,
             block_bytes=self.model.backend.layout.block_bytes,
             state_pages=self.model.backend.layout.state_pages,

@@ -24,7 +24,7 @@ from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
-from pillion.engine.backends.backend import InFlightStep
+from pillion.engine.backends.backend import InFlightStep, bound_adapters
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.grammars.step_masks import StepMasks
@@ -340,7 +340,7 @@ class WorkerEpoch:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._tell_begun, begun)
         for slot, packed in plan.placements:
-            backend.place_adapter(slot, packed)
+            bound_adapters(backend.adapters).place(slot, packed)
         batch = build_step_batch(plan, self._block_size)
         rows = None if plan.awaits_tokens else build_sampling(plan, StepMasks.of(plan))
         return backend.launch(batch, plan.copies, rows)

@@ -29,8 +29,8 @@ from lab.benchmarks.gpt_oss import READ_BYTES, RandomTensors, copy_layer
 from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import StateSlots, StepBatch, kv_layout
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
-from pillion.engine.backends.cpu.cpu_model import plan_model
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
 from pillion.engine.backends.cpu.cpu_weights import HeldMatrices, MatrixPacker
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare

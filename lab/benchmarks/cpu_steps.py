@@ -11,7 +11,8 @@ import numpy as np
 
 from lab.benchmarks.cpu_limits import PeakDots, ReadAll
 from pillion.engine.backends.backend import StepBatch
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features

@@ -27,8 +27,8 @@ from lab.benchmarks.cpu_steps import BLOCK_SIZE, SINK_THREADS, CpuStepBench
 from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import StepBatch, kv_layout
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
-from pillion.engine.backends.cpu.cpu_model import plan_model
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
 from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
 from pillion.engine.checkpoints.checkpoint import decoder_tensors
 from pillion.engine.checkpoints.model_cache import ModelCache

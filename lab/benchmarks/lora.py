@@ -31,7 +31,7 @@ from lab.testbed.random_adapter import random_adapter_folder
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
-from pillion.engine.backends.backend import PackedAdapter, StepBatch
+from pillion.engine.backends.backend import PackedAdapter, StepBatch, bound_adapters
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 
@@ -80,7 +80,7 @@ class Loads:
         begin = time.perf_counter()
         folder, digest = self._files[len(self.seconds) % len(self._files)]
         about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
-        packed = self._backend.take_adapter(digest, about, data)
+        packed = bound_adapters(self._backend.adapters).take(digest, about, data)
         self.seconds.append(time.perf_counter() - begin)
         return packed
 
@@ -111,7 +111,7 @@ def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[s
             backend.forward(batch)
             beside.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        backend.place_adapter(ADAPTERS - 1, load.result())
+        bound_adapters(backend.adapters).place(ADAPTERS - 1, load.result())
         placing.append(time.perf_counter() - begin)
         # The first step with an adapter is one beside its load, too.
         backend.forward(batch)
@@ -140,7 +140,7 @@ def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.P
     loads = Loads(LoadedModel(prepared, backend), folders, args.rank)
     for slot in range(ADAPTERS):
         packed = loads.one()
-        backend.place_adapter(slot, packed)
+        bound_adapters(backend.adapters).place(slot, packed)
     milliseconds = statistics.median(loads.seconds) * 1000
     print(f"an adapter takes {packed.nbytes / 2**20:.1f} MiB, and {milliseconds:.0f} ms to read and pack")
     decode, chunk = bench.decode(STREAMS, CONTEXT_TOKENS), bench.chunk(CHUNK_TOKENS, 0)

@@ -19,7 +19,8 @@ from lab.benchmarks.report import save, show_table
 from lab.benchmarks.shuffled_model import save_shuffled_model
 from lab.testbed.plain_model import plain_folder
 from pillion.config import ModelFlags
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.quantized.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows

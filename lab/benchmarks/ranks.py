@@ -30,7 +30,8 @@ from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.plain_model import plain_folder
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.backends.backend import StepBatch, kv_layout
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, load_cpu_model
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import CpuModel, load_cpu_model
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config

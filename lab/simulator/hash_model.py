@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pillion.engine.backends.backend import AdaptedBackend, KVLayout, StepBatch
+from pillion.engine.backends.backend import KVLayout, StepBatch
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
+from pillion.errors import ConfigError
 from pillion.types import TokenLogprob
 
 VOCAB_SIZE = 251
@@ -185,7 +186,7 @@ class HashStep:
         return reads - writes, writes
 
 
-class HashBackend(AdaptedBackend):
+class HashBackend:
     """Runs the hash model as a worker's backend (:class:`pillion.engine.backends.backend.Backend`).
 
     ``watch`` is called when a step begins, and when it ends: (its tokens, slots that it reads, slots that it writes).
@@ -202,6 +203,7 @@ class HashBackend(AdaptedBackend):
         watch: Callable[[int, set[int], set[int]], None],
         found: Callable[[str], None],
     ) -> None:
+        self.adapters = None
         self.layout = layout_of(block_size)
         self.vocab_size = VOCAB_SIZE
         self.max_steps_under_way = 2 if runs_ahead else 1
@@ -220,6 +222,9 @@ class HashBackend(AdaptedBackend):
 
     def bind_pool(self, memory: Any, num_slots: int) -> None:
         self._cells, self._bytes = memory.cast("q"), memory.cast("B")
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        raise ConfigError("--enable-lora: the hash model takes no adapters")
 
     def warm_up(self, max_tokens: int) -> None:
         """Does nothing, because there is nothing to compile."""

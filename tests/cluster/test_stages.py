@@ -93,8 +93,8 @@ class Loaded:
     def place(self, slot: int) -> None:
         """Puts a random adapter into a slot: packed, carried to all processes, placed."""
         weights = random_adapter(load_config(self.model.prepared.folder), slot, (5, 9, 16), torch.float32)
-        about, data = self.backend.adapter_form().pack(bits_of(weights))
-        self.backend.place_adapter(slot, self.backend.take_adapter(f"adapter {slot}", about, data))
+        about, data = self.backend.adapters.form().pack(bits_of(weights))
+        self.backend.adapters.place(slot, self.backend.adapters.take(f"adapter {slot}", about, data))
 
     def run(self) -> bytes:
         """Computes a prompt in chunks, alone and with an adapter; its steps are launched as soon as they may be.

@@ -13,6 +13,7 @@ import torch
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.adapters.adapter_rows import adapted_runs
+from pillion.engine.backends.backend import bound_adapters
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
@@ -99,9 +100,9 @@ def test_mixed_steps_are_those_of_torch(family, tmp_path):
     _, flags = make_model(tmp_path / "model", FAMILIES[family])
     prepared, text = prepare(flags), tokens_of(20, 3)
     backend = gpu_backend(prepared)
-    assert backend.max_adapters == 0
+    assert backend.adapters is None
     with pytest.raises(Internal, match="before bind_adapters"):
-        backend.take_adapter("", [], np.zeros(0, np.uint8))
+        bound_adapters(backend.adapters).take("", [], np.zeros(0, np.uint8))
     backend.bind_adapters(len(RANKS), 16)
     driver = GpuDriver(prepared, backend=backend)
     place_adapters(backend, prepared)

@@ -106,8 +106,8 @@ class AttachedStages:
         self.model.bind_pool(self.attachment)
         self.backend.warm_up(BLOCK)
         weights = random_adapter(load_config(self.model.prepared.folder), 1, (5, 9, 16), torch.float32)
-        about, data = self.backend.adapter_form().pack(bits_of(weights))
-        self.backend.place_adapter(1, self.backend.take_adapter("adapter 1", about, data))
+        about, data = self.backend.adapters.form().pack(bits_of(weights))
+        self.backend.adapters.place(1, self.backend.adapters.take("adapter 1", about, data))
 
     def run(self) -> bytes:
         """Computes a prompt in chunks, alone and with an adapter; its steps are launched as soon as they may be.

@@ -110,7 +110,7 @@ class StageChain:
 
     def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
         for backend in self.backends:
-            backend.place_adapter(slot, backend.adapters.pack(weights))
+            backend.adapters.place(slot, backend.adapters.pack(weights))
 
 
 def chunks(driver: GpuDriver, *adapters: int) -> Iterator[StepBatch]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.engine.backends.cpu import cpu_backend as module
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.cpu import cpu_model as module
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from tests.support.kernel_cache import kept_kernels

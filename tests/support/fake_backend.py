@@ -139,8 +139,8 @@ class FakeBackend(HostBackend):
         # The KV of the last step's rows, which are their states, too.
         self._last_kv = np.empty(0, np.int64)
 
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> FakeAdapters:
-        return FakeAdapters(self, max_adapters, max_rank)
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        self.adapters = FakeAdapters(self, max_adapters, max_rank)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         self.bound += 1

@@ -106,8 +106,8 @@ class FakeShare(FakeBackend):
         readable = table.copy()
         return super()._run(torch.from_numpy(readable.view(np.uint8)), batch)
 
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> FakeAdapters:
-        return ShareAdapters(self, max_adapters, max_rank)
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        self.adapters = ShareAdapters(self, max_adapters, max_rank)
 
 
 class AheadShare(FakeShare, AheadBackend):

@@ -76,7 +76,7 @@ class _Rank:
         self.backend.bind_adapters(max_adapters, max_rank)
 
     def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        self.backend.place_adapter(slot, self.backend.adapters.pack(weights))
+        self.backend.adapters.place(slot, self.backend.adapters.pack(weights))
 
     def close(self) -> None:
         self.backend.close()
@@ -188,7 +188,7 @@ class TeamBackend:
 
     def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
         def own() -> None:
-            self.own.place_adapter(slot, self.own.adapters.pack(weights))
+            self.own.adapters.place(slot, self.own.adapters.pack(weights))
 
         self._all("place_adapter", slot, weights, own=own)
 

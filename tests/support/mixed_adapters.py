@@ -27,7 +27,7 @@ def place_adapters(backend: Any, prepared: PreparedModel, *, affine: bool = Fals
     for slot, ranks in enumerate(RANKS):
         options = {"leave": () if slot else LEFT, "affine": affine and slot == 1, "experts": experts}
         weights = random_adapter(config, slot, ranks, dtype, **options)
-        backend.place_adapter(slot, backend.adapters.pack(weights))
+        backend.adapters.place(slot, backend.adapters.pack(weights))
 
 
 def with_adapters(driver: BackendDriver, *, affine: bool = False, experts: bool = False) -> BackendDriver:

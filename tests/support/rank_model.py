@@ -11,8 +11,9 @@ import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import PackedAdapter, StepBatch
-from pillion.engine.backends.cpu import cpu_backend as module
-from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.backends.cpu import cpu_model as module
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
@@ -66,7 +67,7 @@ class RankGroup:
 
     @property
     def max_adapters(self) -> int:
-        return self.backends[0].max_adapters
+        return self.backends[0].adapters.max_adapters
 
     def every(self, call: Callable[[CpuBackend], Any]) -> list[Any]:
         """Calls each backend, all at the same time; raises what the first one that failed has raised."""
@@ -96,7 +97,7 @@ class RankGroup:
 
     def place_adapter(self, slot: int, packed: list[PackedAdapter]) -> None:
         for rank, backend in enumerate(self.backends):
-            backend.place_adapter(slot, packed[rank])
+            backend.adapters.place(slot, packed[rank])
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()

@@ -13,7 +13,7 @@ import torch
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import PackedAdapter, StepBatch
 from pillion.engine.backends.cpu import cpu_backend as module
-from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
@@ -84,7 +84,7 @@ class StageGroup:
 
     def place_adapter(self, slot: int, packed: list[PackedAdapter]) -> None:
         for backend, one in zip(self.backends, packed, strict=True):
-            backend.place_adapter(slot, one)
+            backend.adapters.place(slot, one)
 
     def close(self) -> None:
         for backend in self.backends:

@@ -8,47 +8,40 @@ load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threa
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pillion.core_lending_table import CoreShare
+from pillion.engine.adapters.cpu_adapters import CpuAdapters
 from pillion.engine.backends.backend import (
-    BackendAdapters,
     Bytes,
     Int32,
-    KVLayout,
     StepBatch,
     bound_adapters,
     distinct_rows,
-    kv_layout,
 )
-from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planners, plan_model
-from pillion.engine.backends.cpu.cpu_weights import PackedMatrices, load_cpu_weights
+from pillion.engine.backends.cpu.cpu_model import (
+    CpuModel,
+    ModelPlan,
+    attention_planners,
+    compile_operations,
+    plan_model,
+)
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.checkpoints.model_cache import ModelCache
-from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampler import LargestLogits
 from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.cpu_attention import step_field
-from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
-from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
-from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import (
     Bounds,
     Buffer,
@@ -59,95 +52,15 @@ from pillion.kernels.cpu.runtime.program import (
     check_batch,
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, STATE_LAYOUT_VERSION
-from pillion.rooms import Seam, entered_one
+from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES
 
 log = logging.getLogger("pillion.worker")
-
-CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
-
-
-@dataclass(frozen=True, slots=True)
-class CpuModel:
-    """Holds a model with its kernels, or a process's share of the model: everything that does not depend on threads and
-    the KV pool. ``config`` and ``layout`` are those of the whole model; ``dtype`` is the type of its rows, that of KV
-    is in ``layout``. ``code_folder`` keeps machine code."""
-
-    config: ModelConfig
-    shard: ModelShard
-    isa: Isa
-    layout: KVLayout
-    dtype: str
-    max_model_len: int
-    weights: PackedMatrices
-    plan: ModelPlan
-    kernels: CompiledKernels
-    checked: bool
-    code_folder: Path
-
-
-def load_cpu_model(
-    prepared: PreparedModel,
-    block_size: int,
-    isa: Isa,
-    *,
-    kv_cache_dtype: str = "auto",
-    progress: Progress = lambda line: None,
-    checked: bool | None = None,
-    cache: ModelCache | None = None,
-    shard: ModelShard | None = None,
-) -> CpuModel:
-    """Maps the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
-
-    ``shard`` is the share of the model that this process computes; None for all. With ``checked`` kernels check every
-    access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels can run the model
-    (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
-    """
-    checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
-    cache = cache or ModelCache()
-    config = load_config(prepared.folder)
-    version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
-    if config.linear is not None:
-        version += f"/{STATE_LAYOUT_VERSION}"
-    layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
-    shard = shard or whole_model(config)
-    weights = load_cpu_weights(prepared, config, progress, cache, shard)
-    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard)
-    specs = [operation.spec for operation in plan.operations]
-    folder = cache.make("kernels")
-    kernels = compile_kernels(specs, isa, checked=checked, cache_folder=folder, progress=progress)
-    return CpuModel(
-        config, shard, isa, layout, prepared.dtype, prepared.max_model_len, weights, plan, kernels, checked, folder
-    )
-
-
-def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
-    """Returns the kernels of ``operations``, compiled as those of ``model``."""
-    specs = [operation.spec for operation in operations]
-    return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
-
-
-class CpuStepAdapters(BackendAdapters, Protocol):
-    """Describes what steps need of adapters. Steps with adapters run a program of their own, so that adapters cost
-    other steps nothing."""
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """Gives the programs of steps with adapters, over the backend's workspace."""
-
-    @property
-    def program(self) -> Program:
-        """Gives that one of the programs which runs the step that was filled in last."""
-
-    def fill(self, batch: StepBatch, sample_rows: Int32) -> None:
-        """Gives the kernels a step's adapters; ``sample_rows`` are the rows whose logits it computes. Raises Internal
-        for slots that do not exist."""
 
 
 class CpuBackend(HostBackend):
     """Is a :class:`HostBackend` over the CPU kernels."""
 
-    adapters: CpuStepAdapters | None = None
+    adapters: CpuAdapters | None = None
     gives_vectors = True
 
     def __init__(
@@ -226,9 +139,11 @@ class CpuBackend(HostBackend):
         )
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes the slots for adapters; compiles their kernels the first time on a machine."""
-        return entered_one(CPU_ADAPTERS)(self, max_adapters, max_rank)
+        adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank)
+        self.use(self.model.plan, adapters.kernels)
+        self.adapters = adapters
 
     def use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
         """Makes steps without adapters run the model's operations as ``plan`` lists them."""
@@ -351,9 +266,3 @@ def _plan_fields(number: int) -> list[tuple[str, str]]:
     """Returns the names of the step's fields that hold the place and the number of the plan's items, then of its
     merges."""
     return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]
-
-
-# The room's function makes slots for so many adapters up to a rank; the other one compiles what steps with adapters
-# need, for later starts.
-CPU_ADAPTERS = Seam[Callable[[CpuBackend, int, int], CpuStepAdapters]]("engine.backends.cpu.adapters")
-COMPILE_ADAPTERS = Seam[Callable[[CpuModel, Progress], None]]("engine.backends.cpu.compile_adapters")

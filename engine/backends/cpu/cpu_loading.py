@@ -21,7 +21,7 @@ from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 
 if TYPE_CHECKING:
-    from pillion.engine.backends.cpu.cpu_backend import CpuModel
+    from pillion.engine.backends.cpu.cpu_model import CpuModel
 
 log = logging.getLogger("pillion.worker")
 
@@ -39,7 +39,7 @@ def load_for_cpu(
     flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, shard: ModelShard | None
 ) -> CpuModel:
     """Loads a share of a model and packs its weights, as at its first start on a machine."""
-    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+    from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 
     return load_cpu_model(
         prepared,

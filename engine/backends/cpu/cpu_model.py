@@ -9,7 +9,7 @@ Steps with adapters have a program of their own, in which each product that adap
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 
 Where several processes share the model, each runs this program over its own heads, inner values and tokens. Rows to be
-added to ``hidden`` are partial sums then, which they add up together (``CpuMeeting`` in ``cpu_operations.py``):
+added to ``hidden`` are partial sums then, which they add up together (:mod:`pillion.engine.ranks.rank_meeting`):
 
     x --W--> partial (shared memory) --sum over parts--> hidden, or found where a norm is after it
     tokens --embedding--> partial --sum over parts--> hidden        hidden --head--> logits (shared memory)
@@ -19,27 +19,39 @@ Where a process computes some layers alone, its program begins and ends with the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from pillion.engine.backends.backend import KVLayout
+from pillion.engine.adapters.adapter_table import AdapterTable
+from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.cpu.cpu_layer import MAX_PARTIAL_ROWS, LayerEmitter
-from pillion.engine.backends.cpu.cpu_operations import AdaptedProducts, OperationBuilder
-from pillion.engine.backends.cpu.cpu_weights import PackedMatrices
+from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.backends.cpu.cpu_weights import PackedMatrices, load_cpu_weights
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale, rounded
+from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig, TokenInputs
-from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
 from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
+from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.rows.rows import AddPositions, Embed, GroupMaxima, LargestTokens, SoftCapScale
 from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
+from pillion.kernels.cpu.states.pieces import STATE_LAYOUT_VERSION
+
+CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,66 @@ class ModelPlan:
     largest: tuple[Buffer, Buffer] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CpuModel:
+    """Holds a model with its kernels, or a process's share of the model: everything that does not depend on threads and
+    the KV pool. ``config`` and ``layout`` are those of the whole model; ``dtype`` is the type of its rows, that of KV
+    is in ``layout``. ``code_folder`` keeps machine code."""
+
+    config: ModelConfig
+    shard: ModelShard
+    isa: Isa
+    layout: KVLayout
+    dtype: str
+    max_model_len: int
+    weights: PackedMatrices
+    plan: ModelPlan
+    kernels: CompiledKernels
+    checked: bool
+    code_folder: Path
+
+
+def load_cpu_model(
+    prepared: PreparedModel,
+    block_size: int,
+    isa: Isa,
+    *,
+    kv_cache_dtype: str = "auto",
+    progress: Progress = lambda line: None,
+    checked: bool | None = None,
+    cache: ModelCache | None = None,
+    shard: ModelShard | None = None,
+) -> CpuModel:
+    """Maps the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
+
+    ``shard`` is the share of the model that this process computes; None for all. With ``checked`` kernels check every
+    access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels can run the model
+    (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
+    """
+    checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
+    cache = cache or ModelCache()
+    config = load_config(prepared.folder)
+    version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
+    if config.linear is not None:
+        version += f"/{STATE_LAYOUT_VERSION}"
+    layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
+    shard = shard or whole_model(config)
+    weights = load_cpu_weights(prepared, config, progress, cache, shard)
+    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard)
+    specs = [operation.spec for operation in plan.operations]
+    folder = cache.make("kernels")
+    kernels = compile_kernels(specs, isa, checked=checked, cache_folder=folder, progress=progress)
+    return CpuModel(
+        config, shard, isa, layout, prepared.dtype, prepared.max_model_len, weights, plan, kernels, checked, folder
+    )
+
+
+def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
+    """Returns the kernels of ``operations``, compiled as those of ``model``."""
+    specs = [operation.spec for operation in operations]
+    return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
+
+
 def plan_model(
     config: ModelConfig,
     weights: PackedMatrices,
@@ -66,7 +138,7 @@ def plan_model(
     max_model_len: int,
     shard: ModelShard,
     state_layers: Sequence[int] = (),
-    adapters: AdaptedProducts | None = None,
+    adapters: AdapterTable | None = None,
     ropes: tuple[CosSin, ...] = (),
 ) -> ModelPlan:
     """Makes this process's program of the model of ``config``, which keeps the inputs of ``state_layers``, for steps

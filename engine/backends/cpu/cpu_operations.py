@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from pillion.engine.adapters.adapter_table import AdapterTable
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuLinear, PackedMatrices
 from pillion.engine.models.layer_operations import ClampedSwiglu
@@ -19,9 +20,12 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin
 from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.adapters.low_rank import AdapterGemm, ExpertShrink, Shrink
 from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS
 from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
+from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 
@@ -34,16 +38,6 @@ class ExpertGroups(NamedTuple):
     experts: Buffer
     places: Buffer
     chosen: int
-
-
-class AdaptedProducts(Protocol):
-    """Describes what a program does for adapters (the room "adapters")."""
-
-    def before_product(
-        self, builder: OperationBuilder, name: str, x: Buffer, groups: ExpertGroups | None
-    ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
-        """Returns the operation before the product of ``x`` with the matrix ``name``, or with those of experts, the
-        kernel of that product, and its further arguments; None if no adapter may change it."""
 
 
 class MatrixRows(NamedTuple):
@@ -74,7 +68,7 @@ class OperationBuilder:
     shard: ModelShard
     model_heads: int
     rows_of: str = "tokens"
-    adapters: AdaptedProducts | None = None
+    adapters: AdapterTable | None = None
     meeting: RankMeeting | None = None
     growth: torch.Tensor | None = None
     wanted: bool = False
@@ -188,8 +182,9 @@ class OperationBuilder:
             raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
         spec_type: type[Gemm] = Gemm
         added: dict[str, Any] = {}
-        if self.adapters is not None and (found := self.adapters.before_product(self, name, x, groups)) is not None:
-            before, spec_type, added = found
+        if self.adapters is not None and name in self.adapters.slots:
+            spec_type = AdapterGemm
+            before, added = self._shrink(self.adapters, name, x, groups)
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
@@ -232,6 +227,29 @@ class OperationBuilder:
             **added,
         }
         yield Operation(spec, values, self.when)
+
+    def _shrink(
+        self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None
+    ) -> tuple[Operation, dict[str, Any]]:
+        """Returns the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
+        ``name``, or with those of experts, and the further arguments of that product."""
+        kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
+        width = adapters.form.width(experts=groups is not None)
+        shrunk = self.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
+        own = None if groups is None else self.buffer("place_slots", 1, "int32", each)
+        both = {
+            "slots": adapters.slots[name],
+            "shrunk": shrunk,
+            "shrunk_stride": shrunk.stride,
+            "adapted": adapters.step.words,
+        }
+        values = {**both, "x": x, "x_stride": x.stride, "depth": adapters.form.depth(name)}
+        spec: KernelSpec = Shrink(kind, self.rows_of)
+        if groups is not None:
+            values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
+            values |= {"most_tiles": -(-width // TILE_COLUMNS)}
+            spec = ExpertShrink(kind, self.rows_of, each)
+        return Operation(spec, values, self.when), {**both, "place_slots": own}
 
     def norm_add(
         self, name: str, factor: float, *, found: Buffer | None = None, hidden: Buffer | None = None

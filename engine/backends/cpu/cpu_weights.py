@@ -32,9 +32,9 @@ from pillion.engine.checkpoints.weights import (
     load_positions,
     load_token_inputs,
 )
-from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Role, tensors_of
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model

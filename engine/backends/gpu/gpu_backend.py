@@ -19,7 +19,7 @@ With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interprete
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ import torch
 
 from pillion.engine.backends.backend import (
     FP8_E4M3,
-    AdaptedBackend,
     BackendLost,
     KVLayout,
     PoolPlace,
@@ -42,18 +41,18 @@ from pillion.engine.backends.backend import (
 )
 from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device, to_host
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
-from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepAdapters
+from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
-from pillion.engine.backends.gpu.state_layers import StateLayers
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
+from pillion.engine.gpu_states.gpu_states import GpuStates
 from pillion.engine.sampling.sampling_rows import Bool, Float32, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
-from pillion.rooms import Seam, entered_one
 from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")
@@ -186,13 +185,13 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
-class GpuBackend(AdaptedBackend):
+class GpuBackend:
     """Implements ``pillion.engine.backends.backend.Backend`` on a GPU; that class's docstring has the contract."""
 
     max_steps_under_way = 2
     gives_vectors = True
 
-    adapters: GpuStepAdapters | None = None
+    adapters: GpuAdapters | None = None
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
         """Makes the backend. With ``enforce_eager`` it captures no CUDA graphs."""
@@ -202,8 +201,7 @@ class GpuBackend(AdaptedBackend):
         self._limits = limits
         self._eager = enforce_eager
         if layout.state_pages:
-            make = entered_one(GPU_STATES)
-            model.states = make(model, layout, limits.max_seqs)
+            model.states = GpuStates(model, layout, limits.max_seqs)
             # That decodes and guesses find their states while steps run ahead is not shown yet.
             self.max_steps_under_way = 1
         self._ranks = model.ranks
@@ -336,12 +334,20 @@ class GpuBackend(AdaptedBackend):
             # Rank 0 attaches next, and then the pool takes the memory that all ranks have left.
             self._ranks.agree(True)
 
-    def _make_adapters(self, max_adapters: int, max_rank: int) -> GpuStepAdapters:
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Allocates adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
         cannot run the model."""
-        make = entered_one(GPU_ADAPTERS)
-        self._model.adapters = make(self._model, max_adapters, max_rank, self._limits.max_tokens)
-        return self._model.adapters
+        model = self._model
+        self.adapters = model.adapters = GpuAdapters(
+            model.weights.config,
+            model.shard,
+            model.inner_values if model.ranks is not None else None,
+            model.dtype,
+            model.device,
+            max_adapters,
+            max_rank,
+            self._limits.max_tokens,
+        )
 
     def close(self) -> None:
         """Releases the graphs, the pool and the weights. Idempotent."""
@@ -522,9 +528,3 @@ def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
     }
     edits = (RowEdit(row=0, banned=np.zeros(1, np.int64)),)
     return SamplingRows.of([SamplingParams(**params)], [0], [0], edits=edits, masks=_AnyToken(vocab_size))
-
-
-# The room's function makes a model's slots for so many adapters up to a rank, for steps of at most so many tokens.
-GPU_ADAPTERS = Seam[Callable[[GpuModel, int, int, int], GpuStepAdapters]]("engine.backends.gpu.adapters")
-# The room's class has a model's layers with states, for steps of at most so many sequences.
-GPU_STATES = Seam[Callable[[GpuModel, KVLayout, int], StateLayers]]("engine.backends.gpu.states")

@@ -25,16 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from pillion.engine.backends.backend import BackendAdapters, Int32, StepBatch
 from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting, SharedLogits
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
 from pillion.engine.backends.gpu.state_layers import PoolStates, StateLayers, StateOperation
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
@@ -78,37 +78,6 @@ GpuMatrix = torch.Tensor | PackedMatrix
 _MIXERS = (Attend, AttendLatents, StateOperation)
 # These products read all rows, in the last layer, too, which comes to its sampled rows with its attention.
 _BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
-
-
-class GpuStepAdapters(BackendAdapters, Protocol):
-    """Describes what a GPU's steps need of adapters. Their slots are at addresses that never change."""
-
-    def clear(self) -> None:
-        """Makes the next step one whose rows have no adapters."""
-
-    def check(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch with adapter slots that do not exist."""
-
-    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape) -> None:
-        """Begins the copy of what a step's kernels read of its adapters on the current stream."""
-
-    def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
-        """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters.
-        ``sampled``: the rows are those of the step's samples."""
-
-    def needs_more(self, batch: StepBatch) -> bool:
-        """Says whether a step, which has passed :meth:`check`, needs more of its adapters than a graph can give: it has
-        rows of virtual tokens, or of adapters that have more than pairs of matrices."""
-
-    def embed(self, residual: torch.Tensor) -> None:
-        """Writes the embeddings of virtual tokens into the rows [T, hidden] that have them."""
-
-    def write(self, index: int, rows: torch.Tensor, parts: Sequence[PartRows]) -> torch.Tensor:
-        """Writes a layer's keys and values of virtual tokens into their places in the pool; ``rows`` [T] are those of
-        all the step's rows. Returns ``rows`` without these: -1 in their stead."""
-
-    def warm_up(self, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
-        """Compiles the kernels for virtual tokens over a bound pool. ``rows`` is -1."""
 
 
 @dataclass(slots=True)
@@ -226,7 +195,7 @@ class GpuModel:
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
         # This process writes and attends these KV heads of the model.
         self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.shard.kv_heads
-        self.adapters: GpuStepAdapters | None = None
+        self.adapters: GpuAdapters | None = None
         # These are the layers that have states; the backend makes them, where there are any.
         self.states: StateLayers | None = None
         # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
@@ -517,7 +486,7 @@ class GpuDecoder:
             self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
     @property
-    def _adapters(self) -> GpuStepAdapters:
+    def _adapters(self) -> GpuAdapters:
         assert self._model.adapters is not None
         return self._model.adapters
 

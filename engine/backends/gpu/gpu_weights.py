@@ -37,9 +37,9 @@ from pillion.engine.checkpoints.weights import (
     load_head,
     load_layer,
 )
-from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Layer, Mlp, Role, tensors_of
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard

@@ -104,7 +104,7 @@ def test_a_slot_takes_another_adapter(llama):
     one, two = (logits(slot) for slot in (0, 1))
     packed = driver.backend.adapters.pack(random_adapter(config, 1, RANKS[1], torch.bfloat16))
     assert packed.nbytes > 0
-    driver.backend.place_adapter(0, packed)
+    driver.backend.adapters.place(0, packed)
     assert torch.equal(logits(0), two)
     assert not torch.equal(one, two)
 

@@ -94,7 +94,7 @@ def take(backend, folder, prepared):
     """An adapter as a worker's process reads and packs it for the backend."""
     digest = AdapterFiles(folder).digest()
     about, data = LoadedModel(prepared, backend).adapter_reader(16).packed(folder, digest)
-    return backend.take_adapter(digest, about, data)
+    return backend.adapters.take(digest, about, data)
 
 
 @torch.inference_mode()
@@ -107,7 +107,7 @@ def driver_with(flags, *adapters, num_slots=64, make=BackendDriver):
     driver = make(prepared, 16, num_slots)
     driver.backend.bind_adapters(len(adapters), 16)
     for slot, folder in enumerate(adapters):
-        driver.backend.place_adapter(slot, take(driver.backend, folder, prepared))
+        driver.backend.adapters.place(slot, take(driver.backend, folder, prepared))
     return driver
 
 
@@ -343,7 +343,7 @@ def test_a_slot_takes_another_adapter(llama, tmp_path):
     folder, flags = llama
     first, second = (make_adapter(folder, tmp_path / str(seed), seed=seed, r=4) for seed in (1, 2))
     driver, text = driver_with(flags, first), tokens_of(20, 3)
-    driver.backend.place_adapter(0, take(driver.backend, second, driver.prepared))
+    driver.backend.adapters.place(0, take(driver.backend, second, driver.prepared))
     (number,) = driver.sequences.add(adapter=0)
     wanted = logits_of(adapted_model(folder, second), text)
     torch.testing.assert_close(driver.run_all(number, text, []), wanted, atol=TOLERANCE, rtol=TOLERANCE)

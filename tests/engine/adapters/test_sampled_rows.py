@@ -24,7 +24,7 @@ def test_a_prompt_in_one_step_ends_as_one_token_at_a_time(family, tmp_path):
     driver.backend.bind_adapters(2, 16)
     for slot in (0, 1):
         weights = random_adapter(config, slot, (3, 16), torch.float32, experts=True)
-        driver.backend.place_adapter(slot, driver.backend.adapters.pack(weights))
+        driver.backend.adapters.place(slot, driver.backend.adapters.pack(weights))
     texts = {slot: tokens_of(count, slot + 2) for slot, count in ((1, 1), (-1, 2), (0, 9))}
     wanted = []
     for slot, text in texts.items():

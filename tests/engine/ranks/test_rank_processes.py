@@ -113,7 +113,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
 
 def take(backend: RankedAheadBackend, weights: AdapterWeights) -> RankedAdapter:
     """Gives a backend an adapter in the form in which the process that reads adapters brings it."""
-    return backend.take_adapter(weights.digest, *PlainForm().pack(bits_of(weights)))
+    return backend.adapters.take(weights.digest, *PlainForm().pack(bits_of(weights)))
 
 
 def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
@@ -131,16 +131,16 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.M
 
 def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> None:
     """What a rank cannot pack is an error of the adapter, and what nobody holds any more is dropped in all ranks."""
-    assert backend.max_adapters == 2
+    assert backend.adapters.max_adapters == 2
     assert packed[0].nbytes == 2 * 8
     with pytest.raises(Internal, match="a rank could not pack"):
         take(backend, AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": PAIRS}))
     assert not backend.ranks.lost
-    assert list(backend._dropped) == [packed[0].number + 1]
+    assert list(backend.adapters._dropped) == [packed[0].number + 1]
     packed.clear()
     take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: PAIRS}))
     # Those of before are dropped in the ranks now, and this one is with the next.
-    assert list(backend._dropped) == [3]
+    assert list(backend.adapters._dropped) == [3]
 
 
 def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopped_one_ends(
@@ -170,7 +170,7 @@ def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopp
         steps.append(
             backend.launch(sequences.step([(number, text[2:])]), (), rows_of([RowParameters(temperature=0.0)]))
         )
-        backend.place_adapter(1, packed[0])
+        backend.adapters.place(1, packed[0])
         assert [step.wait().token_ids for step in steps[1:]] == [(*greedy(text[:2], 1),), (*greedy(text, 1),)]
         check_adapters(backend, packed)
         os.kill(pid, signal.SIGSTOP)

@@ -141,7 +141,7 @@ def test_adapters(prepared_of, stages, ranks, name):
     for one in (driver, beside, plain):
         if one is not plain:
             for slot, kv in ((0, True), (1, False)):
-                one.backend.place_adapter(
+                one.backend.adapters.place(
                     slot, one.backend.adapters.pack(virtual_tokens(load_config(prepared.folder), kv))
                 )
         numbers = [one.sequences.add(adapter=slot if one is not plain else -1)[0] for slot in (2, -1, 0, 1)]
