@@ -14,7 +14,6 @@ All components share:
   `speculative_config`, `cores`, `core_lending_table`, `served_models`: rules that several packages must agree on.
 - `weighted_limit`: a bound on what is under way, which calls of texts and `LLM` use.
 
-- `rooms`: the table of what features add to the core at its seams.
 
 Operators meet `cli`, `supervisor`, `loadgen`. The servers themselves (`gateway`, `prefill_service`, `decode_service`,
 `engine`, `kvstore`, `kernels`) are links to folders at the root of the repository; nothing here but `cli`, `supervisor`

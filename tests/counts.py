@@ -95,10 +95,9 @@ def protocols(files: list[pathlib.Path]) -> dict[str, list[str]]:
 
 
 def hooks(files: list[pathlib.Path]) -> int:
-    """The seams, and the methods of the classes of HOOKED."""
-    seams = sum(len(re.findall(r"= Seam\b", file.read_text())) for file in files)
+    """The methods of the classes of HOOKED."""
     asked = [kind for kind in classes(files) if kind.name in HOOKED]
-    return seams + sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for kind in asked for node in kind.body)
+    return sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for kind in asked for node in kind.body)
 
 
 def flags() -> int:

@@ -253,6 +253,13 @@ def test_pages_cite_files_that_are_there() -> None:
     assert missing == []
 
 
+def test_the_page_of_features_names_folders_that_are_there() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "features.md").read_text().splitlines() if "`" in line]
+    named = [place for row in rows for place in re.findall(r"`([^`]+)`", row[2])]
+    assert named
+    assert [place for place in named if not (ROOT / place).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_a_sampling_field_is_named_in_five_files(name: str) -> None:
     """Its row and its number in the proto, the arrays of a step, and each place that computes with it are enough."""

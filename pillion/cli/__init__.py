@@ -7,13 +7,13 @@
     checks.py            refuses flags that cannot work
     talk.py, chat.py     generate, status; chat
     bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
-    events_command.py    events (a room's)
+    events_command.py    events
     certs.py, keys.py    certificates for development, API keys
     accuracy_table.py    the table of prepare --quantization
     adapters_command.py  adapters
     cache_command.py     cache
     cache.py             prompts that are computed ahead, and pins
-    keeper_command.py    keeper (a room's)
+    keeper_command.py    keeper
     models.py            models of the hub in this machine's cache
     console.py           what commands print on standard error
 

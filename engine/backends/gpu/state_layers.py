@@ -1,4 +1,4 @@
-"""Describes what a GPU's steps need of layers that carry a state from token to token (the room "states on GPUs")."""
+"""Describes what a GPU's steps need of layers that carry a state from token to token."""
 
 from __future__ import annotations
 
