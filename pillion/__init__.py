@@ -10,7 +10,7 @@ Users of the SDK meet:
 
 All components share:
 - `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
-- `priority`, `sampling_ranges`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
+- `priority`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
   `speculative_config`, `cores`, `core_lending_table`, `served_models`: rules that several packages must agree on.
 - `weighted_limit`: a bound on what is under way, which calls of texts and `LLM` use.
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.sampling_ranges import range_violations
-from pillion.types import SAMPLING_OPTIONS, SamplingParams
+from pillion.types import SAMPLING_OPTIONS, SamplingParams, range_violations
 
 OVERRIDE = "--override-generation-config"
 # These values hold where neither the client nor the model gives one.

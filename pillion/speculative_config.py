@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
+# One stream may speculate at most this many tokens in one step.
+MAX_SPECULATIVE_TOKENS = 16
 F = TypeVar("F")
 
 FLAG = "--speculative-config"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.backend import Int32
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
 
 Float64 = npt.NDArray[np.float64]
 

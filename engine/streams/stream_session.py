@@ -55,7 +55,7 @@ from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
-from pillion.sampling_ranges import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
+from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.errors import as_pillion_error

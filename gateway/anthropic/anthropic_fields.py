@@ -14,8 +14,7 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.body_mending import OTHER
 from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject
-from pillion.gateway.http_api.openai_fields import ReasoningEffort
-from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.http_api.openai_fields import Int, ReasoningEffort
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):

@@ -11,7 +11,6 @@ output_parts.py      from deltas to parts of an answer: what was thought, texts,
 openai_api.py        handlers of OpenAI's endpoints
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first, unless it is one of sampling
 body_mending.py      bodies with fields that are not known, with nulls and the like, so that they are read all the same
-sampling_body.py     the sampling fields of bodies, made of the rows of pillion.types.SamplingParams
 openapi.py           /openapi.json: what bodies may hold, made of those fields
 docs_page.py         /docs: the page that is made of it
 openai_requests.py   from bodies to requests of the gateway, structures of answers included

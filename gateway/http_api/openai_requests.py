@@ -31,6 +31,7 @@ from pillion.gateway.http_api.openai_fields import (
     CustomToolBody,
     FunctionBody,
     GrammarOfInput,
+    Int,
     JsonObjectFormat,
     JsonSchemaFormat,
     ShapeBody,
@@ -42,8 +43,8 @@ from pillion.gateway.http_api.openai_fields import (
     given,
     parse,
     parse_field,
+    sampling_of,
 )
-from pillion.gateway.http_api.sampling_body import Int, sampling_of
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
@@ -56,8 +57,9 @@ from pillion.gateway.request.validation import (
     too_long,
 )
 from pillion.gateway.tokens.tokenizer import check_wanted
-from pillion.sampling_ranges import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIASES
 from pillion.types import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
     ChatMessage,
     ChatOptions,
     GenerateRequest,

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.json_objects import Ignored
+from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import read_prompts
-from pillion.gateway.http_api.sampling_body import Int
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.types import GenerateRequest, Usage
 

@@ -15,14 +15,13 @@ from pillion.gateway.http_api.chat_messages import read_messages
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import given, parse
+from pillion.gateway.http_api.openai_fields import Int, given, parse
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
     read_ids,
     read_tools,
     template_kwargs,
 )
-from pillion.gateway.http_api.sampling_body import Int
 from pillion.gateway.prefix_pins.prefix_pins import PrefixPins
 from pillion.types import ChatOptions, GenerateRequest, PinnedPrefix
 

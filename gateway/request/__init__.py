@@ -3,9 +3,8 @@
 request_machine.py     the state machine of one answer: events in, actions out (no I/O)
 events.py              its events and actions
 parallel_samples.py    several answers to one prompt (no I/O)
-request_runner.py      feeds events to the machines, performs actions, serves the reader
+request_runner.py      feeds events to the machines, performs actions, merges what the reader has not taken yet
 component_calls.py     the calls that actions ask for, prefill ranges at other nodes included
-outbox.py              deltas that the reader has not taken yet (no I/O)
 admitted_request.py    a checked request, and the chain of its block hashes
 client_json.py         JSON that clients send as text: counted, checked, parsed
 structured_bounds.py   bounds of the structures that answers are to have

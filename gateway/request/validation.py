@@ -29,8 +29,17 @@ from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, stru
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
-from pillion.sampling_ranges import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_PROMPT_LOGPROBS, range_violations
-from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, ToolOptions
+from pillion.types import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCES,
+    MAX_PROMPT_LOGPROBS,
+    ChatMessage,
+    GenerateRequest,
+    Resume,
+    SamplingParams,
+    ToolOptions,
+    range_violations,
+)
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096

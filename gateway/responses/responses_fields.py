@@ -14,8 +14,15 @@ from msgspec import Raw
 from pillion.gateway.http_api.body_mending import OTHER
 from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject
-from pillion.gateway.http_api.openai_fields import AnyText, JsonObjectFormat, Label, ReasoningEffort, TextFormat
-from pillion.gateway.http_api.sampling_body import Int, ResponsesSampling
+from pillion.gateway.http_api.openai_fields import (
+    AnyText,
+    Int,
+    JsonObjectFormat,
+    Label,
+    ReasoningEffort,
+    ResponsesSampling,
+    TextFormat,
+)
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,9 +18,8 @@ from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, parse_field
+from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, parse_field, sampling_of
 from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, template_kwargs
-from pillion.gateway.http_api.sampling_body import sampling_of
 from pillion.gateway.responses.responses_fields import (
     AllowedChoices,
     CustomTool,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pillion.engine.scheduling import scheduler as scheduling
-from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS
-from pillion.types import FinishReason, SamplingParams, TokenLogprob
+from pillion.types import MAX_PROMPT_LOGPROBS, FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.decode_pb2 import Sibling
 from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of, logits_of

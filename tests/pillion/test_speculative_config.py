@@ -11,8 +11,12 @@ import pytest
 from pillion.cli.flags import read_config
 from pillion.errors import ConfigError
 from pillion.offline.llm import read_options
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
-from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
+from pillion.speculative_config import (
+    MAX_SPECULATIVE_TOKENS,
+    NO_SPECULATION,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 

@@ -21,8 +21,7 @@ from pillion.gateway.http_api.body_mending import (
 )
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.json_objects import JsonObject
-from pillion.gateway.http_api.openai_fields import parse
-from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.http_api.openai_fields import Int, parse
 from pillion.gateway.request.validation import MAX_STRINGS
 
 

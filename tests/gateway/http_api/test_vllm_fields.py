@@ -14,8 +14,7 @@ import pytest
 from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_requests import chat_request, completion_request
-from pillion.sampling_ranges import MAX_ALLOWED_TOKEN_IDS
-from pillion.types import SamplingParams, StructuredOutputs
+from pillion.types import MAX_ALLOWED_TOKEN_IDS, SamplingParams, StructuredOutputs
 from tests.support.fake_components import EOS, MAX_LEN, FakeCluster, running_fake_cluster
 from tests.support.http import call
 

@@ -6,9 +6,8 @@ import pytest
 
 from pillion import Delta, FinishReason, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.request.outbox import MAX_DELTA_LOGPROBS, Outbox
-from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS
-from pillion.types import TokenLogprob
+from pillion.gateway.request.request_runner import MAX_DELTA_LOGPROBS, Outbox
+from pillion.types import MAX_PROMPT_LOGPROBS, TokenLogprob
 from tests.support.fake_components import FakeCluster, knows, running_fake_cluster
 
 PROMPT = tuple(range(33, 73))
