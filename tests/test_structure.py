@@ -159,7 +159,6 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
         "step_cost",
         "planner",
         "request_machine",
-        "parallel_samples",
         "turns",
         "quotas",
         "ledger",

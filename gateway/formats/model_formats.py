@@ -20,7 +20,7 @@ from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, T
 from pillion.gateway.formats.xml_calls import MINIMAX
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer, StopRules
-from pillion.gateway.tokens.tool_prompt import knows_tools
+from pillion.gateway.tokens.chat_template import knows_tools
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
 AUTO, NONE = "auto", "none"

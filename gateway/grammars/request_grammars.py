@@ -13,8 +13,7 @@ from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.grammars.tool_pieces import answer_pieces
-from pillion.gateway.request.structured_bounds import structured_bytes
-from pillion.gateway.request.validation import tools_bytes
+from pillion.gateway.request.validation import structured_bytes, tools_bytes
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import GenerateRequest, StructuredOutputs
 

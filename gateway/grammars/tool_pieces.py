@@ -34,7 +34,7 @@ from pillion.gateway.grammars.literal_values import (
 )
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.structured_outputs import json_piece
-from pillion.gateway.tokens.tool_prompt import GRAMMAR, INPUT
+from pillion.gateway.tokens.chat_template import GRAMMAR, INPUT
 from pillion.types import Tool, ToolOptions
 
 _TEXT = "/(?s:.*)/"

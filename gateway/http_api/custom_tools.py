@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pillion.gateway.tokens.tool_prompt import GRAMMAR, INPUT
+from pillion.gateway.tokens.chat_template import GRAMMAR, INPUT
 from pillion.types import Delta, Tool, ToolCall, ToolCallDelta
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')

@@ -45,13 +45,13 @@ from pillion.gateway.http_api.openai_fields import (
     parse_field,
     sampling_of,
 )
-from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_PROMPT_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_CHARS,
+    MAX_STRUCTURED_BYTES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     too_long,

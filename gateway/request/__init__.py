@@ -1,13 +1,11 @@
 """Runs the life of one request. Open request_machine.py first.
 
-request_machine.py     the state machine of one answer: events in, actions out (no I/O)
+request_machine.py     the state machines of an answer, and of several: events in, actions out (no I/O)
 events.py              its events and actions
-parallel_samples.py    several answers to one prompt (no I/O)
 request_runner.py      feeds events to the machines, performs actions, merges what the reader has not taken yet
 component_calls.py     the calls that actions ask for, prefill ranges at other nodes included
 admitted_request.py    a checked request, and the chain of its block hashes
 client_json.py         JSON that clients send as text: counted, checked, parsed
-structured_bounds.py   bounds of the structures that answers are to have
 refusals.py            what clients send in vain, by tenant and client: a table, log lines, spans
 validation.py          checks of a request, from the count of what it holds on, and its defaults
 request_telemetry.py   metrics and the trace span of a request

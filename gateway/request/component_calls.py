@@ -40,6 +40,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.links.cluster import Cluster, Served
+from pillion.gateway.links.decode_link import DecodeDelta
 from pillion.gateway.links.load_exchange import AssignedLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.prefill_link import PrefillBroken
@@ -56,7 +57,6 @@ from pillion.observability import telemetry
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import flow_to_pb
-from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
 
 

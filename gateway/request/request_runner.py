@@ -1,7 +1,12 @@
 """Runs one request: events of its answers come in, actions go out, and text goes to the client.
 
 A request has no task of its own beyond its calls: events are handled where they arrive, on the event loop, and the
-reader is woken. Deltas that the reader has not taken yet are merged (:mod:`pillion.gateway.request.request_runner`).
+reader is woken. Deltas that the reader has not taken yet are merged into one for each answer (:class:`Outbox`), so the
+request's ``max_tokens`` bounds their size.
+
+    add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
+
+Where more answers are generated than returned (``best_of``), none is returned before the end, when they are ranked.
 """
 
 from __future__ import annotations
@@ -24,8 +29,12 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.events import Action, Event
-from pillion.gateway.request.parallel_samples import AnswerAction, ParallelSamples, rank_answers
-from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from pillion.gateway.request.request_machine import (
+    AnswerAction,
+    ParallelSamples,
+    RequestMachine,
+    RequestState,
+)
 from pillion.gateway.request.request_telemetry import RequestMeter
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
@@ -520,3 +529,16 @@ def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
         same = list(group)
         merged.append(replace(same[0], arguments="".join(part.arguments for part in same)))
     return tuple(merged)
+
+
+def rank_answers(logprobs: Sequence[Sequence[TokenLogprob]], count: int) -> list[int]:
+    """Returns the indexes of the ``count`` answers with the highest mean log probability of a token, best first; ties
+    by index.
+
+    This is OpenAI's ``best_of``. An answer without tokens comes last.
+    """
+
+    def mean(answer: Sequence[TokenLogprob]) -> float:
+        return sum(token.logprob for token in answer) / len(answer) if answer else -float("inf")
+
+    return sorted(range(len(logprobs)), key=lambda index: -mean(logprobs[index]))[:count]

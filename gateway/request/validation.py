@@ -17,7 +17,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -25,7 +25,6 @@ import msgspec
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
-from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, structured_bytes, structured_violations
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
@@ -37,6 +36,7 @@ from pillion.types import (
     GenerateRequest,
     Resume,
     SamplingParams,
+    StructuredOutputs,
     ToolOptions,
     range_violations,
 )
@@ -77,6 +77,9 @@ MAX_ANSWERS = 128
 # Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
 # reads them.
 MAX_REPORTED = 512
+# The text of a structure may have at most this many bytes; OpenAI allows 120,000 characters of names and values.
+MAX_STRUCTURED_BYTES = 128 * 2**10
+MAX_CHOICES = 4096
 MAX_CACHE_SALT_CHARS = 256
 # A digest in StreamOrigin is a SHA-256, which has this many bytes.
 DIGEST_BYTES = 32
@@ -101,6 +104,7 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS = ToolOptions()
+_STRUCTURE = "sampling.structured_outputs"
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
 
@@ -257,8 +261,7 @@ def weight(request: GenerateRequest) -> int:
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
-    asked = request.sampling.structured_outputs
-    structured = 0 if asked is None else structured_bytes(asked)
+    structured = structured_bytes(request.sampling.structured_outputs)
     ids += len(request.sampling.allowed_token_ids)
     return len(request.text) + contents + structured + 4 * ids + 64 * len(request.messages)
 
@@ -557,6 +560,46 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     yield from _cut(sampling, limits)
     if sampling.structured_outputs is not None:
         yield from structured_violations(sampling.structured_outputs)
+
+
+def structured_violations(structured: StructuredOutputs) -> Iterator[FieldViolation]:
+    """Yields what is wrong with a structure before a grammar is made of it: its number of fields, its size, its
+    type."""
+    given = _structures(structured)
+    if len(given) != 1:
+        named = ", ".join(given) or "none"
+        yield FieldViolation(_STRUCTURE, f"exactly one structure of an answer can be asked for, not {named}")
+        return
+    name, value = next(iter(given.items()))
+    texts = value if isinstance(value, tuple) else (value,) if isinstance(value, str) else ()
+    if len(texts) > MAX_CHOICES:
+        yield FieldViolation(f"{_STRUCTURE}.{name}", f"{len(texts)} choices; at most {MAX_CHOICES}")
+        return
+    try:
+        size_bytes = sum(len(text.encode()) for text in texts)
+    except UnicodeEncodeError:
+        yield FieldViolation(f"{_STRUCTURE}.{name}", "not valid Unicode")
+        return
+    if size_bytes > MAX_STRUCTURED_BYTES:
+        yield FieldViolation(f"{_STRUCTURE}.{name}", f"{size_bytes} bytes; at most {MAX_STRUCTURED_BYTES}")
+    for n, text in enumerate(texts):
+        if not text:
+            at = f"[{n}]" if name == "choice" else ""
+            yield FieldViolation(f"{_STRUCTURE}.{name}{at}", "empty")
+            return
+
+
+def structured_bytes(structured: StructuredOutputs | None) -> int:
+    """Returns about how many bytes a structure has."""
+    if structured is None:
+        return 0
+    texts = (structured.json, structured.regex, structured.grammar, structured.structural_tag, *structured.choice)
+    return sum(len(text) for text in texts if text)
+
+
+def _structures(structured: StructuredOutputs) -> dict[str, Any]:
+    values = {field.name: getattr(structured, field.name) for field in fields(structured)}
+    return {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
 
 
 def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:

@@ -1,25 +1,25 @@
-"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed."""
+"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed; makes
+messages and tools as templates want them, in the form that transformers gives them.
+
+A template that has no place for tools gets them as text, in the words of Hermes' and Qwen's own templates.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Raw
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.tokens.client_marks import BREAKER
-from pillion.gateway.tokens.tool_prompt import (
-    channel_messages,
-    introduction,
-    knows_tools,
-    message_bytes,
-    reasoning_key,
-    spelled_out,
-    template_messages,
-    template_tools,
-)
 from pillion.types import ChatMessage, ChatOptions, Tool
 
 # One rendering may take this much computing time; a real template takes a millisecond.
@@ -129,3 +129,178 @@ class ChatTemplate:
 
 def _violation(description: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("messages", description))
+
+
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+# A message, a call or a tool has about this many bytes around its texts.
+ITEM_BYTES = 64
+# A custom tool is a function with this one argument. Its schema has the grammar of the text under the second name, for
+# the model to read, and for the grammar that holds its calls to it (gateway/grammars/tool_pieces.py).
+INPUT, GRAMMAR = "input", "x-grammar"
+# Arguments of so many characters in a conversation are written anew, which takes the event loop 15 ms at most.
+MAX_REWRITTEN_CHARS = 2**20
+_TOOLS = re.compile(r"\btools\b")
+_REASONING = re.compile(r"""\.reasoning\b|(["'])reasoning\1""")
+
+
+def knows_tools(template: str) -> bool:
+    """Returns whether a chat template has a place for tools."""
+    return _TOOLS.search(template) is not None
+
+
+def reasoning_key(template: str) -> str:
+    """Returns the key under which a chat template reads what the assistant thought in earlier turns."""
+    return "reasoning" if "reasoning_content" not in template and _REASONING.search(template) else "reasoning_content"
+
+
+def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
+    """Returns messages with the fields that they have, and no others, because templates ask whether a field is there.
+
+    The arguments of calls are objects, and the result of a call has the tool's name, which only the call has. What the
+    assistant thought stands under the key ``reasoning``.
+    """
+    names: dict[str, str] = {}
+    return [_message(message, names, reasoning) for message in messages]
+
+
+def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Returns messages for a template that writes messages in channels, as gpt-oss's does. It shows one call of a
+    message, and takes the result that follows for that of this call; and it shows what the assistant thought before a
+    call, under the name ``thinking``, but then no content."""
+    told: list[ChatMessage] = []
+    calls: list[ChatMessage] = []
+    results: list[ChatMessage] = []
+
+    def tell_calls() -> None:
+        for called in calls:
+            told.append(called)
+            told.extend(one for one in results if one.tool_call_id == called.tool_calls[0].id)
+        named = {called.tool_calls[0].id for called in calls}
+        told.extend(one for one in results if one.tool_call_id not in named)
+        calls.clear()
+        results.clear()
+
+    for message in messages:
+        if message.role == "tool":
+            results.append(message)
+            continue
+        tell_calls()
+        if not message.tool_calls:
+            told.append(message)
+        thought = "\n\n".join(filter(None, (message.reasoning, message.content)))
+        for number, call in enumerate(message.tool_calls):
+            calls.append(replace(message, content="", reasoning="" if number else thought, tool_calls=(call,)))
+    tell_calls()
+    written = template_messages(told)
+    for one in written:
+        if "tool_calls" in one and "reasoning_content" in one:
+            one["thinking"] = one.pop("reasoning_content")
+    return written
+
+
+def template_tools(tools: Sequence[Tool], *, described: bool = False) -> list[dict[str, Any]] | None:
+    """Returns tools in OpenAI's form; None without any. ``described`` gives every tool a description, for a template
+    that expects one."""
+    empty = {"description": ""} if described else {}
+    return [{"type": "function", "function": empty | _function(tool)} for tool in tools] or None
+
+
+def introduction(tools: Sequence[Tool]) -> str:
+    """Returns the text that tells a model of tools, where its template does not."""
+    return _INTRODUCTION.format(
+        tools="\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
+    )
+
+
+def spelled_out(messages: Sequence[ChatMessage], tools_told: str) -> list[ChatMessage]:
+    """Returns a conversation whose tools, calls and results are text, for a template that has no place for them.
+
+    The tools are told in the system message or, since not every template takes one, before the first message. Results
+    come from the user, and what the user says after them is in the same message: many templates want user and assistant
+    to alternate.
+    """
+    told: list[ChatMessage] = []
+    after_result, left = False, MAX_REWRITTEN_CHARS
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            left -= len(call.arguments)
+            calls.append(_spelled_call(call.name, _as_written(call.arguments) if left >= 0 else call.arguments))
+        content = "\n".join(filter(None, (message.content, *calls)))
+        if message.role == "tool":
+            content = f"<tool_response>\n{message.content}\n</tool_response>"
+        role = "user" if message.role == "tool" else message.role
+        if after_result and role == "user":
+            told[-1] = ChatMessage("user", f"{told[-1].content}\n{content}")
+        else:
+            told.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
+        after_result = message.role == "tool" or (after_result and role == "user")
+    if tools_told:
+        first = told[0].content
+        texts = (first, tools_told) if told[0].role in ("system", "developer") else (tools_told, first)
+        told[0] = replace(told[0], content="\n\n".join(filter(None, texts)))
+    return told
+
+
+def _spelled_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}\n</tool_call>'
+
+
+def _as_written(arguments: str) -> str:
+    """Returns the arguments of a call with the white space with which models write them. Clients send them back with
+    white space of their own, and nothing after it would be found in the prefix cache."""
+    try:
+        return msgspec.json.format(arguments, indent=0)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def message_bytes(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    """Returns about how many bytes a conversation has."""
+    calls = [call for message in messages for call in message.tool_calls]
+    return (
+        sum(ITEM_BYTES + len(message.content) + len(message.reasoning) for message in messages)
+        + sum(ITEM_BYTES + len(call.arguments) for call in calls)
+        + sum(ITEM_BYTES + len(tool.description) + len(tool.parameters) for tool in tools)
+    )
+
+
+def _message(message: ChatMessage, names: dict[str, str], reasoning: str) -> dict[str, Any]:
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        written[reasoning] = message.reasoning
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": Raw((call.arguments or "{}").encode())},
+            }
+            for call in message.tool_calls
+        ]
+        names.update((call.id, call.name) for call in message.tool_calls)
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    name = message.name or names.get(message.tool_call_id)
+    return written | {"name": name} if name else written
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    written: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        written["description"] = tool.description
+    if tool.parameters:
+        written["parameters"] = Raw(tool.parameters.encode())
+    return written

@@ -26,6 +26,7 @@ from pillion.errors import (
     QuotaViolation,
     Unavailable,
 )
+from pillion.gateway.links.decode_link import DecodeDelta, batch_from_pb
 from pillion.kvstore.pool_survival.keeper_messages import keeper_hello_from_line
 from pillion.types import (
     AnswerSoFar,
@@ -49,7 +50,6 @@ from pillion.types import (
 from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
 from pillion.wire.attach import attach_reply_from_line, hello_from_line, region_reply_from_line
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import (
     DeltaWriter,
     delta_from_pb,

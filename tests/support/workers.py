@@ -17,6 +17,7 @@ from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.worker.worker_server import WorkerServer
+from pillion.gateway.links.decode_link import DecodeDelta, batch_from_pb
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
@@ -29,7 +30,6 @@ from pillion.v1.decode_pb2 import Submit
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.common import hello_to_pb
-from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
 from tests.support.patient_calls import patient_calls

@@ -7,7 +7,7 @@ import json
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
-from pillion.gateway.tokens.tool_prompt import introduction, spelled_out
+from pillion.gateway.tokens.chat_template import introduction, spelled_out
 from pillion.types import ChatMessage, Tool, ToolCall
 
 TOOLS = (Tool(name="weather", description="Tells {it}.", parameters='{"type": "object"}'), Tool(name="now"))

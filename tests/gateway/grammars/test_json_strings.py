@@ -12,7 +12,7 @@ from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.json_strings import rust_pattern
 from pillion.gateway.grammars.structured_outputs import structured_piece
-from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
+from pillion.gateway.request.validation import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 from tests.support.random_answers import allows, matcher_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
+from pillion.gateway.request.validation import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 from tests.support.examples import examples
 from tests.support.random_answers import answer, exact, matcher_of, structured_matcher

@@ -12,7 +12,7 @@ import pytest
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import LINKS, Cluster
-from pillion.gateway.links.decode_link import DecodeLink
+from pillion.gateway.links.decode_link import DecodeDelta, DecodeLink
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.kvstore.index.index import Index
@@ -22,7 +22,6 @@ from pillion.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.common_pb2 import SamplingParams
 from pillion.v1.decode_pb2 import Submit
 from pillion.v1.prefill_pb2 import RunPrefillRequest
-from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
 from tests.support.fake_components import FakeDecode
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import Cancelled, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.parallel_samples import ParallelSamples, rank_answers
-from pillion.gateway.request.request_machine import RequestMachine, RequestState
-from pillion.gateway.request.request_runner import Outbox
+from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine, RequestState
+from pillion.gateway.request.request_runner import Outbox, rank_answers
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText, new_detokenizer, stop_strings
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage

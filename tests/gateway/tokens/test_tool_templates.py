@@ -10,8 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pillion.errors import InvalidRequest
-from pillion.gateway.tokens.chat_template import ChatTemplate
-from pillion.gateway.tokens.tool_prompt import template_messages, template_tools
+from pillion.gateway.tokens.chat_template import ChatTemplate, template_messages, template_tools
 from pillion.types import ChatMessage, Tool, ToolCall
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
