@@ -322,14 +322,11 @@ parts_strategy = st.lists(
     pinned=st.integers(0, 400),
     components=parts_strategy,
     avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
-    sticky_choice=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     fetch_block_s=st.sampled_from([0.0, 1e-4, 1.0]),
     spread=st.integers(0, 99),
 )
 @settings(max_examples=examples(300))
-def test_properties(
-    prompt, block_size, chunk, hits, pinned, components, avoid, sticky_choice, fetch_block_s, spread
-) -> None:
+def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, fetch_block_s, spread) -> None:
     nodes = {component.node_id for component in components if component.role == "kvnode"}
     seated = [component for component in components if component.role == "decode" and component.node_id in nodes]
     if not seated:
@@ -342,7 +339,6 @@ def test_properties(
             chunk_tokens=chunk,
             hits=hits,
             avoid=frozenset(avoid),
-            sticky_choice=sticky_choice,
             fetch_block_s=fetch_block_s,
             spread=spread,
         )
@@ -379,14 +375,11 @@ def test_properties(
     further=st.integers(0, 20),
     waiting=st.integers(0, 20_000),
     target=st.sampled_from([(0.0, 0.0), (30.0, 0.0), (200.0, 0.0), (0.0, 2.5)]),
-    sticky_choice=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     hit=st.integers(0, 100),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
 )
 @settings(max_examples=examples(300))
-def test_monotone_in_load(
-    prompt, cost, queue, more, streams, further, waiting, target, sticky_choice, hit, demand
-) -> None:
+def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit, demand) -> None:
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
     targets = dict(zip(("target_itl_ms", "target_itl_steps"), target, strict=True))
 
@@ -396,9 +389,7 @@ def test_monotone_in_load(
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
             decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, **targets),
         )
-        return make_plan(
-            snapshot(prompt, components, sticky_choice=sticky_choice, hits={"kv-0": hit}, demand_per_s=demand)
-        ).split_tokens
+        return make_plan(snapshot(prompt, components, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
 
     before = split(queue, streams, waiting)
     assert split(queue + more, streams, waiting) <= before
