@@ -341,7 +341,6 @@ class ClusterSnapshot:
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).
         decode_lengths, prefill_lengths: how many tokens of such requests' prompts each kind of worker computes.
-        sticky_choice: what the last request of this size did (see StickyChoices in split_decision).
         index_available: whether the index could be asked for ``hits``.
         avoid: components that failed this request before; used only where there is no other.
         spread: any number that differs from request to request; it settles ties.
@@ -370,7 +369,6 @@ class ClusterSnapshot:
     fetch_costs: Callable[[str, str], FetchCost | None] = unmeasured
     fetch_block_s: float = 0.0
     bucket_block_s: float = 0.0
-    sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)
     decode_lengths: PromptLengths = UNKNOWN_LENGTHS
     prefill_lengths: PromptLengths = UNKNOWN_LENGTHS

@@ -13,7 +13,6 @@ from collections.abc import Set
 from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import Demand, FetchPace, FetchPaces
 from pillion.gateway.planning.planner import RequestPlan, make_plan
-from pillion.gateway.planning.split_decision import StickyChoices
 
 # A worker counts for this long as one that loads an adapter: the heartbeat that names the adapter comes within a second
 # of its loading.
@@ -64,7 +63,6 @@ class RoutePlanner:
         self.fetch_paces, self.bucket_pace = FetchPaces(), FetchPace()
         self.demand = Demand()
         self.sent_adapters = SentAdapters()
-        self._sticky_choices = StickyChoices()
 
     def plan(self, seen: ClusterSnapshot, now: float, *, gateways: int = 1, first: bool = True) -> RequestPlan:
         """Plans one attempt of a request.
@@ -78,13 +76,11 @@ class RoutePlanner:
         Raises:
             Unavailable: there is nothing that could serve the request.
         """
-        unknown = seen.prompt_tokens - seen.block_size * max(seen.hits.values(), default=0)
         every, shared = self.demand.per_s(now)
         seen.fetch_costs = functools.partial(self.fetch_paces.cost, now=now)
         seen.fetch_block_s, seen.bucket_block_s = self.fetch_paces.anywhere.block_s(now), self.bucket_pace.block_s(now)
         seen.demand_per_s = gateways * every, gateways * shared
         seen.decode_lengths, seen.prefill_lengths = self.demand.decode_lengths.now(), self.demand.prefill_lengths.now()
-        seen.sticky_choice = self._sticky_choices.of(seen.model, unknown)
         if seen.adapter:
             seen.own_adapters = self.sent_adapters.workers(seen.adapter, now)
         decided = make_plan(seen)
@@ -97,8 +93,4 @@ class RoutePlanner:
             whole = decided.on_prefill_worker
             split = decided.prompt_tokens if whole else decided.split_tokens
             self.demand.note(now, split - decided.cached_tokens, decided.prompt_tokens - split)
-        # A text that a prefill worker computes whole shows nothing of what a prompt's split is worth.
-        sticky = decided.policy.share is None and not decided.on_prefill_worker
-        if sticky and decided.cached_blocks < decided.limit_blocks:
-            self._sticky_choices.note(seen.model, unknown, bool(decided.chunks))
         return decided

@@ -9,8 +9,7 @@
 A fixed policy has one place for the split instead of the grid, and each route's price is that of this place.
 
 A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
-compute the prefix again. Whether prefill workers are used at all changes only for a gain above HYSTERESIS, so that two
-equal routes do not take turns with every heartbeat.
+compute the prefix again.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ from pillion.gateway.planning.plan_cost import (
 )
 from pillion.wire.registry import ComponentRecord
 
-# Another kind of route than the last request took must save this share of the prompt's own computing time, and so must
-# a smaller prefill range over a larger one: where both are about equal prefill workers get the work, and decode workers
-# stay free for short prompts.
-HYSTERESIS = 0.1
+# A smaller prefill range must save this share of the prompt's own computing time over a larger one: where both are
+# about equal, prefill workers get the work, and decode workers stay free for short prompts.
+MARGIN_SHARE = 0.1
 # A prompt may take at most this many times as long where it is computed by a prefill worker that has never been
 # measured, to learn its pace: otherwise one that is assumed to be slower than it is would never be used.
 LEARNING_FACTOR = 2.0
@@ -51,9 +49,6 @@ EQUAL_SHARE = 0.01
 MAX_WEIGHED = 4
 # A stream counts for this many tokens when decode workers are ranked.
 STREAM_TOKENS = 16
-# A route that uses a prefill worker, and one that does not, are remembered by these names for the next request.
-ON_PREFILL = "prefill"
-ON_DECODE = "decode"
 
 
 class Fetched(enum.Enum):
@@ -83,14 +78,12 @@ class SplitDecision:
     """Decides one request's split, with both workers as they were when it was planned.
 
     Attributes:
-        sticky_choice: ON_PREFILL or ON_DECODE, as the last request of its size was routed; "" where there was none.
         words: why this decode worker was chosen, and what was known of the prefix.
         policy: says where the split falls, unless predictions decide.
     """
 
     route: Route
     block_size: int
-    sticky_choice: str
     words: str
     policy: SplitPolicy
 
@@ -114,11 +107,11 @@ class SplitDecision:
         prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
         best_s = min(prices.values())
         best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
-        shared, kept = self._uses_prefill(margin_s, alone_s, best_s)
+        shared = best_s < alone_s
         learns = not shared and best_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
         chosen = best if shared or learns else cached_blocks
         compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
-        compared += ", to learn its pace" if learns else ", as before" if kept else ""
+        compared += ", to learn its pace" if learns else ""
         return chosen, f"{self._where(cached_blocks, chosen)}: {compared}; {self.words}; {prefix}"
 
     def _is_unknown(self, prefill: PrefillSide) -> bool:
@@ -136,9 +129,9 @@ class SplitDecision:
         return f"{name} computes {(split_blocks - cached_blocks) * self.block_size}"
 
     def margin_s(self, cached: int) -> float:
-        """Returns how many seconds another route must save over the last one, with ``cached`` tokens. The number
-        depends on the prompt alone, because otherwise the load would decide."""
-        return HYSTERESIS * self.route.decode.model.range_s(cached, self.route.decode.end, self.route.decode.most)
+        """Returns how many seconds a smaller prefill range must save over a larger one, with ``cached`` tokens. The
+        number depends on the prompt alone, because otherwise the load would decide."""
+        return MARGIN_SHARE * self.route.decode.model.range_s(cached, self.route.decode.end, self.route.decode.most)
 
     def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float | None:
         """Returns the longest that fetching these blocks may take: it is the time that computing them there takes. It
@@ -149,35 +142,8 @@ class SplitDecision:
         computed_s = decode.model.range_s(start_blocks * self.block_size, end_blocks * self.block_size, decode.most)
         return max(LEAST_FETCH_S, computed_s)
 
-    def _uses_prefill(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
-        """Returns whether a prefill worker is used, and whether it is used only because the last request used one."""
-        better = shared_s < alone_s
-        if not self.sticky_choice:
-            return better, False
-        if self.sticky_choice == ON_PREFILL:
-            kept = shared_s <= alone_s + margin_s
-            return kept, kept and not better
-        kept = alone_s <= shared_s + margin_s
-        return not kept, kept and better
-
     def _price(self, cached: int, split: int) -> float:
         return route_s(self.route.prefill, self.route.decode, cached, split, self.route.fetch_s)
-
-
-class StickyChoices:
-    """Remembers whether the last request used prefill workers, by model and size of what it had to compute. It is
-    bounded: sizes count by powers of two, and a gateway serves few models."""
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, int], str] = {}
-
-    def of(self, model: str, tokens: int) -> str:
-        """Returns ON_PREFILL, ON_DECODE, or "" where there was no such request."""
-        return self._last.get((model, tokens.bit_length()), "")
-
-    def note(self, model: str, tokens: int, shared: bool) -> None:
-        """Notes a plan for later requests. ``shared`` says that it uses a prefill worker."""
-        self._last[model, tokens.bit_length()] = ON_PREFILL if shared else ON_DECODE
 
 
 def choose(
@@ -209,7 +175,7 @@ def choose(
             words += f", blocks of {name} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"
-    return SplitDecision(chosen, snapshot.block_size, snapshot.sticky_choice, words, snapshot.policy)
+    return SplitDecision(chosen, snapshot.block_size, words, snapshot.policy)
 
 
 def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord]) -> str:

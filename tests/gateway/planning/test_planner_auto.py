@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Demand, FetchPace, Models
 from pillion.gateway.planning.planner import make_plan, plan_fetch, replan, shorten
-from pillion.gateway.planning.split_decision import HYSTERESIS, ON_DECODE, ON_PREFILL, Fetched, StickyChoices
+from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, is_shared, line, node, prefill, snapshot
@@ -219,45 +218,6 @@ def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
                 > LEAST_FETCH_S
             )
     assert decided.split_decision.fetch_limit_s(0, 1) == LEAST_FETCH_S
-
-
-def test_small_changes_do_not_flap() -> None:
-    """Both routes are about equal, and the loads that are heard of waver: after the first choice nothing changes."""
-    decision = make_plan(snapshot(1000, line(decode=decode(streams=4)))).split_decision
-    assert decision is not None
-    # As much prefill queue as makes both routes equal.
-    queue = next(
-        tokens
-        for tokens in range(0, 50_000, 20)
-        if not is_shared(
-            make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=prefill(queued_tokens=tokens))))
-        )
-    )
-    # In tokens of that queue: less than the margin.
-    waver = int(HYSTERESIS * 1000 * 0.4)
-    draw, flips = random.Random(1), Counter[str]()
-    for hysteresis in (False, True):
-        sticky_choices, last = StickyChoices(), None
-        for _ in range(100):
-            worker = prefill(queued_tokens=queue + draw.randint(-waver, waver))
-            sticky_choice = sticky_choices.of("toy", 1000) if hysteresis else ""
-            shared = is_shared(
-                make_plan(snapshot(1000, line(decode=decode(streams=4), prefill=worker), sticky_choice=sticky_choice))
-            )
-            sticky_choices.note("toy", 1000, shared)
-            flips[f"with {hysteresis}"] += last is not None and shared != last
-            last = shared
-    assert flips["with False"] > 10
-    assert flips["with True"] == 0
-
-
-def test_what_was_done_last_is_kept_by_size() -> None:
-    sticky_choices = StickyChoices()
-    sticky_choices.note("m", 2000, shared=True)
-    sticky_choices.note("m", 100, shared=False)
-    found = [sticky_choices.of("m", tokens) for tokens in (1500, 70, 5000)]
-    assert found == [ON_PREFILL, ON_DECODE, ""]
-    assert sticky_choices.of("other", 2000) == ""
 
 
 def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
