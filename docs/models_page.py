@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from pillion.engine.models.config_keys import known_keys
 from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
-from pillion.engine.models.llama_layer import PRE_NORMS
+from pillion.engine.models.llama_layer import PRE_NORMS, ExpertNames, Projections, QkNorm
 
 PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
 LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
@@ -156,7 +156,9 @@ def options(family: ModelFamily) -> str:
     """Return what a family's layers do otherwise than those of Llama."""
     layer, said = _layer_of(family), []
     if family.norm.startswith("layer"):
-        said.append("LayerNorm" + (" with biases" if family.norm_bias else "") + (", or RMS" if family.rms_eps else ""))
+        said.append(
+            "LayerNorm" + (" with biases" if family.biases.norm else "") + (", or RMS" if family.rms_eps else "")
+        )
     if family.norm == "bare":
         said.append("norms without weights, also of embeddings")
     if family.norm.endswith("offset"):
@@ -167,39 +169,40 @@ def options(family: ModelFamily) -> str:
         said.append("norms after attention and MLP alone")
     elif norms[1]:
         said.append("norms before and after attention and MLP")
-    if "qk_norm" in layer:
-        after = ", after the rotation" if layer.get("norm_after_rotation") else ""
-        after += ", without weights" if layer.get("qk_norm_names") == () else ""
-        how = {
-            "layer_by_head": "head (LayerNorm with weights of each head's own), by a key",
-        }
-        how = how.get(str(layer["qk_norm"]), layer["qk_norm"])
-        said.append(f"queries and keys normed by {how}{after}")
+    qk_norm = layer.get("qk_norm")
+    if isinstance(qk_norm, QkNorm):
+        after = ", after the rotation" if qk_norm.after_rotation else ""
+        after += "" if qk_norm.names else ", without weights"
+        how = {"layer_by_head": "head (LayerNorm with weights of each head's own), by a key"}
+        said.append(f"queries and keys normed by {how.get(qk_norm.kind, qk_norm.kind)}{after}")
     texts = {
-        "qkv_bias": "biases of queries, keys and values",
-        "interleaved_rope": "neighbours rotated",
-        "partial_rope": "a part of each head rotated",
-        "local_rope": "another rotation in layers with a window",
-        "nope_if_full": "no rotation in layers without a window",
-        "scaled_embedding": "scaled embeddings",
-        "sigmoid_router": "sigmoid scores of experts",
-        "query_growth": "queries that grow with their position",
-        "scaled_experts": "scores that multiply what experts read",
+        "biases of queries, keys and values": family.biases.qkv is True,
+        "neighbours rotated": family.rope.interleaved,
+        "a part of each head rotated": family.rope.partial,
+        "another rotation in layers with a window": family.rope.local,
+        "no rotation in layers without a window": family.rope.nope_if_full,
+        "scaled embeddings": family.scaled_embedding,
+        "sigmoid scores of experts": family.sigmoid_router,
+        "queries that grow with their position": family.rope.query_growth,
+        "scores that multiply what experts read": family.scaled_experts,
     }
-    said += [text for field, text in texts.items() if getattr(family, field)]
+    said += [text for text, holds in texts.items() if holds]
     if "attention_chunk_size" in family.defaults:
         said.append("attention in chunks of positions (not on GPUs)")
     if "kv_lora_rank" in family.defaults:
         said.append("attention over latents (MLA)")
-    if "choice_bias" in layer:
+    experts, projections = layer.get("experts", ExpertNames()), layer.get("projections", Projections())
+    assert isinstance(experts, ExpertNames)
+    assert isinstance(projections, Projections)
+    if experts.choice_bias:
         said.append("a bias where experts are chosen")
     if "n_group" in family.defaults:
         said.append("experts of the best groups alone, by keys")
-    if layer.get("shared_gate"):
+    if experts.shared_gate:
         said.append("a gate of the MLP beside the experts")
-    if layer.get("sum_norm"):
+    if experts.sum_norm:
         said.append("a norm of the sum of experts and the MLP beside them (not on GPUs)")
-    if layer.get("expert_biases"):
+    if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
     if "router_jitter_noise" in family.defaults:
         said.append("experts chosen one by one (sparse mixer; not on GPUs)")
@@ -209,7 +212,7 @@ def options(family: ModelFamily) -> str:
         said.append("sigmoid scores of experts, and half of them and of the MLP beside them, by keys")
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
-    if layer.get("gated_queries") or layer.get("attention_gate"):
+    if projections.gated or projections.gate:
         said.append("attention whose results pass a gate")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
@@ -217,10 +220,10 @@ def options(family: ModelFamily) -> str:
         activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
         curve = {"gelu": ", by gelu with erf (not on GPUs)", "xielu": ", by xIELU (not on GPUs)"}.get(activation, "")
         said.append("an MLP without a gate" + curve)
-    if family.learned_positions:
+    if family.first_position is not None:
         said.append("learned positions (not on GPUs)")
-    if family.head_bias or "lm_head_bias" in family.defaults:
-        said.append("a bias of logits" + ("" if family.head_bias else ", by a key") + " (not on GPUs)")
+    if family.biases.head is True or "lm_head_bias" in family.defaults:
+        said.append("a bias of logits" + ("" if family.biases.head is True else ", by a key") + " (not on GPUs)")
     if "global_head_dim" in family.defaults:
         said.append("norms before and after attention and MLP")
         said.append("queries, keys and values normed by head")

@@ -93,8 +93,8 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     if family.turned:
         layers = {key for key in wanted if key.startswith("layers.")}
         wanted |= {key: tuple(_turned(spelling) for spelling in wanted[key]) for key in layers}
-    if config.learned_positions:
-        rows = config.max_position_embeddings + family.position_offset
+    if family.first_position is not None:
+        rows = config.max_position_embeddings + family.first_position
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
     if config.head_bias and not config.labels:
         wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)

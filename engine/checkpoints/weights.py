@@ -90,9 +90,8 @@ def load_embedding(checkpoint: TensorSource, config: ModelConfig, dtype: torch.d
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
     """Loads the embeddings of positions [positions, hidden]; None for a model without any."""
-    if not config.learned_positions:
-        return None
-    return checkpoint.take("positions", dtype)[FAMILIES[config.family].position_offset :]
+    first = FAMILIES[config.family].first_position
+    return None if first is None else checkpoint.take("positions", dtype)[first:]
 
 
 def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> TokenInputWeights | None:

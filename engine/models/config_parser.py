@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
-from pillion.engine.models.families import EITHER_WAY, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.families import EITHER_WAY, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF, Biases, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -118,11 +118,11 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     slides = _slides(options, family, num_layers, has_rope)
     linear = _linear(name, raw, family, slides)
     window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
-    if family.nope_if_full and any(slides):
+    if family.rope.nope_if_full and any(slides):
         has_rope = slides
     layers = read_layers(name, raw, options, heads, slides)
     ropes, layer_ropes = _ropes(raw, options, family, (head_dim, layers.wide), has_rope, slides)
-    qkv_bias, o_bias, mlp_bias = (bool(options.get(key)) for key in family.biases)
+    qkv_bias, o_bias, mlp_bias, head_bias = _biases(options, family.biases)
     return ModelConfig(
         family=name,
         vocab_size=size(raw, "vocab_size"),
@@ -140,16 +140,16 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         **layers.fields,
         chunked="attention_chunk_size" in options,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias or qkv_bias,
-        o_bias=family.o_bias or o_bias,
-        mlp_bias=family.mlp_bias or mlp_bias,
-        head_bias=bool(options.get("lm_head_bias", family.head_bias)),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        head_bias=head_bias,
         labels=labels,
-        learned_positions=family.learned_positions,
+        learned_positions=family.first_position is not None,
         activation=_activation(name, family, raw, options),
         gated=family.gated,
         norm="plain" if rms else family.norm,
-        norm_bias=family.norm_bias,
+        norm_bias=family.biases.norm,
         qk_norm=bool(options.get("use_qk_norm", True)),
         post_norm=bool(options.get("use_post_norm", True)),
         parallel=bool(options.get("use_parallel_residual", family.parallel)),
@@ -162,7 +162,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         if family.scaled_embedding
         else above_zero(options, "scale_emb", above_zero(options, "embedding_multiplier", 1.0)),
         residual_scale=_residual_scale(options, num_layers),
-        logit_divisor=_logit_divisor(family, options, size(raw, "hidden_size")),
+        logit_divisor=_logit_divisor(options, size(raw, "hidden_size")),
         moe=_moe(raw, options, family, num_layers),
         latents=latents,
         linear=linear,
@@ -170,6 +170,12 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
         quantization=parse_quantization(name, raw),
     )
+
+
+def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
+    """Yields whether there are biases of queries, keys and values, of attention's results, of MLPs and of logits."""
+    for one in (said.qkv, said.o, said.mlp, said.head):
+        yield bool(options.get(one)) if isinstance(one, str) else one
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
@@ -316,13 +322,10 @@ def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
     return above_zero(options, "residual_multiplier", 1.0)
 
 
-def _logit_divisor(family: ModelFamily, options: Mapping[str, Any], hidden_size: int) -> float:
+def _logit_divisor(options: Mapping[str, Any], hidden_size: int) -> float:
     if options.get("dim_model_base") is not None:
         return hidden_size / size(options, "dim_model_base")
-    factor = above_zero(options, "logits_scaling", 1.0)
-    if family.multiplied_logits:
-        return 1.0 / factor
-    return factor / above_zero(options, "logit_scale", 1.0)
+    return above_zero(options, "logits_scaling", 1.0) / above_zero(options, "logit_scale", 1.0)
 
 
 def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
@@ -331,7 +334,7 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
     kind = options.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
         raise ConfigError(f"config.json: position_embedding_type = {kind!r} is not supported")
-    if family.learned_positions or kind != "rope":
+    if family.first_position is not None or kind != "rope":
         return (False,) * num_layers
     # Llama 4's configs may have an empty list in place of none.
     flags = per_layer(options, "no_rope_layers", num_layers) if options.get("no_rope_layers") else None
@@ -382,7 +385,7 @@ def _slides(
         chunks = has_rope if kinds is None else (kind == "chunked_attention" for kind in kinds)
         return tuple(bool(options["attention_chunk_size"]) and chunk for chunk in chunks)
     # Layers with a sliding window may have their own rotary embedding, even where the window is switched off.
-    if not windowed and not family.local_rope:
+    if not windowed and not family.rope.local:
         return (False,) * num_layers
     kinds = _kinds(options, "layer_types", ("full_attention", "sliding_attention"), num_layers)
     if kinds is not None:
@@ -407,11 +410,11 @@ def _ropes(
     slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     head_dim = head_dims[0]
-    if family.local_rope:
+    if family.rope.local:
         return parse_global_and_local(raw, *head_dims), tuple(int(slide) for slide in slides)
-    rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth == "all")
-    interleaved = bool(options.get("rope_interleave", family.interleaved_rope))
-    rope = replace(rope, interleaved=interleaved, backwards=family.reversed_rope)
+    rope = parse_rope(raw, head_dim, partial=family.rope.partial, query_growth=family.rope.query_growth == "all")
+    interleaved = bool(options.get("rope_interleave", family.rope.interleaved))
+    rope = replace(rope, interleaved=interleaved, backwards=family.rope.backwards)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
     # A layer whose base is 0 has no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
@@ -424,10 +427,10 @@ def _query_growth(
 ) -> QueryGrowth | None:
     """Returns how queries grow with their position. Raises ConfigError where rows of the rotary tables are not those of
     positions, as frequencies that depend on the length of the text have them."""
-    if family.query_growth == "all":
+    if family.rope.query_growth == "all":
         beta, length = query_scaling(raw)
         found = QueryGrowth(rate=beta, length=length)
-    elif family.query_growth and options["attn_temperature_tuning"]:
+    elif family.rope.query_growth and options["attn_temperature_tuning"]:
         length = size(options, "floor_scale")
         found = QueryGrowth(rate=number(options, "attn_scale", 0.0), length=length, ahead=1, nope_alone=True)
     else:
@@ -441,7 +444,7 @@ def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfi
     """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, Ministral 3, llama3
     and longrope hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
-    after_scaling = len(ropes) > 1 or family.query_growth == "all"
+    after_scaling = len(ropes) > 1 or family.rope.query_growth == "all"
     return configured if after_scaling else max(configured, ropes[0].stretched_max_position)
 
 
@@ -483,7 +486,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
         sparse=2 * number(options, "router_jitter_noise", 0.0) if "router_jitter_noise" in options else None,
-        shared=inner if family.shared_expert else _shared(options, inner),
+        shared=_shared(options, inner),
         beside="enable_moe_block" in options,
         either_way=bool(raw.get(EITHER_WAY)),
         share=0.5 if _one_of(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,

@@ -35,17 +35,70 @@ from pillion.engine.models.linear_layer import (
     short_convolution,
     state_space,
 )
-from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, PRE_NORMS, falcon_layer, llama_layer
+from pillion.engine.models.llama_layer import (
+    ALL_NORMS,
+    POST_NORMS,
+    PRE_NORMS,
+    ExpertNames,
+    Projections,
+    QkNorm,
+    falcon_layer,
+    llama_layer,
+)
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 from pillion.errors import ConfigError
 
+# These are the keys of the norms' smallest variance in families that do not call it "rms_norm_eps".
+_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 # These keys are about layers that only guess tokens (multi-token prediction).
 _GUESSING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Biases:
+    """Says which parts of a family's models have biases: each is a key of configs that says it, which counts where the
+    family has it among its defaults, or else whether it is so in all models.
+
+    Attributes:
+        qkv: the projections of queries, keys and values.
+        o: the projection of attention's results.
+        mlp: the matrices of MLPs.
+        head: the logits.
+        norm: the norms of the residual stream, of which no key speaks.
+    """
+
+    qkv: str | bool = "attention_bias"
+    o: str | bool = "attention_bias"
+    mlp: str | bool = "mlp_bias"
+    head: str | bool = "lm_head_bias"
+    norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """Says how a family's positions differ from those of Llama.
+
+    Attributes:
+        partial: whether a part of each head may be rotated.
+        interleaved: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
+        backwards: whether values are rotated the other way round (``RopeConfig.backwards``).
+        local: whether layers with a window have a rotary embedding of their own.
+        nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
+        query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
+            or those without positions, "nope", as ``attn_scale`` and ``floor_scale`` say; "" for none.
+    """
+
+    partial: bool = False
+    interleaved: bool = False
+    backwards: bool = False
+    local: bool = False
+    nope_if_full: bool = False
+    query_growth: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Describes one family, a row of the table.
+    """Describes one family, a row of the table, which says only how it differs from Llama.
 
     Attributes:
         defaults: the values that transformers assumes for missing keys. They also switch options on: a key such as
@@ -53,91 +106,72 @@ class ModelFamily:
             refused for others (:mod:`pillion.engine.models.config_keys`).
         layer: lists the operations of a layer, by its number.
         linear: reads which layers have a state in place of keys and values; None for a family whose layers have none.
-        qkv_bias, o_bias, mlp_bias, head_bias, norm, norm_bias, gated: those of ``ModelConfig``, where no key says so.
-        eps: the key of the norms' smallest variance.
+        biases: which parts have biases.
+        rope: how positions differ from Llama's.
+        norm, gated: those of ``ModelConfig``.
         rms_eps: the key that, where a config has it, makes RMS norms of the family's norms, and is their smallest
             variance; "" for none.
         parallel: whether attention and MLP are parallel, where no key says so.
-        biases: the keys that say whether the projections of queries, keys and values have biases, that of attention's
-            results, and those of MLPs; "" for a family whose layers have none.
         scaled_embedding: whether embeddings are multiplied by the root of their width.
-        multiplied_logits: whether ``logits_scaling`` multiplies logits, which it divides elsewhere.
-        partial_rope: whether a part of each head may be rotated.
-        interleaved_rope: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
-        reversed_rope: whether values are rotated the other way round (``RopeConfig.backwards``).
         normed_embedding: whether embeddings are normed, which loading does.
-        local_rope: whether layers with a window have a rotary embedding of their own.
-        nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
+        first_position: the row of the first position, in a family that adds embeddings of positions to those of tokens;
+            None for others.
         window_pattern: where neither a config nor another default says which layers have the window: of so many layers
             one has none, the last, or the first with ``full_first``; 0 gives all of them the window. With
             ``max_window_layers`` no layer from that one on has it, where other families have it from there on.
-        fused: the layers that transformers has in place of their parts, by their names in checkpoints.
         activations: the decoder's names of activations that the family's configs call otherwise.
-        query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
-            or those without positions, "nope", as ``attn_scale`` and ``floor_scale`` say; "" for none.
         sigmoid_router: whether the scores of experts are sigmoids.
         scaled_experts: whether scores multiply the rows that experts read, not their results.
-        shared_expert: whether all tokens pass an MLP of an expert's width beside their experts, where no key says so.
         ignored: keys that stand in configs of the family although transformers does not read them there, and those
             about layers that only guess tokens (multi-token prediction).
         keys: the family's own keys, with those by which other families' configs call the same.
         derived: returns what follows from a config, by keys as other families' configs have them.
+        fixed: keys that stand in configs of the family, with the one value that says what the family always does.
         names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
         model_names: what modules' names in transformers' class have in place of what those in checkpoints have, in the
             order of replacement, where both differ. Adapters have the names of the class that they were trained with,
             and files those of the class that saved them with ``save_original_format=False``.
+        fused: the layers that transformers has in place of their parts, by their names in checkpoints.
         turned: whether checkpoints have the inputs of layers' matrices as their rows.
-        learned_positions: whether embeddings of positions are added to those of tokens.
-        position_offset: how many of these come before that of the first position.
         idle: a pattern of the names of tensors that checkpoints may have for layers that do not read them.
-        fixed: keys that stand in configs of the family, with the one value that says what the family always does.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: Callable[[ModelConfig, int], Layer] = llama_layer
     linear: Callable[[Mapping[str, Any]], LinearConfig] | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    biases: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
+    biases: Biases = Biases()
+    rope: RopeRules = RopeRules()
     norm: str = "plain"
-    norm_bias: bool = False
-    eps: str = "rms_norm_eps"
     rms_eps: str = ""
     gated: bool = True
     parallel: bool = False
     scaled_embedding: bool = False
-    multiplied_logits: bool = False
-    partial_rope: bool = False
-    interleaved_rope: bool = False
-    reversed_rope: bool = False
     normed_embedding: bool = False
-    local_rope: bool = False
-    nope_if_full: bool = False
+    first_position: int | None = None
     window_pattern: int = 0
     full_first: bool = False
-    fused: tuple[str, ...] = ()
     activations: Mapping[str, str] = field(default_factory=dict)
-    query_growth: str = ""
     sigmoid_router: bool = False
     scaled_experts: bool = False
-    shared_expert: bool = False
     ignored: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[tuple[str, str], ...] = ()
     model_names: tuple[tuple[str, str], ...] = ()
+    fused: tuple[str, ...] = ()
     turned: bool = False
-    learned_positions: bool = False
-    position_offset: int = 0
     idle: str = r"(?!)"
-    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
         """Gives the keys that the family reads beside those of all families."""
         return frozenset({*self.defaults, *self.keys, self.eps})
+
+    @property
+    def eps(self) -> str:
+        """Gives the key of the norms' smallest variance."""
+        return next((key for key in _EPS if key in self.defaults), "rms_norm_eps")
 
     def in_files(self, name: str) -> str:
         """Returns the name that the family's checkpoints have for a tensor, by that of Llama's."""
@@ -157,11 +191,12 @@ class ModelFamily:
         return not {*_GUESSING}.isdisjoint(self.ignored)
 
 
-_WITH_HEAD_NORMS = partial(llama_layer, qk_norm="head")
+_WITH_HEAD_NORMS = partial(llama_layer, qk_norm=QkNorm())
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
-# Two choices of keys for ``biases``: queries, keys and values alone may have them, and one key speaks for all.
-_QKV_BIASES = ("attention_bias", "", "")
-_ONE_KEY = ("use_bias", "use_bias", "use_bias")
+_QKV_BIASES = Biases(o=False)
+_ONE_KEY = Biases(qkv="use_bias", o="use_bias", mlp="use_bias")
+_QWEN_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
+_GRANITE_SHARED = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
 _WIDE_HEADS = {"head_dim": 128, "rms_norm_eps": 1e-5, **_NO_BIAS}
 _GROUPS = {"n_group": 1, "topk_group": 1}
 _SHARED = {
@@ -234,7 +269,7 @@ _MISTRAL = {
     "layer_types": None,
 }
 
-_OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm="projection")
+_OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm(kind="projection"))
 _OLMOE = {"attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 _MULTIPLIERS = dict.fromkeys(
     ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
@@ -254,7 +289,7 @@ _GLM = {
 }
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
-_GRANITE_SHARED = partial(llama_layer, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear"))
+_GRANITE_EXPERTS = partial(llama_layer, experts=ExpertNames(shared=_GRANITE_SHARED))
 # transformers adds these keys to configs of models with latents; the first may say only what ``qk_rope_head_dim`` says.
 _LATENT_IGNORED = ("head_dim", "qk_head_dim")
 _LATENTS = {
@@ -267,13 +302,11 @@ _LATENTS = {
 }
 _DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
 _DEEPSEEK_BIAS = "mlp.gate.e_score_correction_bias"
-_DEEPSEEK_EXPERTS = partial(llama_layer, qk_norm="head", choice_bias=_DEEPSEEK_BIAS)
-_DEEPSEEK_ROUTER = partial(llama_layer, choice_bias=_DEEPSEEK_BIAS)
+_DEEPSEEK_EXPERTS = partial(llama_layer, qk_norm=QkNorm(), experts=ExpertNames(choice_bias=_DEEPSEEK_BIAS))
+_DEEPSEEK_ROUTER = partial(llama_layer, experts=ExpertNames(choice_bias=_DEEPSEEK_BIAS))
 _HUNYUAN = partial(
     llama_layer,
-    qk_norm="head",
-    qk_norm_names=("self_attn.query_layernorm", "self_attn.key_layernorm"),
-    norm_after_rotation=True,
+    qk_norm=QkNorm(names=("self_attn.query_layernorm", "self_attn.key_layernorm"), after_rotation=True),
 )
 _HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
 # Most of these are ids of tokens, and about pictures, which these models do not have.
@@ -551,9 +584,8 @@ _COHERE = ModelFamily(
     },
     layer=partial(llama_layer, shared_norm=True),
     norm="layer",
-    eps="layer_norm_eps",
     parallel=True,
-    interleaved_rope=True,
+    rope=RopeRules(interleaved=True),
 )
 
 _GEMMA4_TEXT = ModelFamily(
@@ -572,7 +604,7 @@ _GEMMA4_TEXT = ModelFamily(
     layer=gemma4_layer,
     norm="wide",
     scaled_embedding=True,
-    local_rope=True,
+    rope=RopeRules(local=True),
     derived=_gemma4,
 )
 
@@ -580,8 +612,7 @@ _LFM2_LAYER = partial(
     hybrid_layer,
     mixer=short_convolution,
     norms=("operator_norm", "", "ffn_norm", ""),
-    qk_norm="head",
-    qk_norm_names=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    qk_norm=QkNorm(names=("self_attn.q_layernorm", "self_attn.k_layernorm")),
 )
 _LFM2 = ModelFamily(
     {
@@ -600,7 +631,6 @@ _LFM2 = ModelFamily(
         "tie_word_embeddings": True,
     },
     layer=_LFM2_LAYER,
-    eps="norm_eps",
     linear=lfm2_layers,
     keys={"tie_embedding": "tie_word_embeddings"},
     derived=_lfm2,
@@ -634,17 +664,18 @@ _DELTA_NET = {
 }
 _QWEN_HYBRID = partial(
     hybrid_layer,
-    qk_norm="head",
-    gated_queries=True,
-    shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
-    shared_gate="mlp.shared_expert_gate",
+    qk_norm=QkNorm(),
+    projections=Projections(gated=True),
+    experts=ExpertNames(
+        shared=_QWEN_SHARED,
+        shared_gate="mlp.shared_expert_gate",
+    ),
 )
 _QWEN35 = ModelFamily(
     {**_DELTA_NET, "num_key_value_heads": 4},
     layer=partial(_QWEN_HYBRID, mixer=delta_net),
-    biases=("attention_bias", "attention_bias", ""),
     norm="offset",
-    partial_rope=True,
+    rope=RopeRules(partial=True),
     linear=delta_layers,
     derived=_without_pictures,
     ignored=(*_GUESSING, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
@@ -683,7 +714,7 @@ FAMILIES: dict[str, ModelFamily] = {
         }
     ),
     # Qwen 2's projections have their biases whatever the key says.
-    "qwen2": ModelFamily(_QWEN, qkv_bias=True, ignored=("attention_bias",)),
+    "qwen2": ModelFamily(_QWEN, biases=Biases(qkv=True), ignored=("attention_bias",)),
     "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, layer=_WITH_HEAD_NORMS),
     "qwen3_moe": ModelFamily(
         {
@@ -720,10 +751,12 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             llama_layer,
-            shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
-            shared_gate="mlp.shared_expert_gate",
+            experts=ExpertNames(
+                shared=_QWEN_SHARED,
+                shared_gate="mlp.shared_expert_gate",
+            ),
         ),
-        biases=("qkv_bias", "", ""),
+        biases=Biases(qkv="qkv_bias"),
         window_pattern=2,
     ),
     "flint": ModelFamily(
@@ -744,12 +777,12 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             llama_layer,
-            qk_norm="head",
+            qk_norm=QkNorm(),
             sinks=True,
-            shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
+            experts=ExpertNames(shared=_QWEN_SHARED),
         ),
         norm="wide",
-        nope_if_full=True,
+        rope=RopeRules(nope_if_full=True),
         sigmoid_router=True,
         derived=_flint,
         names=(("self_attn.sinks", "self_attn.softmax_offset"),),
@@ -762,7 +795,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "rms_norm_eps": 1e-5,
             "sliding_window": None,
         },
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
     "gemma2": ModelFamily(
@@ -789,10 +822,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "rope_local_base_freq": 10_000.0,
             "final_logit_softcapping": None,
         },
-        layer=partial(llama_layer, norms=ALL_NORMS, qk_norm="head"),
+        layer=partial(llama_layer, norms=ALL_NORMS, qk_norm=QkNorm()),
         norm="offset",
         scaled_embedding=True,
-        local_rope=True,
+        rope=RopeRules(local=True),
     ),
     "olmo2": ModelFamily(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
@@ -834,12 +867,12 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_OLMO,
         norm="wide",
-        local_rope=True,
+        rope=RopeRules(local=True),
         window_pattern=4,
     ),
     "olmoe": ModelFamily(
         {**_OLMOE, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        layer=partial(llama_layer, qk_norm="projection"),
+        layer=partial(llama_layer, qk_norm=QkNorm(kind="projection")),
     ),
     "flex_olmo": ModelFamily(
         {
@@ -888,8 +921,8 @@ FAMILIES: dict[str, ModelFamily] = {
             **_WINDOWS,
             "sliding_window_pattern": 4,
         },
-        layer=partial(llama_layer, norms=POST_NORMS, qk_norm="head"),
-        nope_if_full=True,
+        layer=partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm()),
+        rope=RopeRules(nope_if_full=True),
     ),
     "seed_oss": ModelFamily(
         {
@@ -900,7 +933,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "attention_out_bias": False,
             "mlp_bias": False,
         },
-        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+        biases=Biases(o="attention_out_bias"),
     ),
     "granitemoe": ModelFamily({**_GRANITE_MOE, "max_position_embeddings": 2048}),
     "granite_swa": ModelFamily(
@@ -945,8 +978,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
-        layer=partial(llama_layer, sinks=True, expert_biases=True),
-        biases=("attention_bias", "attention_bias", ""),
+        layer=partial(llama_layer, sinks=True, experts=ExpertNames(biased=True)),
         norm="wide",
         window_pattern=2,
         # These say again what other keys say.
@@ -963,7 +995,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         biases=_ONE_KEY,
-        interleaved_rope=True,
+        rope=RopeRules(interleaved=True),
     ),
     "helium": ModelFamily(
         {
@@ -974,11 +1006,11 @@ FAMILIES: dict[str, ModelFamily] = {
             "rope_theta": 100_000.0,
             **_NO_BIAS,
         },
-        biases=("attention_bias", "", "mlp_bias"),
+        biases=Biases(o=False),
         norm="wide",
-        interleaved_rope=True,
+        rope=RopeRules(interleaved=True),
     ),
-    "glm": ModelFamily(_GLM, biases=_QKV_BIASES, partial_rope=True, interleaved_rope=True, fused=_FUSED_MLP),
+    "glm": ModelFamily(_GLM, biases=_QKV_BIASES, rope=RopeRules(partial=True, interleaved=True), fused=_FUSED_MLP),
     "glm4": ModelFamily(
         _GLM,
         layer=partial(
@@ -991,13 +1023,12 @@ FAMILIES: dict[str, ModelFamily] = {
             ),
         ),
         biases=_QKV_BIASES,
-        partial_rope=True,
-        interleaved_rope=True,
+        rope=RopeRules(partial=True, interleaved=True),
         fused=_FUSED_MLP,
     ),
     "apertus": ModelFamily(
         {"max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "attention_bias": False, "hidden_act": "xielu"},
-        layer=partial(llama_layer, norms=("attention_layernorm", "", "feedforward_layernorm", ""), qk_norm="head"),
+        layer=partial(llama_layer, norms=("attention_layernorm", "", "feedforward_layernorm", ""), qk_norm=QkNorm()),
         gated=False,
         derived=_apertus,
         # Checkpoints have what the activation's numbers are not, too: its slope and its bound at 0.
@@ -1015,10 +1046,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "hidden_act": "relu2",
         },
         norm="layer_offset",
-        norm_bias=True,
-        eps="norm_eps",
+        biases=Biases(norm=True),
         gated=False,
-        partial_rope=True,
+        rope=RopeRules(partial=True),
     ),
     "jais2": ModelFamily(
         {
@@ -1029,8 +1059,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "hidden_act": "relu2",
         },
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
+        biases=Biases(norm=True),
         gated=False,
     ),
     "starcoder2": ModelFamily(
@@ -1044,10 +1073,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
-        biases=_ONE_KEY,
+        biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="norm_epsilon",
         gated=False,
         # Two of these are other names of what has a key above, and two are about how softmax is rounded.
         ignored=(
@@ -1071,30 +1098,28 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=partial(
             llama_layer,
             shared_norm=True,
-            qk_norm="layer_by_head",
-            qk_norm_names=("self_attn.q_layernorm.norms.{}", "self_attn.k_layernorm.norms.{}"),
+            qk_norm=QkNorm(
+                kind="layer_by_head", names=("self_attn.q_layernorm.norms.{}", "self_attn.k_layernorm.norms.{}")
+            ),
         ),
         keys={"qk_layernorm": "use_qk_norm"},
-        biases=("use_qkv_bias", "", ""),
+        biases=Biases(qkv="use_qkv_bias", norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
-        partial_rope=True,
+        rope=RopeRules(partial=True),
     ),
     "olmo": ModelFamily(
         {"max_position_embeddings": 2048, "attention_bias": False, "layer_norm_eps": 1e-5},
         norm="layer_bare",
-        eps="layer_norm_eps",
     ),
     "cohere": replace(
         _COHERE,
         defaults={**_COHERE.defaults, "rope_theta": 500_000.0, "use_qk_norm": False},
-        layer=partial(llama_layer, shared_norm=True, qk_norm="layer_by_head"),
+        layer=partial(llama_layer, shared_norm=True, qk_norm=QkNorm(kind="layer_by_head")),
     ),
     "cohere2": replace(
         _COHERE,
         defaults={**_COHERE.defaults, **_WINDOWS, "sliding_window_pattern": 4},
-        nope_if_full=True,
+        rope=RopeRules(interleaved=True, nope_if_full=True),
         derived=_cohere2,
         ignored=("layer_switch",),
         fixed={
@@ -1129,11 +1154,11 @@ FAMILIES: dict[str, ModelFamily] = {
         derived=_cohere2_moe,
     ),
     "granitemoeshared": ModelFamily(
-        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_SHARED
+        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_EXPERTS
     ),
     "granitemoe_swa": ModelFamily(
         {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0, **_GRANITE_WINDOWS},
-        layer=partial(_GRANITE_SHARED, sinks=True),
+        layer=partial(_GRANITE_EXPERTS, sinks=True),
         window_pattern=4,
         full_first=True,
     ),
@@ -1151,7 +1176,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_EXPERTS,
         biases=_QKV_BIASES,
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         sigmoid_router=True,
         ignored=_GUESSING,
     ),
@@ -1187,7 +1212,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_ROUTER,
         biases=_QKV_BIASES,
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         sigmoid_router=True,
     ),
     "minimax_m2": ModelFamily(
@@ -1200,9 +1225,13 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_local_experts": 256,
             "num_experts_per_tok": 8,
         },
-        layer=partial(llama_layer, qk_norm="projection", choice_bias="block_sparse_moe.e_score_correction_bias"),
+        layer=partial(
+            llama_layer,
+            qk_norm=QkNorm(kind="projection"),
+            experts=ExpertNames(choice_bias="block_sparse_moe.e_score_correction_bias"),
+        ),
         model_names=((".block_sparse_moe.", ".mlp."),),
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         sigmoid_router=True,
         derived=_minimax_m2,
         # The second of these is the width of an MLP that no layer has.
@@ -1234,10 +1263,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         },
-        layer=partial(llama_layer, choice_bias="mlp.moe_statics.e_score_correction_bias"),
+        layer=partial(llama_layer, experts=ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias")),
         model_names=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         biases=_ONE_KEY,
-        interleaved_rope=True,
+        rope=RopeRules(interleaved=True),
         # Capacities bound what an expert gets in training.
         ignored=(*_GUESSING, "moe_capacity"),
         fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
@@ -1259,9 +1288,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "routed_scaling_factor": 2.5,
             **_GROUPS,
         },
-        layer=partial(llama_layer, qk_norm="head", choice_bias="mlp.e_score_correction_bias"),
+        layer=partial(llama_layer, qk_norm=QkNorm(), experts=ExpertNames(choice_bias="mlp.e_score_correction_bias")),
         model_names=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
-        nope_if_full=True,
+        rope=RopeRules(nope_if_full=True),
         sigmoid_router=True,
         ignored=_GUESSING,
     ),
@@ -1284,13 +1313,12 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=partial(
             llama_layer,
             norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
-            qk_norm="head",
-            attention_gate="self_attn.gate_proj",
-            choice_bias="mlp.expert_bias",
-            sum_norm="post_mlp_layernorm",
+            qk_norm=QkNorm(),
+            projections=Projections(gate="self_attn.gate_proj"),
+            experts=ExpertNames(choice_bias="mlp.expert_bias", sum_norm="post_mlp_layernorm"),
         ),
         norm="wide",
-        nope_if_full=True,
+        rope=RopeRules(nope_if_full=True),
         sigmoid_router=True,
         keys={"num_dense_layers": "first_k_dense_replace", "route_scale": "routed_scaling_factor"},
         derived=_afmoe,
@@ -1321,9 +1349,8 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             llama_layer,
-            qk_norm="head",
-            choice_bias="mlp.expert_bias",
-            shared_mlp=_HUNYUAN_SHARED,
+            qk_norm=QkNorm(),
+            experts=ExpertNames(choice_bias="mlp.expert_bias", shared=_HUNYUAN_SHARED),
         ),
         model_names=((".mlp.expert_bias", ".mlp.e_score_correction_bias"), (".shared_mlp.", ".shared_experts.")),
         sigmoid_router=True,
@@ -1347,7 +1374,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             _HUNYUAN,
-            shared_mlp=_HUNYUAN_SHARED,
+            experts=ExpertNames(shared=_HUNYUAN_SHARED),
         ),
         derived=_hunyuan,
         # Experts have the width of ``intermediate_size``, and a capacity in training alone.
@@ -1363,7 +1390,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_post_norm": True,
         },
         layer=partial(llama_layer, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
-        multiplied_logits=True,
+        # These models multiply logits by what others divide them by.
+        derived=lambda raw: {"logits_scaling": 1.0 / above_zero(raw, "logits_scaling", 1.0)},
     ),
     "ministral3": ModelFamily(
         {
@@ -1384,7 +1412,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
-        query_growth="all",
+        rope=RopeRules(query_growth="all"),
     ),
     "mellum": ModelFamily(
         {
@@ -1405,7 +1433,7 @@ FAMILIES: dict[str, ModelFamily] = {
             },
         },
         layer=_WITH_HEAD_NORMS,
-        local_rope=True,
+        rope=RopeRules(local=True),
         window_pattern=1,
         ignored=(*_GUESSING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
@@ -1419,15 +1447,14 @@ FAMILIES: dict[str, ModelFamily] = {
             "hidden_act": "gelu",
         },
         layer=partial(
-            llama_layer, mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), grouped_qkv="self_attn.query_key_value"
+            llama_layer,
+            mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            projections=Projections(grouped="self_attn.query_key_value"),
         ),
-        biases=("attention_bias", "attention_bias", ""),
-        mlp_bias=True,
+        biases=Biases(mlp=True, norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
         gated=False,
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
         derived=_one_kv_head_each,
         names=(
@@ -1443,16 +1470,11 @@ FAMILIES: dict[str, ModelFamily] = {
     "phi": ModelFamily(
         {**_PHI, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
         layer=partial(llama_layer, mlp=("mlp.fc1", "mlp.fc2"), shared_norm=True),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        head_bias=True,
+        biases=Biases(qkv=True, o=True, mlp=True, head=True, norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
         gated=False,
         parallel=True,
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         names=(("model.norm.", "model.final_layernorm."), ("self_attn.o_proj", "self_attn.dense")),
     ),
     "falcon": ModelFamily(
@@ -1470,10 +1492,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         layer=falcon_layer,
-        biases=("bias", "bias", "bias"),
+        biases=Biases(qkv="bias", o="bias", mlp="bias", norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_epsilon",
         gated=False,
         keys={"ffn_hidden_size": "intermediate_size", "activation": "hidden_act", "n_embed": "hidden_size"},
         derived=_falcon,
@@ -1497,15 +1517,11 @@ FAMILIES: dict[str, ModelFamily] = {
             "activation_function": "gelu_new",
         },
         layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
-        mlp_bias=True,
-        head_bias=True,
+        biases=Biases(mlp=True, head=True, norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_epsilon",
         gated=False,
         parallel=True,
-        partial_rope=True,
-        interleaved_rope=True,
+        rope=RopeRules(partial=True, interleaved=True),
         keys=_GPT_KEYS,
         derived=_one_kv_head_each,
         names=(
@@ -1533,7 +1549,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "router_jitter_noise": 0.01,
         },
         norm="layer",
-        norm_bias=True,
+        biases=Biases(norm=True),
         derived=_phimoe,
         ignored=("input_jitter_noise",),
         fixed={"norm_topk_prob": False},
@@ -1546,11 +1562,13 @@ FAMILIES: dict[str, ModelFamily] = {
             "final_logit_softcapping": 15.0,
         },
         layer=partial(
-            llama_layer, mlp=("mlp.fc1", "mlp.fc2"), qk_norm="head", qk_norm_names=(), norm_after_rotation=True
+            llama_layer,
+            mlp=("mlp.fc1", "mlp.fc2"),
+            qk_norm=QkNorm(names=(), after_rotation=True),
         ),
         norm="bare",
         gated=False,
-        reversed_rope=True,
+        rope=RopeRules(backwards=True),
         normed_embedding=True,
         derived=_nanochat,
     ),
@@ -1574,12 +1592,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
+        biases=Biases(qkv=True, o=True, mlp=True, norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_epsilon",
         gated=False,
         keys=_GPT_KEYS,
         fused=("self_attn.qkv_proj",),
@@ -1595,7 +1609,7 @@ FAMILIES: dict[str, ModelFamily] = {
             ("post_attention_layernorm", "ln_2"),
         ),
         turned=True,
-        learned_positions=True,
+        first_position=0,
         ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
         fixed={"scale_attn_weights": True},
     ),
@@ -1610,10 +1624,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         layer=partial(llama_layer, norms=("self_attn_layer_norm", "", "final_layer_norm", ""), mlp=("fc1", "fc2")),
-        biases=("enable_bias", "enable_bias", "enable_bias"),
+        biases=Biases(qkv="enable_bias", o="enable_bias", mlp="enable_bias", norm=True),
         norm="layer",
-        norm_bias=True,
-        eps="layer_norm_eps",
         gated=False,
         keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
         derived=_opt,
@@ -1622,8 +1634,7 @@ FAMILIES: dict[str, ModelFamily] = {
             ("self_attn.o_proj", "self_attn.out_proj"),
             ("model.", "model.decoder."),
         ),
-        learned_positions=True,
-        position_offset=2,
+        first_position=2,
         ignored=("dropout", "layerdrop", "init_std", "activation_dropout"),
         fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "learned_embeddings": True},
     ),
@@ -1651,20 +1662,19 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             llama_layer,
-            qk_norm="head",
-            qk_norm_names=(),
-            norm_after_rotation=True,
-            norm_if_rotated=True,
-            shared_mlp=(
-                ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
-                "feed_forward.shared_expert.down_proj",
+            qk_norm=QkNorm(names=(), after_rotation=True, if_rotated=True),
+            experts=ExpertNames(
+                shared=(
+                    ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+                    "feed_forward.shared_expert.down_proj",
+                )
             ),
         ),
-        interleaved_rope=True,
-        query_growth="nope",
+        rope=RopeRules(interleaved=True, query_growth="nope"),
         sigmoid_router=True,
         scaled_experts=True,
-        shared_expert=True,
+        # All tokens pass an MLP of an expert's width, which no key of its configs says.
+        derived=lambda _: {"n_shared_experts": 1},
     ),
     "deepseek_v2": ModelFamily(
         {
@@ -1680,7 +1690,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "topk_method": "greedy",
             **_GROUPS,
         },
-        interleaved_rope=True,
+        rope=RopeRules(interleaved=True),
         ignored=(*_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         # Otherwise DeepSeek's own code and that of transformers differ.
         fixed={"norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
@@ -1730,7 +1740,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
-        query_growth="all",
+        rope=RopeRules(query_growth="all"),
         derived=_mistral4,
         ignored=(*_LATENT_IGNORED, *_GUESSING),
     ),
@@ -1749,7 +1759,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "first_k_dense_replace": 1,
             "mlp_layer_types": None,
         },
-        layer=partial(_DEEPSEEK_ROUTER, sum_norm="post_mlp_layernorm", lacks_choice_bias=True),
+        layer=partial(
+            llama_layer,
+            experts=ExpertNames(choice_bias=_DEEPSEEK_BIAS, optional_bias=True, sum_norm="post_mlp_layernorm"),
+        ),
         model_names=((".post_mlp_layernorm.", ".mlp.post_mlp_layernorm."),),
         sigmoid_router=True,
         # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
@@ -1822,7 +1835,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
         },
-        layer=partial(_LFM2_LAYER, choice_bias="feed_forward.expert_bias"),
+        layer=partial(_LFM2_LAYER, experts=ExpertNames(choice_bias="feed_forward.expert_bias")),
         sigmoid_router=True,
         keys={"num_dense_layers": "first_k_dense_replace", "tie_embedding": "tie_word_embeddings"},
         derived=lambda _: {},
@@ -1841,9 +1854,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "mlp_only_layers": None,
         },
         layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, spellings="fused")),
-        biases=("attention_bias", "attention_bias", ""),
         norm="offset",
-        partial_rope=True,
+        rope=RopeRules(partial=True),
         linear=delta_layers,
         ignored=_GUESSING,
     ),
@@ -1918,7 +1930,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "time_step_limit": None,
         },
         layer=partial(
-            hybrid_layer, mixer=state_space, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear")
+            hybrid_layer,
+            mixer=state_space,
+            experts=ExpertNames(shared=_GRANITE_SHARED),
         ),
         derived=_granite_hybrid,
         fused=_FUSED_MLP,
@@ -1958,7 +1972,6 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=nemotron_h_layer,
         norm="wide",
-        eps="layer_norm_epsilon",
         gated=False,
         sigmoid_router=True,
         linear=nemotron_h_layers,
@@ -2020,10 +2033,12 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=partial(
             hybrid_layer,
             mixer=delta_attention,
-            choice_bias="block_sparse_moe.gate.e_score_correction_bias",
-            shared_mlp=(
-                ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
-                "block_sparse_moe.shared_experts.down_proj",
+            experts=ExpertNames(
+                choice_bias="block_sparse_moe.gate.e_score_correction_bias",
+                shared=(
+                    ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+                    "block_sparse_moe.shared_experts.down_proj",
+                ),
             ),
         ),
         sigmoid_router=True,
@@ -2072,7 +2087,7 @@ FAMILIES: dict[str, ModelFamily] = {
             mixer=partial(delta_net, spellings="each"),
             linear_norms=PRE_NORMS,
             norms=POST_NORMS,
-            qk_norm="projection",
+            qk_norm=QkNorm(kind="projection"),
         ),
         names=(
             (".input_layernorm.", ".attention_layer_norm."),

@@ -29,7 +29,7 @@ from pillion.engine.models.layer_operations import (
     ScaleResidual,
     Share,
 )
-from pillion.engine.models.llama_layer import experts, gated, norm, output, rotation
+from pillion.engine.models.llama_layer import experts_of, gated, norm, output, rotation
 from pillion.engine.models.model_config import ModelConfig
 
 
@@ -97,7 +97,7 @@ def _beside(config: ModelConfig) -> Layer:
 
 def _experts(config: ModelConfig) -> Experts:
     """Describes the experts, whose router reads the residual stream by a norm of its own."""
-    mixed, hidden = experts(config), Entries(config.hidden_size)
+    mixed, hidden = experts_of(config), Entries(config.hidden_size)
     scale = LayerTensor(
         name="router_norm",
         role=Role.NORM,

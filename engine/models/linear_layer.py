@@ -30,7 +30,7 @@ from pillion.engine.models.layer_operations import (
     ShortConvolution,
     StateSpace,
 )
-from pillion.engine.models.llama_layer import Norms, experts, llama_layer, norm, not_gated, output, qkv
+from pillion.engine.models.llama_layer import ExpertNames, Norms, experts_of, llama_layer, norm, not_gated, output, qkv
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 
 # Such a function lists the operations from normed rows to what is added to the residual stream.
@@ -195,7 +195,7 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
     beside = not_gated(replace(config, intermediate_size=wide), names)
     beside = replace(beside, gate_up=replace(beside.gate_up, name="shared.up"))
     beside = replace(beside, down=replace(beside.down, name="shared.down"))
-    mixed = experts(config, "mlp.gate.e_score_correction_bias")
+    mixed = experts_of(config, ExpertNames(choice_bias="mlp.gate.e_score_correction_bias"))
     up = replace(
         mixed.gate_up,
         rows=mixed.gate_up.rows[:1],

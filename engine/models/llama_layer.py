@@ -9,7 +9,7 @@ A family that needs another list of operations builds its own, from the parts in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.engine.models.latent_layer import latent_attention
@@ -51,10 +51,70 @@ _ROUTERS = (
     "mlp.router",
     "feed_forward.router",
 )
-_SHARED_EXPERTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
 PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 ALL_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """Describes the norm of queries and keys.
+
+    Attributes:
+        kind: RMS over each "head" or over the whole "projection"; "layer_by_head" for a LayerNorm of each head, without
+            biases, whose weights are each head's own.
+        names: the names in checkpoints, in which {} stands for the number of a head where each has a tensor; () for
+            norms over each head without weights.
+        after_rotation: whether the rotary embedding stands before the norm.
+        if_rotated: whether layers without a rotary embedding have no such norm.
+    """
+
+    kind: str = "head"
+    names: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm")
+    after_rotation: bool = False
+    if_rotated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projections:
+    """Describes how checkpoints have the matrices that make queries, keys and values, where not as Llama's do.
+
+    Attributes:
+        grouped: the name of one matrix that has the queries of each KV head, its key and its value in turn.
+        gated: whether a gate of attention's results stands behind each head's query in the matrix of queries.
+        gate: the name of such a gate's own matrix; "" for none.
+    """
+
+    grouped: str = ""
+    gated: bool = False
+    gate: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names what layers with experts have in checkpoints beside the experts' matrices.
+
+    Attributes:
+        choice_bias: what is added to scores where experts are chosen; "" for nothing.
+        optional_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
+        shared: the MLP beside the experts: gate and up, or both in one, and down.
+        shared_gate: the gate of that MLP's results, one number for each row; "" for none.
+        sum_norm: the norm of the sum of experts and the MLP beside them; "" for none.
+        biased: whether router and experts have biases, and experts are stored as gpt-oss stores them.
+    """
+
+    choice_bias: str = ""
+    optional_bias: bool = False
+    shared: tuple[tuple[str, ...], str] = (
+        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str = ""
+    sum_norm: str = ""
+    biased: bool = False
+
+
+_LLAMA_PROJECTIONS, _QWEN_EXPERTS = Projections(), ExpertNames()
 
 
 def llama_layer(
@@ -63,52 +123,23 @@ def llama_layer(
     *,
     norms: Norms = PRE_NORMS,
     mlp: tuple[str, str] = ("mlp.up_proj", "mlp.down_proj"),
-    qk_norm: str = "",
-    qk_norm_names: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm"),
-    norm_after_rotation: bool = False,
-    norm_if_rotated: bool = False,
+    qk_norm: QkNorm | None = None,
+    projections: Projections = _LLAMA_PROJECTIONS,
     sinks: bool = False,
     shared_norm: bool = False,
-    choice_bias: str = "",
-    shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
-    shared_gate: str = "",
-    sum_norm: str = "",
-    expert_biases: bool = False,
-    grouped_qkv: str = "",
-    gated_queries: bool = False,
-    attention_gate: str = "",
-    lacks_choice_bias: bool = False,
+    experts: ExpertNames = _QWEN_EXPERTS,
     mixer: Layer = (),
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
-        qk_norm: the norm of queries and keys before the rotary embedding, or after it, as :func:`qk_norms` has it.
-        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights.
-        norm_if_rotated: whether layers without a rotary embedding have no such norm.
         sinks: whether attention has a sink for each head.
         shared_norm: whether the MLP reads what attention reads, where the two are parallel.
-        choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
-        shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
-        shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
-        sum_norm: the name in checkpoints of the norm of the sum of experts and the MLP beside them; "" for none.
-        expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
-        grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
-            in turn; "" where none has it.
-        gated_queries: whether a gate of attention's results stands behind each head's query in the matrix of queries.
-        attention_gate: the name in checkpoints of such a gate's own matrix; "" for none.
-        lacks_choice_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
     """
     before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms, shared=shared_norm)
-    if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
-        qk_norm = ""
-    between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
-    if norm_after_rotation:
-        between.reverse()
-    projected = qkv(config, grouped_qkv, gated=gated_queries, gate=attention_gate)
-    attention = mixer or _attention(config, index, projected, between, sinks, bool(gated_queries or attention_gate))
+    attention = mixer or _attention(config, index, projections, qk_norm, sinks)
     attended = Norm(before_attention), *attention
     projection = () if mixer else (Multiply(output(config)),)
     added: Layer = (*projection, AddToResidual(after_attention, config.residual_scale))
@@ -116,11 +147,8 @@ def llama_layer(
     scale = config.residual_scale
     if config.moe is not None and config.moe.layers[index]:
         scale *= config.moe.share
-        mixed = (
-            biased_experts(config) if expert_biases else experts(config, choice_bias, optional_bias=lacks_choice_bias)
-        )
-        of_mlp = Norm(before_mlp), *_with_shared(config, mixed, shared_mlp, shared_gate, sum_norm, scale)
-        after_mlp = norm(config, "mlp_post_norm", sum_norm) if sum_norm else after_mlp
+        of_mlp = Norm(before_mlp), *_mixture(config, experts, scale)
+        after_mlp = norm(config, "mlp_post_norm", experts.sum_norm) if experts.sum_norm else after_mlp
     of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
 
@@ -136,36 +164,32 @@ def _norms(config: ModelConfig, norms: Norms, *, shared: bool) -> Iterator[Layer
         yield norm(config, name, spelling) if spelling else None
 
 
-def _with_shared(
-    config: ModelConfig,
-    mixed: Experts,
-    shared_mlp: tuple[tuple[str, ...], str],
-    shared_gate: str,
-    sum_norm: str,
-    scale: float,
-) -> Layer:
+def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
     """Lists the operations from the rows that experts read to what is still to be added to the residual stream, times
     ``scale``: their results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
     assert config.moe is not None
+    mixed = biased_experts(config) if names.biased else experts_of(config, names)
     if not config.moe.shared:
         return (mixed,)
-    beside = shared(config, shared_mlp, shared_gate)
-    if sum_norm:
+    beside = _shared(config, names)
+    if names.sum_norm:
         return Keep(), mixed, AddUp(None), Again(), beside, AddUp(None)
     # Without a norm of their sum, the residual stream itself adds them up.
     return Keep(), mixed, AddToResidual(None, scale), Again(), beside
 
 
-def _attention(
-    config: ModelConfig, index: int, projected: LayerTensor, between: list[LayerOperation], sinks: bool, has_gate: bool
-) -> Layer:
-    """Lists the operations from normed rows to attention's results. ``between`` stand after the product with
-    ``projected``, which makes the gate of the results first where it ``has_gate``."""
+def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:
+    """Lists the operations from normed rows to attention's results."""
     if config.latents is not None:
         return (latent_attention(config, config.latents, config.layer_ropes[index]),)
+    rotated = tuple(rotation(config, index))
+    between = rotated
+    if qk_norm is not None and config.qk_norm and (rotated or not qk_norm.if_rotated):
+        normed = _norm_of_heads(config, qk_norm)
+        between = (*rotated, normed) if qk_norm.after_rotation else (normed, *rotated)
     attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
-    gate = (KeepGate(_heads(config)[0]),) if has_gate else ()
-    made = Multiply(projected), *gate, *between, *growth(config, index), attend
+    gate = (KeepGate(_heads(config)[0]),) if projections.gated or projections.gate else ()
+    made = Multiply(qkv(config, projections)), *gate, *between, *growth(config, index), attend
     return (*made, Gate()) if gate else made
 
 
@@ -179,54 +203,52 @@ def falcon_layer(config: ModelConfig, index: int) -> Layer:
     """Returns the operations of a layer of Falcon, whose norms have other names where attention and MLP, which are
     parallel, have one each."""
     norms = ("ln_attn", "", "ln_mlp", "") if config.parallel and not config.shared_norm else PRE_NORMS
-    mlp, grouped = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), "self_attn.query_key_value"
-    return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
+    mlp, grouped = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), Projections(grouped="self_attn.query_key_value")
+    return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, projections=grouped)
 
 
-def qkv(config: ModelConfig, grouped: str = "", *, gated: bool = False, gate: str = "") -> LayerTensor:
-    """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
-    ``gated``, or where checkpoints have a matrix ``gate`` of them."""
+def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTensor:
+    """Describes the matrix that makes queries, keys and values in one product, and gates before them where there are
+    any."""
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
-    spellings = ((gate, *parts),) if gate else (parts, ("self_attn.qkv_proj",))
-    gates = (_heads(config)[0],) if gate or gated else ()
+    spellings = ((form.gate, *parts),) if form.gate else (parts, ("self_attn.qkv_proj",))
+    gates = (_heads(config)[0],) if form.gate or form.gated else ()
     return LayerTensor(
         name="qkv",
         role=Role.MATRIX,
         rows=(*gates, queries, keys, values),
         inputs=_hidden(config),
-        spellings=((grouped,),) if grouped else spellings,
+        spellings=((form.grouped,),) if form.grouped else spellings,
         bias=config.qkv_bias,
-        grouped=bool(grouped),
-        gated=gated,
+        grouped=bool(form.grouped),
+        gated=form.gated,
     )
 
 
-def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
-    """Yields the norm of queries and keys: RMS over each "head" or over the whole "projection"; "layer_by_head" for a
-    LayerNorm of each head, without biases, whose weights are each head's own; "" for none. In ``names`` {}
-    stands for the number of a head where each has a tensor."""
-    if kind in ("head", "layer_by_head"):
-        rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
-        one = _heads(config, rotated=True)[0]
-        entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
-        yield NormHeads(
-            LayerTensor(
-                name="qk_norm",
-                role=Role.HEAD_NORM,
-                rows=rows,
-                inputs=entries,
-                spellings=(names,) if names else (),
-                by_head=kind == "layer_by_head",
+def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
+    """Describes the norm of queries and keys."""
+    if how.kind == "projection":
+        return NormProjections(
+            *(
+                LayerTensor(name=name, role=Role.NORM, rows=(piece,), spellings=((spelling,),))
+                for name, piece, spelling in zip(
+                    ("q_norm", "k_norm"), _heads(config, rotated=True), how.names, strict=True
+                )
             )
         )
-    elif kind == "projection":
-        tensors = (
-            LayerTensor(name=name, role=Role.NORM, rows=(piece,), spellings=((spelling,),))
-            for name, piece, spelling in zip(("q_norm", "k_norm"), _heads(config, rotated=True), names, strict=True)
+    one = _heads(config, rotated=True)[0]
+    return NormHeads(
+        LayerTensor(
+            name="qk_norm",
+            role=Role.HEAD_NORM,
+            rows=(Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)),
+            inputs=(Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),),
+            spellings=(how.names,) if how.names else (),
+            by_head=how.kind == "layer_by_head",
         )
-        yield NormProjections(*tensors)
+    )
 
 
 def rotation(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
@@ -311,24 +333,24 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     )
 
 
-def shared(config: ModelConfig, names: tuple[tuple[str, ...], str], gate: str = "") -> Mlp:
+def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
     """Describes the MLP that all tokens pass beside their experts, and the gate of its results where it has one."""
     assert config.moe is not None
     inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
-    up, down = names[0], (names[1],)
+    up, down = names.shared
     rows, role, row_gate = (inner, inner), Role.MATRIX, None
-    if gate:
-        one, spelling = (Entries(1),), ((gate,),)
+    if names.shared_gate:
+        one, spelling = (Entries(1),), ((names.shared_gate,),)
         row_gate = LayerTensor(name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, spellings=spelling)
     return Mlp(
         LayerTensor(name="shared.gate_up", role=role, rows=rows, inputs=hidden, spellings=(up,), bias=bias),
-        LayerTensor(name="shared.down", role=role, rows=hidden, inputs=(inner,), spellings=(down,), bias=bias),
+        LayerTensor(name="shared.down", role=role, rows=hidden, inputs=(inner,), spellings=((down,),), bias=bias),
         config.activation,
         row_gate=row_gate,
     )
 
 
-def experts(config: ModelConfig, choice_bias: str = "", *, optional_bias: bool = False) -> Experts:
+def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Experts:
     """Returns experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
@@ -385,7 +407,7 @@ def experts(config: ModelConfig, choice_bias: str = "", *, optional_bias: bool =
         moe.experts_per_token,
         moe.normalize,
         sigmoid=moe.sigmoid,
-        choice_bias=_choice_bias(moe.num_experts, choice_bias, optional=optional_bias) if choice_bias else None,
+        choice_bias=_choice_bias(moe.num_experts, names) if names.choice_bias else None,
         scale=moe.scale,
         exact=moe.exact,
         groups=moe.groups,
@@ -396,19 +418,22 @@ def experts(config: ModelConfig, choice_bias: str = "", *, optional_bias: bool =
     )
 
 
-def _choice_bias(num_experts: int, name: str, *, optional: bool) -> LayerTensor:
+def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
     # In ERNIE it is a matrix of one row.
-    rows = Entries(1) if "moe_statics" in name else Entries(num_experts)
-    inputs = (Entries(num_experts),) if rows.size == 1 else ()
-    spellings = ((name,),)
+    rows = Entries(1) if "moe_statics" in names.choice_bias else Entries(num_experts)
     return LayerTensor(
-        name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=spellings, optional=optional
+        name="choice_bias",
+        role=Role.EXACT_VECTOR,
+        rows=(rows,),
+        inputs=(Entries(num_experts),) if rows.size == 1 else (),
+        spellings=((names.choice_bias,),),
+        optional=names.optional_bias,
     )
 
 
 def biased_experts(config: ModelConfig) -> Experts:
     """Returns experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
-    mixed, moe = experts(config), config.moe
+    mixed, moe = experts_of(config), config.moe
     assert moe is not None
     kept: dict[str, Any] = {"spellings": (), "bias": True, "transposed": True}
     rows, names = (Entries(moe.num_experts),), ("mlp.router.bias",)
