@@ -13,9 +13,10 @@ from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
+from pillion.engine.start_worker import start_worker
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
-from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
+from pillion.engine.worker.worker import AT_ONCE, StartTurn
 from pillion.engine.worker.worker_server import WorkerServer, serve
 
 
@@ -26,7 +27,7 @@ async def start_decode(
     work."""
     flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO
-    worker = await Worker.start(
+    worker = await start_worker(
         flags,
         "decode",
         max_num_batched_tokens=flags.max_num_batched_tokens,

@@ -19,6 +19,7 @@ from pillion.config import PrefillFlags
 from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
+from pillion.engine.start_worker import start_worker
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
 from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
@@ -41,7 +42,7 @@ async def start_prefill(
     # Without chunks a prefill range runs alone, so nothing needs to fit beside it; the stages of a pipeline have one
     # each.
     chunked_seqs = min(flags.max_waiting_prefills, flags.max_num_batched_prefill_tokens)
-    worker = await Worker.start(
+    worker = await start_worker(
         flags,
         "prefill",
         max_num_batched_tokens=flags.max_num_batched_prefill_tokens,

@@ -34,23 +34,16 @@ import msgspec
 
 from pillion._version import VERSION
 from pillion.adapter_folders import is_adapter_digest
-from pillion.config import DecodeFlags, WorkerFlags
+from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
-from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.backend import gives_vectors
-from pillion.engine.backends.cpu.cpu_loading import thread_count
-from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
-from pillion.engine.drafts.worker_drafts import WorkerDrafts, load_drafts
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.drafts.worker_drafts import WorkerDrafts
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.grammars import Grammars
-from pillion.engine.scheduling.partial_blocks import PartialBlocks
-from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
+from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
-from pillion.engine.scheduling.states import States
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
@@ -120,6 +113,30 @@ class RequestNeeds:
 NO_NEEDS = RequestNeeds()
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """Holds what a worker has beside its model, whose drafts and adapters may be missing, and on a prefill worker its
+    grammars.
+
+    Attributes:
+        make_scheduler: makes the scheduler of an epoch over a pool of so many slots.
+        grammars: compiles the grammars of requests.
+        drafts: guesses tokens, by a model of its own or without.
+        make_adapters: makes what brings adapters to the worker.
+    """
+
+    make_scheduler: Callable[[int], Scheduler]
+    grammars: GrammarCompiler | None
+    drafts: WorkerDrafts | None
+    make_adapters: Callable[[NodeClient, Meters], AdapterLoader] | None
+
+    def close(self) -> None:
+        """Ends the threads of grammars and drafts. Idempotent."""
+        for part in (self.grammars, self.drafts):
+            if part is not None:
+                part.close()
+
+
 class Worker:
     """Represents a decode or prefill worker without its gRPC service; :meth:`start` makes it.
 
@@ -134,20 +151,17 @@ class Worker:
         component_id: str,
         model: LoadedModel,
         attachment: Attachment,
-        make_scheduler: Callable[[int], Scheduler],
-        grammars: GrammarCompiler | None = None,
-        drafts: WorkerDrafts | None = None,
+        parts: WorkerParts,
     ) -> None:
         self.flags = flags
         self.role = role
         self.component_id = component_id
         self.model = model
-        self._drafts = drafts
+        self._parts = parts
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
         self.attachment = attachment
-        self._make_scheduler = make_scheduler
         self.node = NodeClient(attachment.node_address, self.component_id)
         self._address = ""
         self._ids = itertools.count(1)
@@ -157,8 +171,8 @@ class Worker:
         self._node_gone = asyncio.Event()
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
-        self._adapters = _adapter_loader(flags, model, self.node, self.meters) if flags.enable_lora else None
-        self._grammars = grammars
+        make_adapters, grammars = parts.make_adapters, parts.grammars
+        self._adapters = None if make_adapters is None else make_adapters(self.node, self.meters)
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
             # A mask that a step had to wait for is there.
@@ -174,61 +188,27 @@ class Worker:
         cls,
         flags: WorkerFlags,
         role: str,
+        model: LoadedModel,
+        parts: WorkerParts,
         *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        target_itl_ms: float = 0.0,
-        target_itl_steps: float = 0.0,
-        backend_factory: BackendFactory,
-        turn: StartTurn = AT_ONCE,
+        most_tokens: int,
+        turn: StartTurn,
+        began_s: float,
     ) -> Worker:
-        """Loads, attaches and runs. Nothing that others can see is done before the process's ``turn``.
+        """Attaches and runs, with steps of at most ``most_tokens`` tokens; the start has ``began_s``. Nothing that
+        others can see is done before the process's ``turn``. Where this fails, model and parts stay the caller's.
 
         Raises ConfigError for flags that cannot work, Unavailable when no node answers.
         """
-        began_s = time.monotonic()
-        model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
-        longest = flags.max_model_len or model.prepared.max_model_len
-        if model.whole_texts:
-            # A step holds at least the longest text, which nobody may cut.
-            max_num_batched_tokens = max(max_num_batched_tokens, longest + max_num_seqs)
-        limits = partial(
-            Scheduler,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            target_itl_s=target_itl_ms / 1000,
-            target_itl_steps=target_itl_steps,
-            max_whole_tokens=0 if flags.enable_chunked_prefill and not model.whole_texts else longest,
-            max_scored_rows=scored_rows(model.backend.vocab_size),
-            even_steps=flags.pipeline_parallel_size > 1,
-            expected_cost=model.expected_cost,
-            pair_tokens=model.pair_tokens,
-        )
         async with contextlib.AsyncExitStack() as undo:
-            # Where the start fails, this ends the backend's threads and the processes of other ranks.
-            undo.callback(model.backend.close)
-            # The scheduler refuses bad flags before anything is held.
-            limits(blocks=BlockManager(flags.block_size))
-            grammars = await asyncio.to_thread(_load_grammars, model) if role == "decode" else None
-            if grammars is not None:
-                undo.callback(grammars.close)
-            drafts = await asyncio.to_thread(
-                load_drafts, flags, model, max_num_batched_tokens, backend_factory, turn.wait
-            )
-            if drafts is not None:
-                undo.callback(drafts.close)
-            if flags.enable_lora:
-                # On a GPU the node's pool takes the memory that is left.
-                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            make_scheduler = partial(_make_scheduler, limits, model, flags, grammars, drafts)
-            warm_up = partial(_warm_up, model, drafts, min(max_num_batched_tokens, WARM_UP_TOKENS))
+            warm_up = partial(_warm_up, model, parts.drafts, min(most_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
             held_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, drafts)
+            worker = cls(flags, role, component_id, model, attachment, parts)
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
@@ -255,15 +235,15 @@ class Worker:
 
     def _bind(self) -> None:
         self.model.bind_pool(self.attachment)
-        if self._drafts is not None:
-            self._drafts.bind_pool(self.attachment)
+        if self._parts.drafts is not None:
+            self._parts.drafts.bind_pool(self.attachment)
 
     def _partial_block_readings(self) -> Iterator[Reading]:
         if self._partial_blocks is not None:
             yield metric_catalog.PARTIAL_BLOCKS, (), self._partial_blocks.kept_blocks
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
-        scheduler = self._make_scheduler(self.attachment.num_slots)
+        scheduler = self._parts.make_scheduler(self.attachment.num_slots)
         self._partial_blocks = scheduler.partial_blocks
         return WorkerEpoch(
             self.flags,
@@ -354,11 +334,11 @@ class Worker:
             return grammar
         needs.check()
         if needs.grammar:
-            if self._grammars is None:
+            if self._parts.grammars is None:
                 raise InvalidRequest(
                     f"the answer has a grammar, which {self.component_id} cannot follow; its log says why"
                 )
-            started = self._grammars.start(needs.grammar, needs.answer, needs.stop_token_ids)
+            started = self._parts.grammars.start(needs.grammar, needs.answer, needs.stop_token_ids)
             grammar = await asyncio.wrap_future(started)
         if needs.adapter:
             if self._adapters is None:
@@ -527,9 +507,9 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
-        for part in (self._grammars, self._drafts, self._adapters):
-            if part is not None:
-                part.close()
+        self._parts.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
@@ -559,44 +539,6 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         timeout_s=ATTACH_TIMEOUT_S,
         map_device=model.map_device,
     )
-
-
-def _make_scheduler(
-    limits: Callable[..., Scheduler],
-    model: LoadedModel,
-    flags: WorkerFlags,
-    grammars: GrammarCompiler | None,
-    drafts: WorkerDrafts | None,
-    pool_slots: int,
-) -> Scheduler:
-    """Makes the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
-    blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
-    # Prefill ranges end with whole blocks, and a text cannot go on from keys and values alone where there are states.
-    percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
-    return limits(
-        blocks=blocks,
-        partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.stock) if percent else None,
-        states=States(pages, blocks) if pages else None,
-        grammars=None if grammars is None else Grammars(blocks.stock),
-        drafts=None if drafts is None else drafts.guesses(blocks),
-        adapters=AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None,
-    )
-
-
-def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
-    """Loads what compiles a worker's grammars; returns None, and logs a line, where llguidance cannot be used."""
-    prepared = model.prepared
-    try:
-        return GrammarCompiler.load(prepared.folder, model.backend.vocab_size, prepared.eos_token_ids)
-    except (ImportError, OSError, ValueError) as error:
-        log.warning("answers cannot follow grammars here: %s", error)
-        return None
-
-
-def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
-    """Makes what brings adapters to a worker whose backend has slots for them."""
-    process = AdapterProcess(model.adapter_reader(flags.max_lora_rank))
-    return AdapterLoader(process, model.backend, flags.store_limits, node, meters)
 
 
 def _warm_up(model: LoadedModel, drafts: WorkerDrafts | None, tokens: int) -> None:
