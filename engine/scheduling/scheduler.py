@@ -70,8 +70,7 @@ def scored_rows(vocab_size: int) -> int:
 
 class Scheduler:
     """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
-    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, ``drafts``,
-    ``partial_blocks``, ``states``, ``grammars``, ``adapters``.
+    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, and what it was given.
 
     Args:
         blocks: manages its blocks, and those of what it has beside its sequences.
