@@ -36,7 +36,7 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceProgress, Sibli
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record, record_stream
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
-from pillion.engine.worker.worker import NO_NEEDS, RequestNeeds, Worker
+from pillion.engine.worker.worker import RequestNeeds, Worker
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch
 from pillion.errors import (
     BrokenGrammar,
@@ -454,7 +454,7 @@ def _pooled_rows(submit: Submit) -> range | None:
 
 def _needs_of(submit: Submit) -> RequestNeeds:
     if not (submit.grammar or submit.adapter):
-        return NO_NEEDS
+        return RequestNeeds()
     return RequestNeeds(
         adapter=submit.adapter,
         grammar=submit.grammar,

@@ -104,14 +104,6 @@ class RequestNeeds:
     answer: Seq[int] = ()
     stop_token_ids: frozenset[int] = frozenset()
 
-    def check(self) -> None:
-        """Raises InvalidRequest for an adapter that is no digest."""
-        if self.adapter and not is_adapter_digest(self.adapter):
-            raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
-
-
-NO_NEEDS = RequestNeeds()
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
@@ -327,12 +319,11 @@ class Worker:
 
     async def made_ready(self, needs: RequestNeeds) -> GrammarState | None:
         """Returns the begin of a request's grammar once that is compiled, and the files of its adapter are on this
-        machine. Raises InvalidRequest for a grammar that does not compile or that refuses the answer so far, and
-        NotFound, Unavailable or Overloaded where another worker may serve the request."""
+        machine. Raises InvalidRequest for a grammar that does not compile or that refuses the answer so far, and for an
+        adapter that is no digest; NotFound, Unavailable or Overloaded where another worker may serve the request."""
         grammar = None
-        if needs is NO_NEEDS:
-            return grammar
-        needs.check()
+        if needs.adapter and not is_adapter_digest(needs.adapter):
+            raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
         if needs.grammar:
             if self._parts.grammars is None:
                 raise InvalidRequest(
