@@ -264,7 +264,7 @@ async def test_a_node_that_lost_its_blocks_costs_guesses_alone(monkeypatch: pyte
         await workers.quiet()
         ledger = workers.kvnode.pool.ledger
         while len(ledger.tree.policy):
-            ledger.free.append(ledger._evict())
+            ledger.free.append(ledger._evicted(ledger.tree.evict()))
         before = len(draft.steps)
         answer = await finished(workers, connection, 2, prompt(1, 30), 20)
         assert answer.token_ids == greedy(prompt(1, 30), 20)
