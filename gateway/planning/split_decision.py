@@ -3,10 +3,10 @@
     every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
       --> the least of predicted time to first token + time that running streams lose beyond their latency
           + time that later requests wait longer
-      --> its decision: the split, on a grid between cached and the last whole block; again when the ticket shows what
-          is really pinned
+      --> its decision: a prefill worker computes all whole blocks that are not cached, or none; again when the ticket
+          shows what is really pinned
 
-A fixed policy has one place for the split instead of the grid, and each route's price is that of this place.
+A fixed policy has one place for the split, and each route's price is that of this place.
 
 A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
 compute the prefix again.
@@ -34,15 +34,9 @@ from pillion.gateway.planning.plan_cost import (
 )
 from pillion.wire.registry import ComponentRecord
 
-# A smaller prefill range must save this share of the prompt's own computing time over a larger one: where both are
-# about equal, prefill workers get the work, and decode workers stay free for short prompts.
-MARGIN_SHARE = 0.1
 # A prompt may take at most this many times as long where it is computed by a prefill worker that has never been
 # measured, to learn its pace: otherwise one that is assumed to be slower than it is would never be used.
 LEARNING_FACTOR = 2.0
-# The split may fall at this many places between the cached tokens and the last whole block, or where the cached tokens
-# end.
-SPLIT_STEPS = 8
 # Decode workers whose predictions differ by less than this share are equal: the request's number chooses one.
 EQUAL_SHARE = 0.01
 # At most this many decode workers are weighed: those with the fewest tokens before the request's, at their own speeds.
@@ -102,15 +96,11 @@ class SplitDecision:
         if self.policy.share is not None:
             fixed = self.policy.split_blocks(cached_blocks, limit_blocks)
             return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
-        alone_s, margin_s = self._price(cached, cached), self.margin_s(cached)
-        places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
-        prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
-        best_s = min(prices.values())
-        best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
-        shared = best_s < alone_s
-        learns = not shared and best_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
-        chosen = best if shared or learns else cached_blocks
-        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
+        alone_s, shared_s = (self._price(cached, blocks * self.block_size) for blocks in (cached_blocks, limit_blocks))
+        shared = shared_s < alone_s
+        learns = not shared and shared_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
+        chosen = limit_blocks if shared or learns else cached_blocks
+        compared = f"{alone_s:.3g} s alone, {shared_s:.3g} s with {prefill.component.component_id}"
         compared += ", to learn its pace" if learns else ""
         return chosen, f"{self._where(cached_blocks, chosen)}: {compared}; {self.words}; {prefix}"
 
@@ -127,11 +117,6 @@ class SplitDecision:
             return "co-located"
         name = self.route.prefill.component.component_id
         return f"{name} computes {(split_blocks - cached_blocks) * self.block_size}"
-
-    def margin_s(self, cached: int) -> float:
-        """Returns how many seconds a smaller prefill range must save over a larger one, with ``cached`` tokens. The
-        number depends on the prompt alone, because otherwise the load would decide."""
-        return MARGIN_SHARE * self.route.decode.model.range_s(cached, self.route.decode.end, self.route.decode.most)
 
     def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float | None:
         """Returns the longest that fetching these blocks may take: it is the time that computing them there takes. It

@@ -11,7 +11,7 @@ from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.planning.plan_cost import DecodeSide, PromptLengths
 from pillion.gateway.planning.planner import make_plan
-from pillion.gateway.planning.split_decision import MARGIN_SHARE, Fetched
+from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
@@ -71,21 +71,6 @@ def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None
         decided = make_plan(snapshot(1000, parts, hits={"kv-1": 60}, fetch_block_s=block_s))
         assert decided.split_decision is not None
         assert (decided.split_decision.route.fetched is Fetched.OF_NODES) == fetched
-
-
-def test_the_margin_between_two_splits_does_not_depend_on_the_load() -> None:
-    loads = (
-        on_shared_cores(streams=2),
-        on_shared_cores(prefill_ranges=5000, streams=20),
-        (node(0), decode(streams=2, **AUTO)),
-    )
-    decisions = [
-        decision for parts in loads if (decision := make_plan(snapshot(1000, parts)).split_decision) is not None
-    ]
-    expected_s = MARGIN_SHARE * StepModel._make(COST).range_s(0, 1000, 256)
-    assert [decision.margin_s(0) for decision in decisions] == pytest.approx(
-        [expected_s / 2, expected_s / 2, expected_s]
-    )
 
 
 def test_prompts_keep_all_cores_because_short_ones_overtake_long_ones() -> None:
