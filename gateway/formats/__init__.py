@@ -10,7 +10,6 @@ harmony.py           answers that are messages in channels: gpt-oss
 xml_calls.py         calls that are elements with a text for each parameter: qwen3_coder, glm45, minimax_m2, kimi_k3
 named_calls.py       calls with a name before their arguments: deepseek_v3, deepseek_v31, kimi_k2
 model_formats.py     the formats of one model, chosen by flags or found in its chat template
-read_answer_text.py  the text of an answer that is read in this way
 
 Everything here is sans-IO: text goes in, and parts come out.
 """

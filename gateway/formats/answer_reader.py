@@ -4,17 +4,20 @@
        '---> messages in channels (:mod:`pillion.gateway.formats.harmony`) ---------------^
 
 The parts are a function of the text alone: it does not matter into which pieces the text was cut.
+:class:`ReadAnswerText` follows the tokens of an answer that is read in this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.harmony import HarmonyAnswer
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
+from pillion.gateway.tokens.answer_text import MAX_TOOLS, AnswerDelta, AnswerText, Detokenizer, StopStrings
+from pillion.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +97,52 @@ class AnswerReader:
             yield from tools.read(text, parts, output_format.schemas)
             return
         yield from text.until(Marks(), parts.content)
+
+
+class ReadAnswerText(AnswerText):
+    """Follows an answer that may hold reasoning and calls of tools. Stop strings are looked for in its content alone.
+
+    The ids of its calls are made of fields of ``parts``.
+    """
+
+    __slots__ = ("_reader", "_visible")
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        strings: StopStrings,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+        output_format: OutputFormat,
+        parts: AnswerParts,
+        included: bool = False,
+    ) -> None:
+        super().__init__(detokenizer, strings, stop_ids, min_tokens, included)
+        self._reader = AnswerReader(output_format, parts)
+        self._visible = output_format.visible
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
+        """Adds tokens to the answer, as :meth:`AnswerText.push` does."""
+        return self._push_each(token_ids, logprobs)
+
+    def _content_of(self, token_id: int) -> str:
+        reader = self._reader
+        thought = reader.parts.thinking
+        if token_id not in self._stop_ids:
+            reader.push(self._visible.get(token_id) or self._detokenizer.push(token_id))
+        if thought and reader.parts.thought:
+            self.reasoning_tokens = self.completion_tokens
+        return reader.parts.take_content()
+
+    def _last_content(self, cut: bool) -> str:
+        self._reader.push(self._detokenizer.flush())
+        self._reader.flush(cut)
+        return self._reader.parts.take_content()
+
+    def _delta(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> AnswerDelta:
+        parts = self._reader.parts
+        self.calls = parts.calls
+        reasoning, calls = parts.take()
+        if calls and len(self.tools) < MAX_TOOLS:
+            self.tools = (*self.tools, *(call.name for call in calls if call.name))[:MAX_TOOLS]
+        return AnswerDelta(text, token_ids, logprobs, reasoning, calls)

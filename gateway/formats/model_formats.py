@@ -12,9 +12,8 @@ import tokenizers
 
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
-from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.answer_reader import OutputFormat, ReadAnswerText
 from pillion.gateway.formats.harmony import HARMONY_MARKS
-from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import HARMONY, REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
 from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
 from pillion.gateway.formats.xml_calls import MINIMAX

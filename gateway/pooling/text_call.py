@@ -4,6 +4,9 @@ requests --checked, tokenized once, cut--> ids of all texts --in order, a few at
 
 Every text is read before the first one runs, so a wrong one is refused before anything is computed. A request that
 loses its worker is replayed by the gateway as any other, and its row comes once, with its end.
+
+A text that begins as an earlier one does waits until that one has ended; its blocks are in the pool then. The earliest
+text with the longest common beginning is chosen, so texts that follow one text run side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from pillion.gateway.admission.shared_quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pooling_files import Vector
-from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import too_long
@@ -243,3 +245,25 @@ def _at(name: str, error: InvalidRequest) -> InvalidRequest:
         begins = next((field for field in _OF_TEXT if one.field.startswith(field)), "")
         named.append(replace(one, field=f"{name}{one.field.removeprefix(begins)}") if begins else one)
     return InvalidRequest.of(*named) if named else error
+
+
+def leaders(texts: Sequence[Sequence[int]], block_tokens: int) -> list[int | None]:
+    """Returns for each text the number of the one that it waits for, which is an earlier one; None where it shares no
+    whole block with any. A text finds blocks that end before its last token, as the last token is always computed."""
+    # A node of the trie is a number; its owner is the earliest text that passes it. The root is node 0.
+    nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+    owners: list[int] = []
+    found: list[int | None] = []
+    for number, ids in enumerate(texts):
+        node, leader = 0, None
+        # A text's last whole block is never committed where it is also its end.
+        for start in range(0, len(ids) - block_tokens, block_tokens):
+            step = node, tuple(ids[start : start + block_tokens])
+            if step in nodes:
+                leader = owners[nodes[step] - 1]
+            else:
+                owners.append(number)
+                nodes[step] = len(owners)
+            node = nodes[step]
+        found.append(leader)
+    return found

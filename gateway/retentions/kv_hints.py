@@ -38,10 +38,8 @@ class KvHint:
 
 
 def read_hints(text: str) -> KvHint | None:
-    """Returns what an envelope, as JSON, asks for; None where there is none, or where it asks for nothing that is known
-    here. Raises InvalidRequest, which names the wrong field."""
-    if not text:
-        return None
+    """Returns what an envelope, as JSON, asks for; None where it asks for nothing that is known here. Raises
+    InvalidRequest, which names the wrong field."""
     if len(text) > MAX_TEXT_CHARS:
         raise _wrong("kv_hints", f"it has at most {MAX_TEXT_CHARS} characters")
     try:

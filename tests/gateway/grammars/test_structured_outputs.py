@@ -17,9 +17,8 @@ from tokenizers import AddedToken
 from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
-from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.answer_reader import OutputFormat, ReadAnswerText
 from pillion.gateway.formats.model_formats import choose_formats
-from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings

@@ -22,10 +22,10 @@ from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.answer_reader import ReadAnswerText
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.formats.named_calls import NAMED_FORMS
-from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.xml_calls import MINIMAX, XML_FORMS
 from pillion.gateway.grammars.answer_grammar import Piece, join

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.gateway.pooling.text_order import leaders
+from pillion.gateway.pooling.text_call import leaders
 
 TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=12)
 

@@ -37,7 +37,6 @@ def envelope(*actions: Any) -> dict[str, Any]:
 )
 def test_what_hints_ask_for(actions: list[Any], hint: KvHint | None) -> None:
     assert read_hints(json.dumps(envelope(*actions))) == hint
-    assert read_hints("") is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
-from pillion.gateway.ui.ui_files import FOLDER, read_files
+from pillion.gateway.ui.ui_api import FOLDER, read_files
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
@@ -43,7 +43,7 @@ async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, mon
         for name in (*read_files(), "../ui"):
             file = await call(address, f"/ui/{name}")
             assert file.status == (200 if name != "../ui" else 404)
-        for name in ("__init__.py", "%2e%2e%2fui_files.py", "nothing.js"):
+        for name in ("__init__.py", "%2e%2e%2fui_api.py", "nothing.js"):
             assert (await call(address, f"/ui/{name}")).status == 404
         for reply in (page, await call(address, "/ui/page.js")):
             policy = reply.headers["content-security-policy"]
