@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from pillion.gateway.anthropic.anthropic_fields import (
     AnthropicMessage,
@@ -36,6 +37,7 @@ from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import parse
+from pillion.gateway.http_api.openai_requests import request_of, template_kwargs
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
 from pillion.types import (
     ChatMessage,
@@ -94,15 +96,13 @@ def messages_request(raw: bytes, request_id: str, cut: Sequence[str] = ()) -> Me
         structured_outputs=structured,
     )
     conversation = _BlockConversation(body)
-    request = GenerateRequest(
-        model=body.model,
+    request = request_of(
+        body,
+        request_id,
+        sampling,
         messages=conversation.messages,
         chat=conversation.options,
         tools=conversation.tools,
-        sampling=sampling,
-        cache_salt=body.cache_salt or "",
-        request_id=request_id,
-        priority=body.priority or 0,
     )
     return MessagesRequest(
         requests=(request,),
@@ -324,19 +324,18 @@ def _part_texts(part: ResultPart, path: str) -> list[str]:
 
 def _options(body: CountTokensBody) -> ChatOptions:
     """Returns the options by which a conversation becomes a prompt."""
-    last, variables = body.messages[-1], dict[str, object]()
+    last, thinks = body.messages[-1], None
     if isinstance(last.content, list) and any(isinstance(block, ToolUseBlock) for block in last.content):
         text = "the answer cannot go on after calls of tools: send their results"
         raise refused(f"messages[{len(body.messages) - 1}]", text)
     if body.thinking is not None and body.thinking.type != "adaptive":
         # Each model's template knows one of these two names of a variable, or none.
         thinks = body.thinking.type == "enabled"
-        variables |= {"enable_thinking": thinks, "thinking": thinks}
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
+    effort = None if body.output_config is None else body.output_config.effort
+    wanted: list[tuple[str, object, str]] = [(name, thinks, "thinking") for name in ("enable_thinking", "thinking")]
+    wanted += [("reasoning_effort", effort, "output_config.effort")]
     return ChatOptions(
-        continue_final_message=last.role == "assistant",
-        chat_template_kwargs=msgspec.json.encode(variables).decode() if variables else "",
+        continue_final_message=last.role == "assistant", chat_template_kwargs=template_kwargs(Raw(), wanted)
     )
 
 

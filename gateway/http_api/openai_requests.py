@@ -262,9 +262,10 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     prompts = read_prompts(body.prompt, most_ids)
     if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
         raise refused("n", f"more than {MAX_CALL_ANSWERS} answers to {len(prompts)} prompts")
+    hints = _hints(body.kv_hints)
+    given_as = (("text" if isinstance(prompt, str) else "token_ids", prompt) for prompt in prompts.values())
     requests = tuple(
-        _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
-        for prompt in prompts.values()
+        request_of(body, request_id, sampling, kv_hints=hints, **{name: prompt}) for name, prompt in given_as
     )
     scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
     names = tuple({"text": field, "token_ids": field, **scores, **structure.names} for field in prompts)
@@ -285,7 +286,8 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
     tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
     tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
-    request = _request(body, request_id, sampling, messages=messages, chat=options, tools=tools)
+    hints = _hints(body.kv_hints)
+    request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
     names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure.names}
     asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
     return replace(
@@ -487,14 +489,12 @@ def _allowed_ids(raw: Raw) -> tuple[int, ...]:
     return tuple(ids or ())
 
 
-def _request(
-    body: CompletionBody | ChatBody, request_id: str, sampling: SamplingParams, **prompt: Any
-) -> GenerateRequest:
+def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: Any) -> GenerateRequest:
+    """Makes the gateway's request of what the bodies of all APIs have under the same names."""
     return GenerateRequest(
         model=body.model,
         sampling=sampling,
         cache_salt=body.cache_salt or "",
-        kv_hints=_hints(body.kv_hints),
         request_id=request_id,
         priority=body.priority or 0,
         **prompt,

@@ -19,7 +19,7 @@ from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, parse_field, sampling_of
-from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, template_kwargs
+from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, request_of, template_kwargs
 from pillion.gateway.responses.responses_fields import (
     AllowedChoices,
     CustomTool,
@@ -38,7 +38,6 @@ from pillion.gateway.responses.responses_fields import (
 from pillion.types import (
     ChatMessage,
     ChatOptions,
-    GenerateRequest,
     SamplingParams,
     StructuredOutputs,
     Tool,
@@ -98,8 +97,10 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
         structured_outputs=_shape(text),
     )
     names, read = dict(_NAMES), ToolsRead(body.tools or ())
-    request = GenerateRequest(
-        model=body.model,
+    request = request_of(
+        body,
+        request_id,
+        sampling,
         messages=_messages(body, names),
         chat=ChatOptions(
             chat_template_kwargs=template_kwargs(
@@ -107,10 +108,6 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
             )
         ),
         tools=read.options(body, names),
-        sampling=sampling,
-        cache_salt=body.cache_salt or "",
-        request_id=request_id,
-        priority=body.priority or 0,
     )
     return ResponsesRequest(
         requests=(request,),
