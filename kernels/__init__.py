@@ -4,6 +4,7 @@
     cpu/     a compiler for CPU kernels (AVX2, AVX-512, AMX, NEON) and the kernels written with it
     gpu/     Triton kernels for NVIDIA GPUs
     gpu_states/  those of layers that carry a state from token to token
+    step.py  one step as arrays: its tokens, the parameters of sampled rows, and the chosen tokens
     kv_codes.py  what all of them agree on where keys and values have 8 bits
 
 Read torch/reference.py first, which shows in a few lines what paged attention computes. Kernels know no more of the

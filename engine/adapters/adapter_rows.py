@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, StepBatch
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.step import Int32, StepBatch
 
 if TYPE_CHECKING:
     from pillion.engine.adapters.adapter_weights import AdapterWeights

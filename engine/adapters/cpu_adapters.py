@@ -26,7 +26,7 @@ from pillion.engine.adapters.adapter_table import AdapterTable, CpuAdapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
 from pillion.engine.adapters.cpu_adapter_form import padded
 from pillion.engine.adapters.plain_adapters import PlainAdapters
-from pillion.engine.backends.backend import Bytes, Int32, PackedAdapter, StepBatch
+from pillion.engine.backends.backend import Bytes, PackedAdapter
 from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations, plan_model
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
@@ -38,6 +38,7 @@ from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace
+from pillion.kernels.step import Int32, StepBatch
 
 log = logging.getLogger("pillion.worker")
 

@@ -11,8 +11,8 @@ import torch
 from pillion.engine.adapters.adapter_rows import adapter_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapter, PlainAdapters
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.models.model_config import ModelConfig
+from pillion.kernels.step import StepBatch
 
 
 class StepAdapters:

@@ -3,7 +3,7 @@
 There are three: torch on the CPU, the CPU kernels and the GPU kernels. No code outside of this package knows which one
 runs. The functions here are for backends and import no torch: gateway and supervisor compute sizes with them.
 
-A StepBatch is one step's work as arrays: the scheduler's input for a backend.
+A :class:`pillion.kernels.step.StepBatch` is one step's work as arrays: the scheduler's input for a backend.
 """
 
 from __future__ import annotations
@@ -23,77 +23,11 @@ from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope_config import served_variant
 from pillion.engine.models.state_layout import StateLayout, state_layout
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
+from pillion.kernels.step import Int32, Sampled, SamplingRows, StepBatch
 
-Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class StateSlots:
-    """Says where the states of a step's sequences are, for models whose layers carry one.
-
-    Attributes:
-        reads: [S, pages] the slots that hold each sequence's state before the step's tokens; -1 where there are none.
-        writes: [S, pages] the slots into which the step writes the state after them.
-    """
-
-    reads: Int32
-    writes: Int32
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """Is a ragged batch of S sequences with T query tokens in all, over a paged KV pool.
-
-    Attributes:
-        token_ids: [T] ids of the tokens to run, sequence after sequence. ``Backend.launch`` explains ids below 0.
-        positions: [T] position of each token in its sequence.
-        query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
-        context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
-        block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
-            writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a
-            row may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
-            logits are wanted, and of the last P the hidden states are (Sampled.pooled). Empty for pure prefill.
-        rope_rows: [T] each token's row of the rotary tables; None where that is its position.
-        adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
-            sequence has one.
-        states: where the sequences' states are; None in a model without them.
-        pooled: P, how many rows give their hidden states.
-        pooled_ids: what texts want, row by row in their order: the tokens whose logits are wanted of the next row
-            before the last P, or () for the hidden state of the next one of these.
-        seconds: [S] where a sequence that is a pair of texts has the second one's first token, and 0 for a single text;
-            None where all are single. Encoders read it.
-    """
-
-    token_ids: Int32
-    positions: Int32
-    query_starts: Int32
-    context_lens: Int32
-    block_tables: Int32
-    sample_rows: Int32
-    rope_rows: Int32 | None = None
-    adapters: Int32 | None = None
-    states: StateSlots | None = None
-    pooled: int = 0
-    pooled_ids: tuple[tuple[int, ...], ...] = ()
-    seconds: Int32 | None = None
-
-    @property
-    def table_rows(self) -> Int32:
-        """Returns [T], each token's row of the rotary tables."""
-        return self.positions if self.rope_rows is None else self.rope_rows
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.context_lens)
 
 
 if TYPE_CHECKING:

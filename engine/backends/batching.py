@@ -10,20 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, StateSlots, StepBatch
 from pillion.engine.sampling.allowed_masks import AllowedMasks
-from pillion.engine.sampling.sampling_rows import (
+from pillion.engine.scheduling.block_chain import BlockChain
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kernels.step import (
     NO_IDS,
+    Int32,
     Int64,
     RowEdit,
     RowMasks,
     SamplingRows,
     ScoredRows,
+    StateSlots,
+    StepBatch,
     UInt32,
 )
-from pillion.engine.scheduling.block_chain import BlockChain
-from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
 # A sampled row has a sequence, parameters, a seed and a position.

@@ -13,16 +13,14 @@ from pillion.engine.backends.backend import (
     BackendAdapters,
     KVLayout,
     PoolPlace,
-    StateSlots,
-    StepBatch,
     checked_copies,
     checked_memory,
     warm_up_batches,
 )
 from pillion.engine.sampling.sampler import LargestLogits
-from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StateSlots, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.adapters.step_adapters import TorchAdapters
-from pillion.engine.backends.backend import StepBatch, bound_adapters, distinct_rows, kv_layout
+from pillion.engine.backends.backend import bound_adapters, distinct_rows, kv_layout
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
@@ -21,7 +21,7 @@ from pillion.engine.models.decoder import run_decoder
 from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope import make_ropes
-from pillion.engine.sampling.sampling_rows import Float32, States
+from pillion.kernels.step import Float32, States, StepBatch
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 

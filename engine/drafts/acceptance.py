@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import Int32
+from pillion.kernels.step import Int32
 from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
 
 Float64 = npt.NDArray[np.float64]

@@ -28,12 +28,11 @@ from typing import Protocol
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import States
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import ChainOrder, SequencePiece
+from pillion.kernels.step import Int32, States
 from pillion.kvstore.hashing import request_root
 
 # After draft chains had to give up slots, or got none, no new draft chain is ordered for this time.

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.acceptance import (
     UNKNOWN_RATE,
     UNKNOWN_WEIGHT,
@@ -35,6 +34,7 @@ from pillion.engine.drafts.acceptance import (
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kernels.step import Int32
 from pillion.speculative_config import SpeculativeConfig
 
 # The cost of steps is assumed to be linear between these numbers of rows, the knots. Each measured step moves the costs

@@ -18,11 +18,12 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import Backend, BackendLost, Int32, KVLayout, PoolPlace, StepBatch
+from pillion.engine.backends.backend import Backend, BackendLost, KVLayout, PoolPlace
 from pillion.engine.backends.batching import build_guess_sampling, build_rows
 from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftPlan
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.errors import ConfigError
+from pillion.kernels.step import Int32, StepBatch
 
 log = logging.getLogger("pillion.worker")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.scheduling.sequence import Sequence
+from pillion.kernels.step import Int32
 
 
 class Drafter(Protocol):

@@ -21,11 +21,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftShape, OwnChain, OwnChains
-from pillion.engine.sampling.sampling_rows import States
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.kernels.step import Int32, States
 
 # This many positions of a stream may have states that wait for a pass of the head; beyond that, the newer half of them
 # is kept.

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, StepBatch
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout
 from pillion.engine.backends.host_backend import FinishedStep, HostBackend
 from pillion.engine.drafts.draft_chains import DraftPlan
 from pillion.engine.drafts.draft_model import DraftModel
@@ -29,7 +29,7 @@ from pillion.engine.drafts.eagle_weights import EagleWeights
 from pillion.engine.models.decoder import LayerRun
 from pillion.engine.models.rope import make_ropes
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
+from pillion.kernels.step import Sampled, SamplingRows, States, StepBatch
 from pillion.kernels.torch.torch_attention import StepAttention
 
 

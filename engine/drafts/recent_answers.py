@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import Int32
+from pillion.kernels.step import Int32
 
 Int64 = npt.NDArray[np.int64]
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, StateSlots, StepBatch
 from pillion.engine.drafts.draft_chains import DraftChain, DraftPlan, DraftShape, OwnChain, OwnChains
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.scheduling.sequence import Sequence
+from pillion.kernels.step import Int32, StateSlots, StepBatch
 
 # A chain has so many states: the base, and two that guesses read and write in turn.
 STATES = 3

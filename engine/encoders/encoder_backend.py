@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import StepBatch, kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -13,8 +13,8 @@ from pillion.engine.checkpoints.weights import DTYPES
 from pillion.engine.encoders.encoder import Encoder
 from pillion.engine.encoders.encoder_weights import read_tensors
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.sampling.sampling_rows import Float32
 from pillion.errors import Internal
+from pillion.kernels.step import Float32, StepBatch
 
 
 class EncoderBackend(HostBackend):

@@ -22,7 +22,7 @@ from pillion.engine.adapters.adapter_config import MERGE
 from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, plain_shapes, row_slots
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, VirtualTokens, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
-from pillion.engine.backends.backend import Int32, PackedAdapter, StepBatch, check_slot
+from pillion.engine.backends.backend import PackedAdapter, check_slot
 from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.engine.backends.gpu.pool_parts import PartRows
@@ -38,6 +38,7 @@ from pillion.kernels.gpu.products.low_rank_product import (
     add_low_rank,
     padded_rank,
 )
+from pillion.kernels.step import Int32, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from pillion.engine.backends.backend import KVLayout, StepBatch
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.device_memory import event_on
 from pillion.engine.backends.gpu.gpu_backend import BoundPool, GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
 from pillion.engine.stages.stage_clock import Worked
+from pillion.kernels.step import StepBatch
 
 
 class GpuStageBackend(GpuBackend):

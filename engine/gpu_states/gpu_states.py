@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.backend import KVLayout, StateSlots, StepBatch
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_model import GpuMatrix, GpuModel
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.backends.gpu.state_layers import StateOperation
@@ -29,6 +29,7 @@ from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, unit_heads
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
+from pillion.kernels.step import StateSlots, StepBatch
 
 # Pieces' places are in values of this many bytes.
 _VALUE_BYTES = 4

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import StateSlots, StepBatch
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.errors import Internal
 from pillion.kernels.gpu_states.state_places import SIDES, StepOfStates
+from pillion.kernels.step import StateSlots, StepBatch
 
 
 class StateRecord:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Protocol
 
-from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.kernels.step import UInt32
 
 
 class TokenMatcher(Protocol):

@@ -28,9 +28,9 @@ from pillion.cores import give_way
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
-from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import BrokenGrammar, InvalidRequest
 from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
+from pillion.kernels.step import UInt32
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

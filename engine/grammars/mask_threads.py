@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar, TokenMatcher
-from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.kernels.step import UInt32
 
 # A step waits this long for the masks of its rows; a row whose mask is late is not sampled in that step.
 MASK_WAIT_MS = 5

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pillion.engine.grammars.mask_threads import MASK_WAIT_MS, MaskRows
-from pillion.engine.sampling.sampling_rows import Bool, Int64, UInt32
 from pillion.engine.scheduling.step_plan import StepPlan
+from pillion.kernels.step import Bool, Int64, UInt32
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Implements :class:`pillion.engine.sampling.sampling_rows.RowMasks`.
+    """Implements :class:`pillion.kernels.step.RowMasks`.
 
     ``asked`` has the masks of each sequence with a grammar, and how many of the step's rows use them: the rows of its
     piece, or, where siblings begin, one row for each of them with the same mask.

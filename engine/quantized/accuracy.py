@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 
 from pillion.config import WorkerFlags
 from pillion.engine.assemble_worker import load_model
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.errors import ConfigError
+from pillion.kernels.step import StepBatch
 
 WINDOW_TOKENS = 256
 # These words name the text that is predicted, which is installed with Python.

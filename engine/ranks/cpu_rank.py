@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.core_lending_table import CoreShare
-from pillion.engine.backends.backend import BackendLost, StepBatch
+from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.models.model_config import ModelConfig
@@ -22,6 +22,7 @@ from pillion.engine.ranks.rank_meeting import LOGITS, MEETING, PARTIAL, PARTIALS
 from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember
 from pillion.errors import Internal
 from pillion.kernels.cpu.runtime.program import Program
+from pillion.kernels.step import StepBatch
 
 
 class CpuRankBackend(CpuBackend):

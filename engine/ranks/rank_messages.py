@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pillion.engine.backends.backend import Bytes, StateSlots, StepBatch
+from pillion.engine.backends.backend import Bytes
 from pillion.errors import Internal
+from pillion.kernels.step import StateSlots, StepBatch
 from pillion.wire.attach import MAX_SHARDS
 
 # A step of thousands of long sequences stays far below this size.

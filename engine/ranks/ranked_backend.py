@@ -21,14 +21,13 @@ from pillion.engine.backends.backend import (
     InFlightStep,
     PackedAdapter,
     PoolPlace,
-    StepBatch,
     bound_adapters,
     check_slot,
 )
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
-from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
+from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StepBatch
 
 
 class ShareBackend(Backend, Protocol):

@@ -9,7 +9,6 @@
     gumbel.py          the noise, and its random numbers
     logprobs.py        log probabilities of chosen and most likely tokens
     scores.py          log probabilities of a prompt's tokens
-    sampling_rows.py   the parameters of a step's rows, as arrays, and the chosen tokens
 
 Read sampler.py first. kernels/gpu/sampling does all this on a GPU. Requests, sequences, and stop strings, which the
 gateway looks for, stay out of here.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pillion.engine.sampling.sampling_rows import Bool, Int64, RowMasks, UInt32
+from pillion.kernels.step import Bool, Int64, RowMasks, UInt32
 
 _WORD_BITS = 32
 _ALL = np.uint32(2**32 - 1)
@@ -26,7 +26,7 @@ def mask_of(token_ids: Collection[int], vocab_size: int) -> UInt32:
 
 @dataclass(frozen=True, slots=True)
 class AllowedMasks:
-    """Implements :class:`pillion.engine.sampling.sampling_rows.RowMasks` for rows with masks of their own.
+    """Implements :class:`pillion.kernels.step.RowMasks` for rows with masks of their own.
 
     Attributes:
         rows: [M] rising numbers of the rows that have such a mask, a grammar, or both.

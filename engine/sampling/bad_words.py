@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from pillion.engine.sampling.sampling_rows import Ids
+from pillion.kernels.step import Ids
 
 
 class BadWords:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
-from pillion.engine.sampling.sampling_rows import Float32, Int64, SamplingRows
+from pillion.kernels.step import Float32, Int64, SamplingRows
 
 # A row whose top_k touches more groups than this is cut on its own, over the whole vocabulary.
 MAX_HEAD_GROUPS = 256

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pillion.engine.sampling.sampling_rows import Float32, Int64, UInt64
+from pillion.kernels.step import Float32, Int64, UInt64
 
 GROUP_TOKENS = 128
 _GROUP_BITS = 7

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
-from pillion.engine.sampling.sampling_rows import Float32, Int64
+from pillion.kernels.step import Float32, Int64
 from pillion.types import TokenLogprob
 
 # This log probability is reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.

@@ -16,7 +16,7 @@ from math import isfinite
 import numpy as np
 
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
-from pillion.engine.sampling.sampling_rows import NO_IDS, Bool, Float32, Int64, RowEdit, SamplingRows, UInt32
+from pillion.kernels.step import NO_IDS, Bool, Float32, Int64, RowEdit, SamplingRows, UInt32
 
 # If a mask allows at most this many tokens, the sampler compares all of them.
 FEW_TOKENS = 512

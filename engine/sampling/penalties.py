@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pillion.engine.sampling.sampling_rows import Float32, Int64, RowEdit
+from pillion.kernels.step import Float32, Int64, RowEdit
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_wait
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import AllowedTokens, mask_rows
 from pillion.engine.sampling.penalties import edited
-from pillion.engine.sampling.sampling_rows import (
+from pillion.kernels.step import (
     MASK_LATE,
     MIN_TEMPERATURE,
     NO_IDS,

@@ -14,7 +14,7 @@ import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB, LogprobReport
 from pillion.engine.sampling.sampler import LargestLogits, sample, whole_groups
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
+from pillion.kernels.step import Sampled, SamplingRows, ScoredRows
 from pillion.types import TokenLogprob
 
 # One round on a GPU has this many rows, because its temporary values are as large as the logits.

@@ -26,10 +26,11 @@ from enum import Enum
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, PackedAdapter
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.kernels.step import Int32
 
 # A sequence whose adapter has no slot lets others whose adapter has one go first for this long.
 SLOT_PATIENCE_S = 1.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
+from pillion.kernels.step import Int32
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 
 

@@ -14,10 +14,10 @@ from enum import Enum
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.scheduling.block_manager import SlotStock
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.kernels.step import Int32
 from pillion.types import FinishReason
 
 

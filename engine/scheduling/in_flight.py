@@ -33,9 +33,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from pillion.engine.sampling.sampling_rows import Float32, Sampled
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.kernels.step import Float32, Sampled
 from pillion.types import TokenLogprob
 
 

@@ -41,7 +41,6 @@ from math import isnan
 import numpy as np
 
 from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
@@ -56,6 +55,7 @@ from pillion.engine.scheduling.step_cost import TailRoom, TokenBudget
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
+from pillion.kernels.step import MASK_LATE, Sampled
 from pillion.types import FinishReason, TokenLogprob
 
 # A step scores at most MAX_SCORED_ROWS tokens of prompts, and the logits of their rows take at most MAX_SCORED_BYTES.

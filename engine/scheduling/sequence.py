@@ -28,13 +28,12 @@ from itertools import islice
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.acceptance import GuessRecord
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.bad_words import BadWords
-from pillion.engine.sampling.sampling_rows import Float32, UInt32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
+from pillion.kernels.step import Float32, Int32, UInt32
 from pillion.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
 from pillion.types import FinishReason, SamplingParams
 

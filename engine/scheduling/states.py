@@ -33,12 +33,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pillion.engine.backends.backend import StateSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_plan import CommitOrder, SequencePiece
+from pillion.kernels.step import StateSlots
 from pillion.kvstore.hashing import state_page
 
 # A sequence begins with so many states of its own.

@@ -7,9 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pillion.engine.backends.backend import Int32, PackedAdapter, StateSlots
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
+from pillion.kernels.step import Int32, StateSlots
 from pillion.priority import NO_FLOW, Flow
 from pillion.types import FinishReason, TokenLogprob
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.core_lending_table import CoreShare
-from pillion.engine.backends.backend import Bytes, Int32, StepBatch
+from pillion.engine.backends.backend import Bytes
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
@@ -23,6 +23,7 @@ from pillion.engine.stages.stage_clock import Worked
 from pillion.engine.stages.stage_rows import StageLink
 from pillion.errors import Internal
 from pillion.kernels.cpu.runtime.program import Program
+from pillion.kernels.step import Int32, StepBatch
 
 # A type checker has to know whose methods StageShare calls; at run time it stands before one of two backends.
 if TYPE_CHECKING:

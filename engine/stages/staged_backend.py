@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pillion.engine.backends.backend import PoolPlace, StepBatch
+from pillion.engine.backends.backend import PoolPlace
 from pillion.engine.ranks.rank_messages import step_to_bytes
 from pillion.engine.ranks.rank_processes import AbortableMemory, RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedCalls, ShareBackend
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.stages.stage_clock import StageClock, Worked
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import Internal
+from pillion.kernels.step import Sampled, SamplingRows, StepBatch
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 

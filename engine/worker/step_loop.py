@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.engine.backends.backend import BackendLost, InFlightStep
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.errors import Internal
+from pillion.kernels.step import Sampled, SamplingRows
 
 Launch = Callable[[StepPlan], InFlightStep]
 Choose = Callable[[StepPlan, InFlightStep], None]

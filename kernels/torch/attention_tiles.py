@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.kernels.torch.reference import Int32, RaggedBatch
+from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
@@ -83,7 +83,7 @@ class TilePlanner:
         self,
         shape: torch.Size,
         dtype: torch.dtype,
-        batch: RaggedBatch,
+        batch: StepBatch,
         lengths: Int32,
         tile_tokens: int,
         chunked: bool = False,

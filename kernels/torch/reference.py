@@ -7,33 +7,18 @@ The pool is [slots, layers, 2, kv_heads, block_size, head_dim], K before V; a pi
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Int32 = npt.NDArray[np.int32]
-
-
-class RaggedBatch(Protocol):
-    """Holds the arrays of a step that attention needs, which ``pillion.engine.backends.backend.StepBatch`` explains."""
-
-    @property
-    def positions(self) -> Int32: ...
-    @property
-    def query_starts(self) -> Int32: ...
-    @property
-    def context_lens(self) -> Int32: ...
-    @property
-    def block_tables(self) -> Int32: ...
+from pillion.kernels.step import StepBatch
 
 
 def paged_attention(
     queries: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    batch: RaggedBatch,
+    batch: StepBatch,
     *,
     scale: float,
     window: int = 0,

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from pillion.kernels.step import Int32, StepBatch
 from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
-from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 # This function returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -31,7 +31,7 @@ class StepAttention:
     def __init__(
         self,
         pool: torch.Tensor,
-        batch: RaggedBatch,
+        batch: StepBatch,
         *,
         num_heads: int,
         scale: float,
@@ -77,7 +77,7 @@ class StepAttention:
         rows = (len(self._values) - first) // width
         return self._values[first : first + rows * width].view(rows, width)
 
-    def _rows_to_write(self, batch: RaggedBatch, lengths: Int32) -> torch.Tensor:
+    def _rows_to_write(self, batch: StepBatch, lengths: Int32) -> torch.Tensor:
         """Returns each token's rows of a layer's table: K and V of every KV head."""
         owners = np.repeat(np.arange(len(lengths)), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
@@ -195,7 +195,7 @@ class MixedAttention:
         return self._by_layer[layer].attend(layer, queries, window, sinks)
 
 
-def _clear_begun(slots: torch.Tensor, block_size: int, batch: RaggedBatch, lengths: Int32) -> None:
+def _clear_begun(slots: torch.Tensor, block_size: int, batch: StepBatch, lengths: Int32) -> None:
     """Zeroes the ``slots`` [slots, values] that the batch begins and does not fill."""
     ends = batch.context_lens
     last = ends - ends % block_size

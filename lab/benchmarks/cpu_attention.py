@@ -21,7 +21,6 @@ from rich.table import Table
 
 from lab.benchmarks.cpu_limits import AttentionRead
 from lab.benchmarks.report import save, show_table
-from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -29,6 +28,7 @@ from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from pillion.kernels.step import StepBatch
 
 BLOCK_SIZE = 16
 POOL_BYTES = 400 * 2**20

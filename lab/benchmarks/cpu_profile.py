@@ -20,12 +20,12 @@ from rich.table import Table
 from lab.benchmarks.cpu_steps import CpuStepBench, dots_rate, fastest, kernels_bench, limits_of
 from lab.benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.runtime.program import Operation
+from pillion.kernels.step import StepBatch
 
 CONTEXT_TOKENS = 264
 DECODES = (1, 8, 16, 32)

@@ -28,7 +28,7 @@ from lab.benchmarks.cpu_steps import BLOCK_SIZE, PAGE_BYTES, SINK_THREADS, dots_
 from lab.benchmarks.gpt_oss import READ_BYTES, RandomTensors, copy_layer
 from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import StateSlots, StepBatch, kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
 from pillion.engine.backends.cpu.cpu_weights import HeldMatrices, MatrixPacker
@@ -46,6 +46,7 @@ from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
 from pillion.kernels.cpu.states.convolutions import Convolve
+from pillion.kernels.step import StateSlots, StepBatch
 from pillion.kernels.torch.torch_linear import Linear
 
 STREAMS, LAYERS = 16, 4

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lab.benchmarks.cpu_limits import PeakDots, ReadAll
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -19,6 +18,7 @@ from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
+from pillion.kernels.step import StepBatch
 
 BLOCK_SIZE = 16
 SLOTS = 1280

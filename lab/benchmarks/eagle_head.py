@@ -35,7 +35,7 @@ from lab.testbed.eagle_heads import head_config, write_head
 from lab.testbed.plain_model import plain_folder
 from pillion import LLM, SamplingParams
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.kernels.step import SamplingRows
 
 CONTEXTS = (1, 4, 16, 64, 256)
 # Texts take turns: every other one is greedy, the rest is sampled.

@@ -26,7 +26,7 @@ from lab.benchmarks.cpu_limits import ReadAll
 from lab.benchmarks.cpu_steps import BLOCK_SIZE, SINK_THREADS, CpuStepBench
 from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import StepBatch, kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
 from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
@@ -44,6 +44,7 @@ from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import Operation, aligned_bytes
+from pillion.kernels.step import StepBatch
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix
 from pillion.kernels.torch.torch_linear import Linear
 

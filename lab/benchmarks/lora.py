@@ -31,9 +31,10 @@ from lab.testbed.random_adapter import random_adapter_folder
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
-from pillion.engine.backends.backend import PackedAdapter, StepBatch, bound_adapters
+from pillion.engine.backends.backend import PackedAdapter, bound_adapters
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.kernels.step import StepBatch
 
 CONTEXT_TOKENS = 264
 STREAMS, ADAPTERS = 16, 8

@@ -29,7 +29,7 @@ from lab.benchmarks.cpu_steps import BLOCK_SIZE, SLOTS, CpuStepBench, kernels_be
 from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.plain_model import plain_folder
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.backends.backend import StepBatch, kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel, load_cpu_model
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
@@ -40,6 +40,7 @@ from pillion.engine.ranks.rank_meeting import RankMeeting
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.step import StepBatch
 
 RANKS = 2
 CONTEXT_TOKENS = 264

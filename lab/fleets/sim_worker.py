@@ -26,7 +26,6 @@ import numpy as np
 from lab.fleets.clock import Clock
 from lab.fleets.host_cores import OwnCores, SharedCores
 from lab.fleets.states import FleetStates
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -36,6 +35,7 @@ from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
+from pillion.kernels.step import Sampled
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.priority import NO_FLOW, Flow
 from pillion.types import SamplingParams

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pillion.engine.backends.backend import KVLayout, StepBatch
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
 from pillion.errors import ConfigError
+from pillion.kernels.step import MIN_TEMPERATURE, Sampled, SamplingRows, StepBatch
 from pillion.types import TokenLogprob
 
 VOCAB_SIZE = 251

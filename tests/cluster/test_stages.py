@@ -28,12 +28,12 @@ from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StagedBackend
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.errors import Internal
 from pillion.gateway.assemble import model_entry
 from pillion.gateway.gateway import Gateway
+from pillion.kernels.step import SamplingRows
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode

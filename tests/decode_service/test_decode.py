@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, until
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.streams import stream_session
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.errors import Internal
+from pillion.kernels.step import StepBatch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.step import StepBatch
 from pillion.v1.decode_pb2 import Sibling
 from tests.support.fake_backend import VOCAB_SIZE, greedy, kv_of
 from tests.support.text_streams import PROMPT, VectorBackend, ask, read, vector_of

@@ -22,9 +22,9 @@ from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRows
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.step import MASK_LATE, RowEdit, SamplingRows
 from pillion.types import SamplingParams
 from tests.support.drafts import guessing
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of

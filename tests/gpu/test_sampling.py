@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.cuts import row_cut
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE
 from pillion.errors import Internal
 from pillion.kernels.gpu.sampling import sampling_record
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
 from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+from pillion.kernels.step import MIN_TEMPERATURE
 from tests.support.examples import examples
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp

@@ -28,8 +28,8 @@ from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.stages.staged_backend import StagedBackend
+from pillion.kernels.step import SamplingRows
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.gpu import cuda_driver

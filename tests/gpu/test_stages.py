@@ -20,7 +20,7 @@ from lab.testbed.conditions import result_of
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags, PrefillFlags
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import BackendLost, StepBatch
+from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
@@ -30,6 +30,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError
+from pillion.kernels.step import StepBatch
 from tests.gpu.test_backend import close
 from tests.gpu.test_quantized_models import FORMATS
 from tests.support.families import FAMILIES, make_model, tokens_of

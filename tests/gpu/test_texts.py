@@ -16,7 +16,7 @@ from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.kernels.step import SamplingRows
 from pillion.types import SamplingParams
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE

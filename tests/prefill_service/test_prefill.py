@@ -13,8 +13,8 @@ import torch
 
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.config import MAX_STEP_TOKENS
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker import worker_epoch
+from pillion.kernels.step import StepBatch
 from pillion.types import FinishReason
 from pillion.v1 import common_pb2, prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from lab.testbed.conditions import WITHIN_S
-from pillion.engine.backends.backend import StepBatch
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
+from pillion.kernels.step import Sampled, SamplingRows, StepBatch
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 

@@ -13,12 +13,11 @@ from random import Random
 
 import numpy as np
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_step_batch
 from pillion.engine.drafts.drafter import Drafter
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
+from pillion.kernels.step import Sampled, StepBatch
 from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
 from tests.support.scheduler_harness import BAD_ADAPTER, BLOCK, RowChoice, SchedulerHarness, choices_of, chosen, scored

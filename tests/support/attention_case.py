@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
 from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
+from pillion.kernels.step import StepBatch
 from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_attention
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.step import StepBatch
 
 
 class Sequences:

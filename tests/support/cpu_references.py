@@ -15,7 +15,8 @@ from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import unpack
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
-from pillion.kernels.torch.reference import RaggedBatch, paged_attention
+from pillion.kernels.step import StepBatch
+from pillion.kernels.torch.reference import paged_attention
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
 from tests.support.plain_pools import unpack_pool, write_kv
 
@@ -100,7 +101,7 @@ def reference_rotate(
 
 
 def reference_write(
-    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
+    pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 after the ends
     of blocks that the step has begun.
@@ -113,7 +114,7 @@ def reference_write(
 
 
 def reference_write_codes(
-    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor, kind: str, size: int
+    pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tensor, values: torch.Tensor, kind: str, size: int
 ) -> torch.Tensor:
     """As :func:`reference_write` for a pool in 8 bits with blocks of ``size`` tokens; scales of V are 0 after ends."""
     codes, scales = unpack_codes(pool, size, kind)
@@ -126,7 +127,7 @@ def reference_write_codes(
     return pack_codes(codes, scales)
 
 
-def _begun(batch: RaggedBatch, block_size: int) -> Iterator[tuple[int, slice]]:
+def _begun(batch: StepBatch, block_size: int) -> Iterator[tuple[int, slice]]:
     """The blocks that this step has begun and not filled, and the rows after their ends."""
     for seq, end in enumerate(batch.context_lens.tolist()):
         first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
@@ -222,7 +223,7 @@ def reference_attention(
     queries: torch.Tensor,
     packed_pool: torch.Tensor,
     layer: int,
-    batch: RaggedBatch,
+    batch: StepBatch,
     *,
     scale: float,
     window: int = 0,

@@ -21,11 +21,11 @@ from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_bits
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapters
-from pillion.engine.backends.backend import KVLayout, PackedAdapter, PoolPlace, StepBatch
+from pillion.engine.backends.backend import KVLayout, PackedAdapter, PoolPlace
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.sampling.sampling_rows import States
+from pillion.kernels.step import States, StepBatch
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97

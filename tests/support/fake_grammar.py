@@ -13,7 +13,7 @@ from random import Random
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskJob, MaskThreads
-from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.kernels.step import UInt32
 from tests.support.fake_backend import VOCAB_SIZE
 
 

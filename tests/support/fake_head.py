@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_chains import DraftPlan
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.eagle_chains import EagleChain
+from pillion.kernels.step import Int32
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of
 
 Int64 = npt.NDArray[np.int64]

@@ -19,13 +19,14 @@ from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapters
-from pillion.engine.backends.backend import BackendLost, PackedAdapter, StepBatch
+from pillion.engine.backends.backend import BackendLost, PackedAdapter
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.ranks import rank_processes
 from pillion.engine.ranks.rank_main import LoadedShare, run_rank
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedAheadBackend, RankedBackend
 from pillion.errors import ConfigError
+from pillion.kernels.step import StepBatch
 from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import FakeAdapters, FakeBackend, FakeModel, Int64, prepared_model, run
 

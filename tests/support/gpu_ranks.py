@@ -17,13 +17,13 @@ import torch
 import torch.multiprocessing
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter, StepBatch
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.ranks.rank_shard import RankShard
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.kernels.step import SamplingRows, StepBatch
 from tests.support.gpu import DEVICE
 
 # The interpreter takes a second or two for a step, on a loaded machine many.

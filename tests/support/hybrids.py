@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import StateSlots, StepBatch
+from pillion.kernels.step import StateSlots, StepBatch
 from tests.support.torch_model import BackendDriver
 
 ATTENTION, LINEAR = "full_attention", "linear_attention"

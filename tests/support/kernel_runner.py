@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
+from pillion.kernels.step import StepBatch
 from tests.support.kernel_cache import kept_kernels
 
 

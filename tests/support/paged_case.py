@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, piece_size
+from pillion.kernels.step import StepBatch
 from pillion.kernels.torch.reference import paged_attention
 from tests.support.batches import Sequences
 

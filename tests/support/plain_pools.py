@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from pillion.kernels.cpu.attention.kv_layout import LANES, _pair, _turned
-from pillion.kernels.torch.reference import RaggedBatch
+from pillion.kernels.step import StepBatch
 
 
-def write_kv(pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor) -> None:
+def write_kv(pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Writes keys and values [T, kv_heads, head_dim] of the batch's T tokens into their rows of ``layer``."""
     block_size = pool.shape[4]
     for sequence, table in enumerate(batch.block_tables):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter, StepBatch
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.cpu import cpu_model as module
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
@@ -20,6 +20,7 @@ from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_memory import NAP_NS, RankMember, RankMemory
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.step import StepBatch
 from tests.support.kernel_cache import kept_kernels
 
 MAX_TOKENS = 1024

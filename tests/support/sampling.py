@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 
 from pillion.engine.sampling.cuts import cuts, group_maxima
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
-from pillion.engine.sampling.sampling_rows import NO_IDS, Bool, Int64, RowEdit, SamplingRows, UInt32
+from pillion.kernels.step import NO_IDS, Bool, Int64, RowEdit, SamplingRows, UInt32
 
 # The probability with which a right sampler fails one chi-square test. The draws are fixed by their seeds, so a test
 # that passes once passes always.

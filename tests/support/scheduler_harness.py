@@ -11,14 +11,12 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.worker_drafts import chains_of
 from pillion.engine.grammars.mask_threads import MaskRows
-from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -37,6 +35,7 @@ from pillion.engine.scheduling.step_plan import (
     Update,
 )
 from pillion.errors import NotFound, PillionError
+from pillion.kernels.step import MASK_LATE, Sampled, StepBatch
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter, StepBatch
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.cpu import cpu_backend as module
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -22,6 +22,7 @@ from pillion.engine.stages.stage_loading import hidden_bytes
 from pillion.engine.stages.stage_rows import StageLink, StageRows
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.step import StepBatch
 from tests.support.kernel_cache import kept_kernels
 
 MAX_TOKENS = 256

@@ -8,7 +8,7 @@ from lab.testbed.cluster import ServedCluster
 from lab.testbed.conditions import wait_for
 from lab.testbed.faults.points import BY_NAME
 from pillion import Client
-from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.step import StepBatch
 from pillion.types import FinishReason
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, kv_of
 from tests.support.workers import Answer, Connection, Workers, submit_of

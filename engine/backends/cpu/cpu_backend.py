@@ -20,13 +20,7 @@ import torch
 
 from pillion.core_lending_table import CoreShare
 from pillion.engine.adapters.cpu_adapters import CpuAdapters
-from pillion.engine.backends.backend import (
-    Bytes,
-    Int32,
-    StepBatch,
-    bound_adapters,
-    distinct_rows,
-)
+from pillion.engine.backends.backend import Bytes, bound_adapters, distinct_rows
 from pillion.engine.backends.cpu.cpu_model import (
     CpuModel,
     ModelPlan,
@@ -37,7 +31,6 @@ from pillion.engine.backends.cpu.cpu_model import (
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampler import LargestLogits
-from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.cpu_attention import step_field
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
@@ -53,6 +46,7 @@ from pillion.kernels.cpu.runtime.program import (
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES
+from pillion.kernels.step import Float32, Int32, States, StepBatch
 
 log = logging.getLogger("pillion.worker")
 

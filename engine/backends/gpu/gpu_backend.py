@@ -31,8 +31,6 @@ from pillion.engine.backends.backend import (
     BackendLost,
     KVLayout,
     PoolPlace,
-    StateSlots,
-    StepBatch,
     bound_adapters,
     checked_copies,
     checked_memory,
@@ -47,12 +45,12 @@ from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.gpu_states.gpu_states import GpuStates
-from pillion.engine.sampling.sampling_rows import Bool, Float32, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.step import Bool, Float32, RowEdit, Sampled, SamplingRows, StateSlots, StepBatch, UInt32
 from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")

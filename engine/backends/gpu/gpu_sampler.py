@@ -23,13 +23,13 @@ from pillion.engine.backends.gpu.device_memory import event_on, to_device, to_ho
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
 from pillion.engine.sampling.sampler import whole_groups
-from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
 from pillion.engine.sampling.scores import entries, most_alternatives, score
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.kernels.step import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
 from pillion.types import TokenLogprob
 
 # This many rows of 4 bytes each are 16 bytes, to which the kernels' vectors are aligned.

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import Int32, StepBatch
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
+from pillion.kernels.step import Int32, StepBatch
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
 HOST_RECORDS = 3

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from pillion.engine.backends.backend import StateSlots, StepBatch
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.models.layer_operations import DeltaRule, ShortConvolution, StateSpace
+from pillion.kernels.step import StateSlots, StepBatch
 
 StateOperation = ShortConvolution | DeltaRule | StateSpace
 

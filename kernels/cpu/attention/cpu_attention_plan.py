@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pillion.kernels.torch.reference import Int32, RaggedBatch
+from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
@@ -62,7 +62,7 @@ class CpuAttentionPlanner:
         self._partial_rows = partial_rows
         self._window = window
 
-    def plan(self, batch: RaggedBatch) -> CpuAttentionPlan:
+    def plan(self, batch: StepBatch) -> CpuAttentionPlan:
         """Returns the plan for all rows of ``batch``. A sequence's positions must be consecutive, and no sequence
         empty."""
         single = len(batch.positions) == len(batch.context_lens) and self._group <= self._narrow
@@ -75,7 +75,7 @@ class CpuAttentionPlanner:
         order = np.argsort(-tokens, kind="stable")
         return CpuAttentionPlan(items[order], merges)
 
-    def _single_rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
+    def _single_rows(self, batch: StepBatch) -> tuple[Int32, Int64]:
         """Returns what :meth:`_rows` returns, for batches with one token of each sequence, which makes one item
         each."""
         limits = batch.context_lens.astype(np.int64)
@@ -91,7 +91,7 @@ class CpuAttentionPlanner:
         items[:, FIRST] = lowest // PARTITION_TOKENS
         return items, limits - lowest
 
-    def _rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
+    def _rows(self, batch: StepBatch) -> tuple[Int32, Int64]:
         """Returns the items before they are cut, and the number of tokens in the context of each."""
         starts = batch.query_starts.astype(np.int64)
         begins, counts = starts[:-1], np.diff(starts)

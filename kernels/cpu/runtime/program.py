@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS
-from pillion.kernels.torch.reference import Int32, RaggedBatch
+from pillion.kernels.step import Int32, StateSlots, StepBatch
 
 # Buffers grow in steps of this many rows, so that they grow seldom.
 ROWS_STEP = 64
@@ -208,29 +208,7 @@ class Bounds:
     state_pages: int = 0
 
 
-class StepStateSlots(Protocol):
-    """Holds the slots of a step's states; ``pillion.engine.backends.backend.StateSlots`` documents them."""
-
-    @property
-    def reads(self) -> Int32: ...
-    @property
-    def writes(self) -> Int32: ...
-
-
-class BatchArrays(RaggedBatch, Protocol):
-    """Holds the arrays of a step; ``pillion.engine.backends.backend.StepBatch`` documents them."""
-
-    @property
-    def token_ids(self) -> Int32: ...
-    @property
-    def sample_rows(self) -> Int32: ...
-    @property
-    def rope_rows(self) -> Int32 | None: ...
-    @property
-    def states(self) -> StepStateSlots | None: ...
-
-
-def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
+def check_batch(batch: StepBatch, bounds: Bounds) -> None:
     """Raises Internal where a kernel could leave its memory with this batch."""
     ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
@@ -266,7 +244,7 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
         _check_states(batch.states, (seqs, bounds.state_pages), bounds.num_slots)
 
 
-def _check_states(states: StepStateSlots | None, shape: tuple[int, int], num_slots: int) -> None:
+def _check_states(states: StateSlots | None, shape: tuple[int, int], num_slots: int) -> None:
     """Raises Internal where a kernel could leave the pool with these slots of states."""
     if states is None:
         raise Internal("a batch names no slots for its sequences' states")

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.errors import Internal
-from pillion.kernels.torch.reference import Int32, RaggedBatch
+from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
@@ -192,7 +192,7 @@ class GpuAttentionPlanner:
         """Returns where a record has the numbers of merges of a window; the offset is the same in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
 
-    def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
+    def plan(self, batch: StepBatch) -> GpuAttentionPlan:
         """Plans all rows of ``batch``. A sequence's positions are consecutive and end with its context.
 
         Raises Internal for a batch beyond the limits.

@@ -16,71 +16,24 @@ kernel applies edits in any order. The subtrahend of banned ids is infinite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
-Float32 = npt.NDArray[np.float32]
+from pillion.kernels.step import MIN_TEMPERATURE, Int32, RowEdit, SamplingRows
 
 RECORD_FIELDS = 8
 EDIT_FIELDS = 5
-# Rows below this temperature are greedy; engine.sampling.sampling_rows has the same number and explains it.
-MIN_TEMPERATURE = float(np.float32(1e-5))
 _GREEDY, _NO_ROW = np.float32(0.0), np.float32(-1.0)
 
 
-class Rows(Protocol):
-    """Holds the parameters of R rows, each [R]; ``engine.sampling.sampling_rows.SamplingRows`` explains them."""
-
-    @property
-    def temperature(self) -> Float32: ...
-    @property
-    def top_k(self) -> Int64: ...
-    @property
-    def top_p(self) -> Float32: ...
-    @property
-    def min_p(self) -> Float32: ...
-    @property
-    def seeds(self) -> UInt64: ...
-    @property
-    def positions(self) -> Int64: ...
-
-
-class Edit(Protocol):
-    """Holds changes of single logits of one row, which ``engine.sampling.sampling_rows.RowEdit`` explains."""
-
-    @property
-    def row(self) -> int: ...
-    @property
-    def biased(self) -> Int64: ...
-    @property
-    def bias(self) -> Float32: ...
-    @property
-    def seen(self) -> Int32 | Int64: ...
-    @property
-    def repetition(self) -> float: ...
-    @property
-    def answered(self) -> Int32 | Int64: ...
-    @property
-    def presence(self) -> float: ...
-    @property
-    def frequency(self) -> float: ...
-    @property
-    def banned(self) -> Int64: ...
-
-
-def cuts_any(rows: Rows) -> bool:
+def cuts_any(rows: SamplingRows) -> bool:
     """Returns whether a drawn row keeps less than its whole vocabulary, so that the step needs the kernels that find
     cuts."""
     some = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
     return bool((some & (rows.temperature >= MIN_TEMPERATURE)).any())
 
 
-def pack_rows(rows: Rows, padded_to: int = 0) -> Int32:
+def pack_rows(rows: SamplingRows, padded_to: int = 0) -> Int32:
     """Packs the records [max(R, padded_to), RECORD_FIELDS]; rows beyond R are padding."""
     count = len(rows.positions)
     table = np.zeros((max(count, padded_to), RECORD_FIELDS), np.int32)
@@ -105,7 +58,7 @@ class EditPacker:
         # By id, this is the index of its last occurrence. It is written before it is read, and so never cleared.
         self._slots = np.zeros(vocab_size, np.int32)
 
-    def pack(self, edits: Sequence[Edit]) -> Int32:
+    def pack(self, edits: Sequence[RowEdit]) -> Int32:
         """Packs the records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
 
         The time is proportional to the lengths of the histories, which are not sorted.
@@ -113,7 +66,7 @@ class EditPacker:
         parts = [self._of_row(edit) for edit in edits]
         return np.concatenate(parts) if parts else np.empty((0, EDIT_FIELDS), np.int32)
 
-    def _of_row(self, edit: Edit) -> Int32:
+    def _of_row(self, edit: RowEdit) -> Int32:
         banned = edit.banned[edit.banned < self._vocab_size]
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, banned)).astype(np.int64, copy=False)
         order = np.arange(len(ids), dtype=np.int32)

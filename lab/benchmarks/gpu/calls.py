@@ -14,7 +14,7 @@ import torch
 
 from lab.benchmarks.gpu.bench import Bench, rotations
 from lab.benchmarks.gpu.shapes import LlamaShape
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.kernels.step import SamplingRows
 from pillion.types import SamplingParams
 
 EPS = 1e-5

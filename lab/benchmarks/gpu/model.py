@@ -13,14 +13,14 @@ import torch
 from lab.benchmarks.gpu.bench import Bench
 from lab.benchmarks.gpu.calls import sampled_rows
 from lab.benchmarks.gpu.shapes import LlamaShape, Tables, shape_of
-from pillion.engine.backends.backend import KVLayout, StepBatch
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.model_shard import whole_model
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.kernels.step import SamplingRows, StepBatch
 
 BLOCK_SIZE = 16
 # Steps in flight at once: the running step, and the one after it.

@@ -9,8 +9,8 @@ import torch
 
 from lab.benchmarks.gpu.bench import Bench
 from lab.benchmarks.gpu.shapes import BatchEntry, LlamaShape, Tables
-from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
+from pillion.kernels.step import StepBatch
 
 # The scale of all keys of a float8 pool, at which scores are neither all alike nor one-hot after a softmax.
 FP8_SCALE = 0.5

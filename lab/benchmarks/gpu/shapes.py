@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.step import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from lab.benchmarks.gpu.bench import Bench, Row
 from lab.benchmarks.gpu.model import Pace, RandomModel, RunningBackend
 from lab.benchmarks.gpu.shapes import Tables, decodes
-from pillion.engine.backends.backend import StepBatch
+from pillion.kernels.step import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
 # The first steps compile kernels that no graph holds.

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
+from pillion.kernels.step import StepBatch
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver, perturb_vectors

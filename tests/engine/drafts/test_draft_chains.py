@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.state_drafts import STATES, StateDraftModel
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import StepPlan
+from pillion.kernels.step import Int32, Sampled
 from tests.engine.drafts.test_draft_control import ROW_S, TimedHarness
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
 from tests.support.examples import examples

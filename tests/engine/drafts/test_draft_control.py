@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.acceptance import STREAM_FADING, Acceptance
 from pillion.engine.drafts.draft_control import MOST_PROBING_CREDIT_S, MOST_PROBING_SHARE, DraftControl, RowCosts
 from pillion.engine.drafts.drafter import Drafter
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kernels.step import Int32, Sampled
 from pillion.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import OracleDrafter, sequence_of
 from tests.support.drafts import speculate

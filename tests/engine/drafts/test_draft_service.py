@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.drafts import draft_chains, draft_control, worker_drafts
 from pillion.engine.drafts.draft_chains import DraftChains, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.worker.heartbeat import Heartbeats
+from pillion.kernels.step import StepBatch
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2

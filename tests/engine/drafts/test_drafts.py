@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import NGramDrafter
@@ -15,6 +14,7 @@ from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.kernels.step import Int32
 from tests.support.drafts import guessing, speculate
 from tests.support.examples import examples
 from tests.support.fake_grammar import number_of

@@ -15,7 +15,7 @@ from pillion.engine.grammars import mask_threads
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskRows, MaskThreads
-from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.kernels.step import UInt32
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
 from tests.support.grammars import follow

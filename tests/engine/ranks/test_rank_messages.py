@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import StateSlots, StepBatch
 from pillion.engine.ranks import rank_messages
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
 from pillion.errors import Internal
+from pillion.kernels.step import StateSlots, StepBatch
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pillion.engine.sampling.cuts import cuts, group_maxima, in_nucleus, surely_in_nucleus
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampler import LargestLogits, sample
-from pillion.engine.sampling.sampling_rows import NO_TOKEN
+from pillion.kernels.step import NO_TOKEN
 from tests.support.examples import examples
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pillion.engine.sampling.cuts import group_maxima
 from pillion.engine.sampling.masks import FEW_TOKENS, AllowedTokens
 from pillion.engine.sampling.sampler import LargestLogits, sample
-from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_TOKEN, SamplingRows
+from pillion.kernels.step import MASK_LATE, NO_TOKEN, SamplingRows
 from tests.support.examples import examples
 from tests.support.sampling import GivenMasks, RowParameters, packed_bits, rows_of, unpruned
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
-from pillion.engine.sampling.sampling_rows import ScoredRows
 from pillion.engine.sampling.scores import (
     ROUND_ROWS,
     entries,
@@ -18,6 +17,7 @@ from pillion.engine.sampling.scores import (
     score,
     score_on_host,
 )
+from pillion.kernels.step import ScoredRows
 from tests.support.sampling import RowParameters, rows_of
 
 

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -22,6 +20,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kernels.step import Int32, Sampled
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.scheduling.test_properties import ANSWER, CANCEL, CROWD, FLOW, LOAD, PUNCTUAL, STEP, begin_with

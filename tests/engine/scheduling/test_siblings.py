@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import copy_partial_block
+from pillion.kernels.step import Sampled
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
 

@@ -12,13 +12,12 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.drafts.draft_chains import DraftPasses, DraftShape
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import StepPlan
+from pillion.kernels.step import Sampled, StepBatch
 from tests.engine.drafts.test_draft_chains import drafting
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.drafts.test_eagle_chains import head_of, heading

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_cost import (
@@ -32,6 +31,7 @@ from pillion.engine.scheduling.step_model import (
     seconds_beside,
 )
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kernels.step import Sampled
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 

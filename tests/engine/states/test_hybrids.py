@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import StateSlots, kv_layout
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import parse_config
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.step import StateSlots
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import PROMPT_TOKENS, make_model, tokens_of
 from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver, token_by_token

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, loop_turns, until, within
-from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker.worker import Worker
+from pillion.kernels.step import StepBatch
 from pillion.types import SamplingParams, TokenLogprob
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy

@@ -12,10 +12,10 @@ import pytest
 from lab.testbed.conditions import loop_turns, until, within
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.host_backend import FinishedStep
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 from pillion.errors import PillionError
+from pillion.kernels.step import Sampled
 
 
 class Counting:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.benchmarks.gpu.line import BLOCK_SIZE, EngineLoad, EngineLoop
-from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.kernels.step import Sampled
 
 TOKEN = 7
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from pillion import errors
-from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
 from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused
 from pillion.gateway.request.request_telemetry import readings as under_way
+from pillion.kernels.step import Sampled
 from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter

@@ -1,4 +1,5 @@
-"""Holds the sampling parameters of a step's rows, as arrays, and the chosen tokens. Imports no torch."""
+"""Describes one step as arrays: the tokens to run and where their KV is, the parameters with which rows are sampled,
+and the chosen tokens. Kernels and backends read these; the scheduler's plan is made into them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,6 +37,71 @@ _OF_ROWS = [
     for name, one in SAMPLING_OPTIONS.items()
     if one.of_rows
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Says where the states of a step's sequences are, for models whose layers carry one.
+
+    Attributes:
+        reads: [S, pages] the slots that hold each sequence's state before the step's tokens; -1 where there are none.
+        writes: [S, pages] the slots into which the step writes the state after them.
+    """
+
+    reads: Int32
+    writes: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Is a ragged batch of S sequences with T query tokens in all, over a paged KV pool.
+
+    Attributes:
+        token_ids: [T] ids of the tokens to run, sequence after sequence. ``Backend.launch`` explains ids below 0.
+        positions: [T] position of each token in its sequence.
+        query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
+        context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
+        block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
+            writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
+        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a
+            row may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
+            logits are wanted, and of the last P the hidden states are (Sampled.pooled). Empty for pure prefill.
+        rope_rows: [T] each token's row of the rotary tables; None where that is its position.
+        adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
+            sequence has one.
+        states: where the sequences' states are; None in a model without them.
+        pooled: P, how many rows give their hidden states.
+        pooled_ids: what texts want, row by row in their order: the tokens whose logits are wanted of the next row
+            before the last P, or () for the hidden state of the next one of these.
+        seconds: [S] where a sequence that is a pair of texts has the second one's first token, and 0 for a single text;
+            None where all are single. Encoders read it.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    query_starts: Int32
+    context_lens: Int32
+    block_tables: Int32
+    sample_rows: Int32
+    rope_rows: Int32 | None = None
+    adapters: Int32 | None = None
+    states: StateSlots | None = None
+    pooled: int = 0
+    pooled_ids: tuple[tuple[int, ...], ...] = ()
+    seconds: Int32 | None = None
+
+    @property
+    def table_rows(self) -> Int32:
+        """Returns [T], each token's row of the rotary tables."""
+        return self.positions if self.rope_rows is None else self.rope_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
 
 
 def _no_ids() -> Int64:
