@@ -28,5 +28,7 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   stopped components).
 - Shared code: `report` (results and the machine), `plot` (charts), `traces` and `mooncake` (made request traces).
 
-Open `report` first. Modules here import `pillion`, `lab.testbed` and `lab.fleets`, never `tests`.
+Those that take seconds at their smallest size run so in `make test-long`
+(tests/lab/benchmarks/test_every_benchmark.py). Open `report` first. Modules here import `pillion`, `lab.testbed` and
+`lab.fleets`, never `tests`.
 """
