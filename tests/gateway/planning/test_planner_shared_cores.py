@@ -14,7 +14,7 @@ from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
-from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
+from tests.support.planner_components import COST, decode, is_shared, lengths_of, node, prefill, snapshot
 
 HALF = {"core_lending_table": "table-1", "core_share": 0.5}
 AUTO = {"target_itl_ms": 0.0, "target_itl_steps": 2.5}
@@ -28,7 +28,7 @@ def on_shared_cores(*, prefill_ranges: int = 0, streams: int = 0, **fields: floa
 
 def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
     """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
-    demand = {"demand_per_s": (1.0, 0.0), "decode_lengths": PromptLengths.of(1024.0)}
+    demand = {"demand_per_s": (1.0, 0.0), "decode_lengths": lengths_of(1024.0)}
     queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
     crowd, apart = on_shared_cores(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
     for prompt in (256, 1024, 2000):
@@ -46,7 +46,7 @@ def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
     _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
         disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
-        demand = {"demand_per_s": (1.0 / slow, 0.0), "decode_lengths": PromptLengths.of(1024.0)}
+        demand = {"demand_per_s": (1.0 / slow, 0.0), "decode_lengths": lengths_of(1024.0)}
         assert not is_shared(make_plan(snapshot(1024, (node(0), prefill_ranges, disturbed), **demand)))
 
 
@@ -75,7 +75,7 @@ def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None
 
 def test_prompts_keep_all_cores_because_short_ones_overtake_long_ones() -> None:
     """Beside a long one they would only take longer, and a short one does not wait for the queue."""
-    short = {"demand_per_s": (2.0, 0.4), "decode_lengths": PromptLengths.of(100.0)}
+    short = {"demand_per_s": (2.0, 0.4), "decode_lengths": lengths_of(100.0)}
     for tokens in (100, 2000):
         assert not is_shared(make_plan(snapshot(tokens, on_shared_cores(streams=2), **short)))
         queue = on_shared_cores(streams=2, running_requests=3, queued_tokens=2000)
@@ -89,7 +89,7 @@ LOADS = st.fixed_dictionaries(
 
 def price_s(prompt: int, demand: tuple[float, float], lengths: tuple[float, ...], load: dict[str, int]) -> float:
     decided = make_plan(
-        snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, decode_lengths=PromptLengths.of(*lengths))
+        snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, decode_lengths=lengths_of(*lengths))
     )
     assert decided.split_decision is not None
     return decided.split_decision.route.price_s

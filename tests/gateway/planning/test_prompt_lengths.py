@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.gateway.planning.plan_cost import UNKNOWN_LENGTHS, Demand, PromptLengths, Queue
+from pillion.gateway.planning.plan_cost import UNKNOWN_LENGTHS, Demand, Queue
 from pillion.gateway.planning.planner import make_plan
-from tests.support.planner_components import decode, is_shared, node, prefill, snapshot
+from tests.support.planner_components import decode, is_shared, lengths_of, node, prefill, snapshot
 
-MIXED = PromptLengths.of(100.0, 100.0, 100.0, 100.0, 2000.0)
+MIXED = lengths_of(100.0, 100.0, 100.0, 100.0, 2000.0)
 
 
 def test_followers_cost_what_goes_first() -> None:
@@ -89,6 +89,6 @@ def test_a_short_prompt_stays_where_it_overtakes_the_queue() -> None:
     """The prefill worker's step is long, and the decode worker's prompts wait for it without much harm."""
     busy = {"queued_tokens": 6000, "running_requests": 3}
     components = (node(0), prefill(**busy), decode(streams=2, **(busy | {"running_requests": 5})))
-    lengths = {"decode_lengths": PromptLengths.of(2000.0), "prefill_lengths": PromptLengths.of(2000.0)}
+    lengths = {"decode_lengths": lengths_of(2000.0), "prefill_lengths": lengths_of(2000.0)}
     assert not is_shared(make_plan(snapshot(100, components, **lengths)))
     assert is_shared(make_plan(snapshot(2000, components, **lengths)))
