@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -65,9 +64,7 @@ ASSUMED_POSITION = 512
 # Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
-# Prompts whose lengths differ by less than a factor of 2 ** (1 / STEPS_PER_DOUBLING) may be in one group.
-STEPS_PER_DOUBLING = 2
-# A length that was seen less than this often, after fading, is forgotten.
+# Lengths of prompts count as unknown when fewer prompts than this are left of them, after fading.
 LEAST_SEEN = 1e-3
 
 
@@ -77,41 +74,23 @@ def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float
     return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.piece_s(ASSUMED_POSITION)) / step_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLengths:
-    """Holds how long prompts are, counted in the tokens that have to be computed for them.
+class PromptLengths(NamedTuple):
+    """Says how long prompts are, counted in the tokens that have to be computed for them; 0.0 where that is not known.
 
     Attributes:
-        groups: pairs of the mean length of a group of like prompts and the share of all prompts that are in it, the
-            shortest first; empty where nothing is known.
+        mean_tokens: the mean length of a prompt.
+        typical_tokens: the length of the prompt that a worker is busy with, on the average: the mean, where each prompt
+            weighs as much as it is long.
     """
 
-    groups: tuple[tuple[float, float], ...] = ()
-
-    @classmethod
-    def of(cls, *lengths: float) -> PromptLengths:
-        """Describes prompts of these lengths, each as frequent as the others."""
-        return cls(tuple((length, 1 / len(lengths)) for length in sorted(lengths)))
-
-    @property
-    def mean_tokens(self) -> float:
-        """Gives the mean length of a prompt; 0.0 where nothing is known."""
-        return sum(length * share for length, share in self.groups)
-
-    @property
-    def typical_tokens(self) -> float:
-        """Gives the length of the prompt that a worker is busy with, on the average: the mean, where each prompt
-        weighs as much as it is long. It is 0.0 where nothing is known."""
-        every = self.mean_tokens
-        return sum(length * length * share for length, share in self.groups) / every if every else 0.0
+    mean_tokens: float = 0.0
+    typical_tokens: float = 0.0
 
     def follower_share(self, tokens: int) -> float:
-        """Returns the share of the seconds of a prompt of ``tokens`` tokens, 0 to 1, that it costs to have it served
-        beside a request that comes after it: one that is not shorter waits for it, and for one that is shorter it waits
-        itself. It is 1.0 where nothing is known."""
-        if not self.groups or tokens <= 0:
-            return 1.0
-        return sum(share * min(1.0, length / tokens) for length, share in self.groups)
+        """Returns about the share of the seconds of a prompt of ``tokens`` tokens, 0 to 1, that it costs to have it
+        served beside a request that comes after it: one that is not shorter waits for it, and for one that is shorter
+        it waits itself. It is 1.0 where nothing is known."""
+        return min(1.0, self.mean_tokens / tokens) if self.mean_tokens and tokens > 0 else 1.0
 
 
 UNKNOWN_LENGTHS = PromptLengths()
@@ -423,29 +402,26 @@ class RecentLengths:
     """Measures how long prompts are; the weight of each fades."""
 
     def __init__(self) -> None:
-        # For each group of like lengths this has how many prompts were seen, and how many tokens they have.
-        self._groups: dict[int, tuple[float, float]] = {}
+        self._count = self._tokens = self._squares = 0.0
 
     def note(self, tokens: int) -> None:
         """Notes a prompt of which ``tokens`` tokens have to be computed; one without any is none."""
         if tokens > 0:
-            group = int(STEPS_PER_DOUBLING * math.log2(tokens))
-            count, seen_tokens = self._groups.get(group, (0.0, 0.0))
-            self._groups[group] = count + 1.0, seen_tokens + tokens
+            self._count, self._tokens, self._squares = (
+                self._count + 1,
+                self._tokens + tokens,
+                self._squares + tokens * tokens,
+            )
 
     def fade(self, left: float) -> None:
         """Multiplies the weights of all earlier prompts by ``left``."""
-        self._groups = {
-            group: (count * left, tokens * left)
-            for group, (count, tokens) in self._groups.items()
-            if count * left >= LEAST_SEEN
-        }
+        self._count, self._tokens, self._squares = self._count * left, self._tokens * left, self._squares * left
 
     def now(self) -> PromptLengths:
         """Returns how long the prompts of late are."""
-        every = sum(count for count, _ in self._groups.values())
-        groups = sorted(self._groups.items())
-        return PromptLengths(tuple((tokens / count, count / every) for _, (count, tokens) in groups))
+        if self._count < LEAST_SEEN:
+            return UNKNOWN_LENGTHS
+        return PromptLengths(self._tokens / self._count, self._squares / self._tokens)
 
 
 class Demand:
