@@ -207,6 +207,8 @@ _SHARED = {
     "n_shared_experts": 1,
     **_GROUPS,
 }
+# Which layers have experts, in configs of Qwen.
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 _WINDOWS = {"sliding_window": 4096, "layer_types": None}
 _QWEN = {
     "max_position_embeddings": 32_768,
@@ -269,6 +271,15 @@ _MISTRAL = {
     "layer_types": None,
 }
 
+_MISTRAL_YARN = {
+    "rope_type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 _OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm(kind="projection"))
 _OLMOE = {"attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 _MULTIPLIERS = dict.fromkeys(
@@ -300,6 +311,15 @@ _LATENTS = {
     "v_head_dim": 128,
     "attention_bias": False,
 }
+_LATENT_EXPERTS = {**_LATENTS, "rope_interleave": True, **_SHARED}
+_DEEPSEEK_V3 = {
+    **_LATENT_EXPERTS,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+}
+_DEEPSEEK_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
 _DEEPSEEK_BIAS = "mlp.gate.e_score_correction_bias"
 _DEEPSEEK_EXPERTS = partial(llama_layer, qk_norm=QkNorm(), experts=ExpertNames(choice_bias=_DEEPSEEK_BIAS))
@@ -327,6 +347,12 @@ _GPT_KEYS = {
     "n_inner": "intermediate_size",
     "activation_function": "hidden_act",
 }
+_GPT_NAMES = (
+    ("model.layers.", "transformer.h."),
+    ("model.embed_tokens", "transformer.wte"),
+    ("model.norm.", "transformer.ln_f."),
+    ("input_layernorm", "ln_1"),
+)
 _SUMMARIES = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "gradient_checkpointing", "predict_special_tokens",
@@ -727,8 +753,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
+            **_SPARSE,
         },
         layer=_WITH_HEAD_NORMS,
     ),
@@ -746,8 +771,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
             "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
+            **_SPARSE,
         },
         layer=partial(
             llama_layer,
@@ -772,8 +796,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 1024,
             "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
+            **_SPARSE,
         },
         layer=partial(
             llama_layer,
@@ -1197,7 +1220,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_EXPERTS,
         sigmoid_router=True,
-        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        fixed=_DEEPSEEK_FIXED,
     ),
     "solar_open": ModelFamily(
         {
@@ -1401,15 +1424,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "rms_norm_eps": 1e-5,
             "sliding_window": None,
             "rope_parameters": {
-                "rope_type": "yarn",
                 "rope_theta": 1_000_000.0,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16_384,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
+                **_MISTRAL_YARN,
             },
         },
         rope=RopeRules(query_growth="all"),
@@ -1525,12 +1543,9 @@ FAMILIES: dict[str, ModelFamily] = {
         keys=_GPT_KEYS,
         derived=_one_kv_head_each,
         names=(
-            ("model.layers.", "transformer.h."),
-            ("model.embed_tokens", "transformer.wte"),
-            ("model.norm.", "transformer.ln_f."),
+            *_GPT_NAMES,
             ("self_attn.o_proj", "attn.out_proj"),
             ("self_attn.", "attn."),
-            ("input_layernorm", "ln_1"),
         ),
         # transformers rotates by its own base.
         ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
@@ -1599,13 +1614,10 @@ FAMILIES: dict[str, ModelFamily] = {
         fused=("self_attn.qkv_proj",),
         derived=_one_kv_head_each,
         names=(
-            ("model.layers.", "transformer.h."),
-            ("model.embed_tokens", "transformer.wte"),
+            *_GPT_NAMES,
             ("model.embed_positions", "transformer.wpe"),
-            ("model.norm.", "transformer.ln_f."),
             ("self_attn.qkv_proj", "attn.c_attn"),
             ("self_attn.o_proj", "attn.c_proj"),
-            ("input_layernorm", "ln_1"),
             ("post_attention_layernorm", "ln_2"),
         ),
         turned=True,
@@ -1697,47 +1709,33 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "deepseek_v3": ModelFamily(
         {
-            **_LATENTS,
+            **_DEEPSEEK_V3,
             "max_position_embeddings": 4096,
             "num_key_value_heads": 128,
-            "rope_interleave": True,
-            **_SHARED,
-            "routed_scaling_factor": 2.5,
             "n_routed_experts": 256,
-            "n_group": 8,
-            "topk_group": 4,
-            "moe_intermediate_size": 2048,
             "first_k_dense_replace": 3,
         },
         layer=_DEEPSEEK_ROUTER,
         sigmoid_router=True,
         ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
-        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        fixed=_DEEPSEEK_FIXED,
     ),
     "mistral4": ModelFamily(
         {
-            **_LATENTS,
+            **_LATENT_EXPERTS,
             "kv_lora_rank": 256,
             "q_lora_rank": 1024,
             "qk_nope_head_dim": 64,
             "max_position_embeddings": 1_048_576,
             "num_key_value_heads": 32,
-            "rope_interleave": True,
-            **_SHARED,
-            "n_routed_experts": 128,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 2048,
             "first_k_dense_replace": 0,
             "rope_parameters": {
-                "rope_type": "yarn",
                 "rope_theta": 10_000.0,
                 "factor": 128.0,
                 "original_max_position_embeddings": 8192,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
+                **_MISTRAL_YARN,
             },
         },
         rope=RopeRules(query_growth="all"),
@@ -1746,16 +1744,10 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "axk1": ModelFamily(
         {
-            **_LATENTS,
+            **_DEEPSEEK_V3,
             "max_position_embeddings": 32_768,
             "num_key_value_heads": 64,
-            "rope_interleave": True,
-            **_SHARED,
-            "routed_scaling_factor": 2.5,
             "n_routed_experts": 192,
-            "n_group": 8,
-            "topk_group": 4,
-            "moe_intermediate_size": 2048,
             "first_k_dense_replace": 1,
             "mlp_layer_types": None,
         },
@@ -1768,19 +1760,17 @@ FAMILIES: dict[str, ModelFamily] = {
         # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
         idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
         ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
-        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        fixed=_DEEPSEEK_FIXED,
     ),
     "glm4_moe_lite": ModelFamily(
         {
-            **_LATENTS,
+            **_LATENT_EXPERTS,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,
             "v_head_dim": 256,
             "max_position_embeddings": 202_752,
             "num_key_value_heads": 20,
             "rms_norm_eps": 1e-5,
-            "rope_interleave": True,
-            **_SHARED,
             "routed_scaling_factor": 1.8,
             "n_routed_experts": 64,
             "num_experts_per_tok": 4,
@@ -1850,8 +1840,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
+            **_SPARSE,
         },
         layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, spellings="fused")),
         norm="offset",
