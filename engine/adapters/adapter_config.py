@@ -18,6 +18,7 @@ from typing import Any
 from pillion.adapter_folders import MAX_CONFIG_BYTES
 from pillion.engine.adapters.pattern_cost import MAX_WAYS, ways_of
 from pillion.engine.models.config_json import above_zero, read_json, size
+from pillion.engine.models.config_keys import words
 from pillion.errors import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
@@ -34,26 +35,22 @@ ALL_LINEAR = "all-linear"
 MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # These keys of the config are about the training of an adapter, or say where it comes from.
-_BOOKKEEPING = _words(
+_BOOKKEEPING = words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
     megatron_core megatron_config eva_config corda_config lora_ga_config loftq_config runtime_config
     qalora_group_size ensure_weight_tying velora_config
     """
 )
-_READ = _words(
+_READ = words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules target_parameters exclude_modules
     layers_to_transform layers_pattern init_lora_weights bias lora_bias use_dora fan_in_fan_out
     """
 )
 # Where virtual tokens come from no longer matters when their adapter is saved: PEFT has run their encoder by then.
-_VIRTUAL_BOOKKEEPING = _words(
+_VIRTUAL_BOOKKEEPING = words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
     token_dim num_attention_heads num_layers encoder_hidden_size prefix_projection init_weights
@@ -61,7 +58,7 @@ _VIRTUAL_BOOKKEEPING = _words(
     prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
     """
 )
-_VIRTUAL_READ = _words("num_virtual_tokens num_transformer_submodules")
+_VIRTUAL_READ = words("num_virtual_tokens num_transformer_submodules")
 # For each method with virtual tokens this says whether it trains their keys and values, and not their embeddings.
 _TRAINS_KV = {"PREFIX_TUNING": True, "PROMPT_TUNING": False, "P_TUNING": False}
 # PEFT cannot merge these methods into the base model, because they change prompts and no weights.

@@ -14,12 +14,13 @@ from typing import Any
 from pillion.errors import ConfigError
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text, which are names of keys."""
     return frozenset(text.split())
 
 
 # These keys are read for every family.
-_READ = _words(
+_READ = words(
     """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
@@ -29,7 +30,7 @@ _READ = _words(
 )
 # These keys say nothing about the arithmetic of a forward pass, or only about the arithmetic of training: transformers'
 # own, those that tools for training and conversion add, and sampling, which requests decide.
-BOOKKEEPING = _words(
+BOOKKEEPING = words(
     """
     architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
     experts_implementation cache_implementation use_cache use_bfloat16 torchscript return_dict output_attentions
@@ -69,7 +70,7 @@ _OF_WINDOWS = ("sliding_window", "max_window_layers")
 # transformers 5.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 # These keys of a config for text and images stand around the text model's, and are about images and sounds.
-_AROUND_TEXT = _words(
+_AROUND_TEXT = words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
     boi_token_id eoi_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
@@ -89,7 +90,7 @@ _AROUND_TEXT = _words(
 )
 
 # These are the keys of rotary embeddings that are read, and those of the layers that have one of their own.
-_ROPE_READ = _words(
+_ROPE_READ = words(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
     beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
@@ -100,7 +101,7 @@ _ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
 # These are the keys of an EAGLE-3 head that are read, and those that are about its training or its origin.
-_OF_EAGLE = _words(
+_OF_EAGLE = words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
     norm_before_residual target_hidden_size eagle_aux_hidden_state_layer_ids use_aux_hidden_state embed_requires_grad

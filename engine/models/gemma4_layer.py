@@ -28,6 +28,7 @@ from pillion.engine.models.layer_operations import (
     Role,
     ScaleResidual,
     Share,
+    matrix,
 )
 from pillion.engine.models.llama_layer import experts_of, gated, norm, output, rotation
 from pillion.engine.models.model_config import ModelConfig
@@ -64,14 +65,7 @@ def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTenso
     names = "self_attn.q_proj", "self_attn.k_proj", values
     rows = Entries(config.num_heads * size, Share.HEADS, size), keys, keys
     parts = 3 if writes else 1
-    return LayerTensor(
-        name="qkv",
-        role=Role.MATRIX,
-        rows=rows[:parts],
-        inputs=(Entries(config.hidden_size),),
-        spellings=(names[:parts],),
-        bias=config.qkv_bias,
-    )
+    return matrix("qkv", rows[:parts], (Entries(config.hidden_size),), names[:parts], bias=config.qkv_bias)
 
 
 def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:

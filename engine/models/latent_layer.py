@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pillion.engine.models.layer_operations import AttendLatents, Entries, LayerTensor, Role, Share
+from pillion.engine.models.layer_operations import AttendLatents, Entries, LayerTensor, Role, Share, matrix
 from pillion.engine.models.model_config import LatentConfig, ModelConfig
 
 # transformers gives the norms within attention this number, whatever a config says about the others.
@@ -22,14 +22,14 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | Non
     inputs, name = hidden, "self_attn.q_proj"
     if latents.query_rank:
         inputs, name = (Entries(latents.query_rank),), "self_attn.q_b_proj"
-        query_down = _matrix("query_down", inputs, hidden, "self_attn.q_a_proj", bias=config.qkv_bias)
+        query_down = matrix("query_down", inputs, hidden, ("self_attn.q_a_proj",), bias=config.qkv_bias)
         query_norm = _norm("query_norm", inputs, "self_attn.q_a_layernorm")
     keys = Entries(rotated, head=rotated, rotated=rotated, interleaved=interleaved)
     return AttendLatents(
         query_down=query_down,
         query_norm=query_norm,
-        query_up=_matrix("query_up", (queries,), inputs, name),
-        down=_matrix("latents", (*rank, keys), hidden, "self_attn.kv_a_proj_with_mqa", bias=config.qkv_bias),
+        query_up=matrix("query_up", (queries,), inputs, (name,)),
+        down=matrix("latents", (*rank, keys), hidden, ("self_attn.kv_a_proj_with_mqa",), bias=config.qkv_bias),
         norm=_norm("latent_norm", rank, "self_attn.kv_a_layernorm"),
         up=LayerTensor(
             name="latent_up",
@@ -41,12 +41,6 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | Non
         rope=rope,
         grows=config.query_growth is not None,
     )
-
-
-def _matrix(
-    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], spelling: str, *, bias: bool = False
-) -> LayerTensor:
-    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=((spelling,),), bias=bias)
 
 
 def _norm(name: str, rows: tuple[Entries, ...], spelling: str) -> LayerTensor:

@@ -136,6 +136,13 @@ class LayerTensor:
         return tuple(sum(piece.size for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
 
 
+def matrix(
+    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], *spellings: tuple[str, ...], bias: bool = False
+) -> LayerTensor:
+    """Describes a linear layer's matrix; each of ``spellings`` names its parts in checkpoints."""
+    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=spellings, bias=bias)
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """Makes rows of the residual stream: normed, or as they are where a model has no norm there."""

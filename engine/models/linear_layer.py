@@ -29,6 +29,7 @@ from pillion.engine.models.layer_operations import (
     Share,
     ShortConvolution,
     StateSpace,
+    matrix,
 )
 from pillion.engine.models.llama_layer import ExpertNames, Norms, experts_of, llama_layer, norm, not_gated, output, qkv
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
@@ -59,9 +60,9 @@ def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
     """Lists LFM2's convolution."""
     part, hidden = Entries(config.hidden_size, Share.CHANNELS), (Entries(config.hidden_size),)
     return (
-        Multiply(_matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
+        Multiply(matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
         ShortConvolution(_taps((part,), linear, ("conv.conv",))),
-        Multiply(_matrix("conv.out", hidden, (part,), ("conv.out_proj",), bias=linear.bias)),
+        Multiply(matrix("conv.out", hidden, (part,), ("conv.out_proj",), bias=linear.bias)),
     )
 
 
@@ -75,8 +76,8 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
         "apart": (("in_proj_qkv",), ("in_proj_z",), ("in_proj_b", "in_proj_a")),
         "each": (("q_proj", "k_proj", "v_proj"), ("g_proj",), ("b_proj", "a_proj")),
     }[spellings]
-    inputs = _matrix("linear.in", (keys, keys, held, values), hidden, _own(*mixed, *gates))
-    rated = _matrix("linear.rates", (*one, *one), hidden, _own(*rates))
+    inputs = matrix("linear.in", (keys, keys, held, values), hidden, _own(*mixed, *gates))
+    rated = matrix("linear.rates", (*one, *one), hidden, _own(*rates))
     if spellings == "fused":
         inputs = replace(inputs, spellings=(_own("in_proj_qkvz"),), groups=linear.key_heads)
         rated = replace(rated, spellings=(_own("in_proj_ba"),), groups=linear.key_heads)
@@ -101,7 +102,7 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
             head_dim=linear.head_dim,
             doubled=linear.doubled,
         ),
-        Multiply(_matrix("linear.out", hidden, (values,), _own(out))),
+        Multiply(matrix("linear.out", hidden, (values,), _own(out))),
     )
 
 
@@ -115,15 +116,15 @@ def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
     assert isinstance(out, Multiply)
     rule = replace(
         apart,
-        inputs=_matrix("linear.in", (keys, keys, held), hidden, _own("q_proj", "k_proj", "v_proj")),
-        rates=_matrix("linear.rates", one, hidden, _own("b_proj")),
+        inputs=matrix("linear.in", (keys, keys, held), hidden, _own("q_proj", "k_proj", "v_proj")),
+        rates=matrix("linear.rates", one, hidden, _own("b_proj")),
         decay=replace(apart.decay, ones=(2, 1)),
         shift=replace(apart.shift, rows=(values,)),
         eps=config.rms_norm_eps,
-        forget_down=_matrix("linear.forget_down", few, hidden, _own("f_a_proj")),
-        forget_up=_matrix("linear.forget_up", (values,), few, _own("f_b_proj")),
-        gate_down=_matrix("linear.gate_down", few, hidden, _own("g_a_proj")),
-        gate_up=_matrix("linear.gate_up", (values,), few, _own("g_b_proj")),
+        forget_down=matrix("linear.forget_down", few, hidden, _own("f_a_proj")),
+        forget_up=matrix("linear.forget_up", (values,), few, _own("f_b_proj")),
+        gate_down=matrix("linear.gate_down", few, hidden, _own("g_a_proj")),
+        gate_up=matrix("linear.gate_up", (values,), few, _own("g_b_proj")),
     )
     return rule, out
 
@@ -135,7 +136,7 @@ def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
     parts = values, replace(values, convolved=True), sides, sides, *one
     return (
         StateSpace(
-            inputs=_matrix("linear.in", parts, hidden, ("mamba.in_proj",), bias=linear.bias),
+            inputs=matrix("linear.in", parts, hidden, ("mamba.in_proj",), bias=linear.bias),
             taps=_taps(parts[1:4], linear, ("mamba.conv1d",)),
             decay=_vector("linear.decay", one, ("mamba.A_log",)),
             shift=_vector("linear.shift", one, ("mamba.dt_bias",)),
@@ -148,7 +149,7 @@ def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
             state_dim=linear.key_dim,
             gate_first=linear.gate_first,
         ),
-        Multiply(_matrix("linear.out", hidden, (values,), ("mamba.out_proj",), bias=linear.bias)),
+        Multiply(matrix("linear.out", hidden, (values,), ("mamba.out_proj",), bias=linear.bias)),
     )
 
 
@@ -168,8 +169,8 @@ def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
     layer: list[LayerOperation] = []
     for operation in rest:
         match operation:
-            case Multiply(matrix=matrix):
-                operation = Multiply(replace(matrix, scales=factors[matrix.name]))
+            case Multiply(matrix=own):
+                operation = Multiply(replace(own, scales=factors[own.name]))
             case Mlp(gate_up=gate_up, down=down):
                 gate, result = scales.mlp
                 gate_up, down = replace(gate_up, scales=(gate, 1.0)), replace(down, scales=(result,))
@@ -217,12 +218,6 @@ def _of_keys(linear: LinearConfig) -> Entries:
 
 def _own(*names: str) -> tuple[str, ...]:
     return tuple(f"linear_attn.{name}" for name in names)
-
-
-def _matrix(
-    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], spelling: tuple[str, ...], *, bias: bool = False
-) -> LayerTensor:
-    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=(spelling,), bias=bias)
 
 
 def _vector(name: str, rows: tuple[Entries, ...], spelling: tuple[str, ...]) -> LayerTensor:

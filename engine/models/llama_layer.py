@@ -35,6 +35,7 @@ from pillion.engine.models.layer_operations import (
     Role,
     Rotate,
     Share,
+    matrix,
 )
 from pillion.engine.models.model_config import ModelConfig
 
@@ -273,14 +274,8 @@ def attention_sinks(config: ModelConfig) -> LayerTensor:
 
 def output(config: ModelConfig, index: int = 0) -> LayerTensor:
     """Returns the projection of attention's results in layer ``index``."""
-    return LayerTensor(
-        name="o",
-        role=Role.MATRIX,
-        rows=_hidden(config),
-        inputs=(attended_values(config, index),),
-        spellings=(("self_attn.o_proj",),),
-        bias=config.o_bias,
-    )
+    values = (attended_values(config, index),)
+    return matrix("o", _hidden(config), values, ("self_attn.o_proj",), bias=config.o_bias)
 
 
 def attended_values(config: ModelConfig, index: int = 0) -> Entries:
@@ -292,25 +287,23 @@ def attended_values(config: ModelConfig, index: int = 0) -> Entries:
 def gated(config: ModelConfig, index: int = 0) -> Mlp:
     """Describes the operation that computes gate and up of the MLP of layer ``index``, with its activation."""
     inner, hidden = Entries(config.inner_width(index), Share.INNER), _hidden(config)
-    gate_up = LayerTensor(
-        name="gate_up",
-        role=Role.MATRIX,
-        rows=(inner, inner),
-        inputs=hidden,
-        spellings=(
-            ("mlp.gate_proj", "mlp.up_proj"),
-            ("mlp.gate_up_proj",),
-            ("feed_forward.gate_proj", "feed_forward.up_proj"),
-            ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"),
-        ),
+    gate_up = matrix(
+        "gate_up",
+        (inner, inner),
+        hidden,
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.gate_up_proj",),
+        ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"),
         bias=config.mlp_bias,
     )
-    down = LayerTensor(
-        name="down",
-        role=Role.MATRIX,
-        rows=hidden,
-        inputs=(inner,),
-        spellings=(("mlp.down_proj",), ("feed_forward.down_proj",), ("block_sparse_moe.down_proj",)),
+    down = matrix(
+        "down",
+        hidden,
+        (inner,),
+        ("mlp.down_proj",),
+        ("feed_forward.down_proj",),
+        ("block_sparse_moe.down_proj",),
         bias=config.mlp_bias,
     )
     return Mlp(gate_up, down, config.activation)
@@ -319,14 +312,13 @@ def gated(config: ModelConfig, index: int = 0) -> Mlp:
 def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     """Describes an MLP without a gate."""
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
-    up, down = ((name,) for name in names)
     bends = None
     if config.activation == "xielu":
         spellings, two = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
         bends = LayerTensor(name="bends", role=Role.VECTOR, rows=two, spellings=spellings, suffix="")
     return Mlp(
-        LayerTensor(name="up", role=Role.MATRIX, rows=inner, inputs=hidden, spellings=(up,), bias=bias),
-        LayerTensor(name="down", role=Role.MATRIX, rows=hidden, inputs=inner, spellings=(down,), bias=bias),
+        matrix("up", inner, hidden, (names[0],), bias=bias),
+        matrix("down", hidden, inner, (names[1],), bias=bias),
         config.activation,
         gated=False,
         bends=bends,
@@ -338,13 +330,13 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
     assert config.moe is not None
     inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
     up, down = names.shared
-    rows, role, row_gate = (inner, inner), Role.MATRIX, None
+    row_gate = None
     if names.shared_gate:
         one, spelling = (Entries(1),), ((names.shared_gate,),)
         row_gate = LayerTensor(name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, spellings=spelling)
     return Mlp(
-        LayerTensor(name="shared.gate_up", role=role, rows=rows, inputs=hidden, spellings=(up,), bias=bias),
-        LayerTensor(name="shared.down", role=role, rows=hidden, inputs=(inner,), spellings=((down,),), bias=bias),
+        matrix("shared.gate_up", (inner, inner), hidden, up, bias=bias),
+        matrix("shared.down", hidden, (inner,), (down,), bias=bias),
         config.activation,
         row_gate=row_gate,
     )
