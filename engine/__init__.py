@@ -1,7 +1,7 @@
 """Is the engine that prefill and decode workers share, from a step's schedule to the tokens that it samples.
 
-    start_worker.py     a worker put together: its model, what it has beside it, and its place at a KV node
-    assemble_worker.py  its model, as its flags say
+    assemble_worker.py  a worker put together: its model, what it has beside it, and its place at a KV node
+    load_model.py       the model that a worker's flags ask for, and what runs it
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
     streams/       a worker's door for streams: their connections, submits and deltas

@@ -11,5 +11,5 @@
     gpu/               the backend of the Triton kernels (kernels/gpu)
 
 Read backend.py first, then torch_backend.py. Decisions about which sequence runs (engine/scheduling), and kernels, stay
-out of here; which backend runs a model is chosen in engine/assemble_worker.py.
+out of here; which backend runs a model is chosen in engine/load_model.py.
 """

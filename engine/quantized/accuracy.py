@@ -17,9 +17,9 @@ import torch
 from tokenizers import Tokenizer
 
 from pillion.config import WorkerFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.load_model import load_model
 from pillion.errors import ConfigError
 from pillion.kernels.step import StepBatch
 

@@ -24,8 +24,8 @@ from rich.table import Table
 from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.plain_model import plain_folder
 from pillion.config import DTYPE_CHOICES, KVNodeFlags, PrefillFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.load_model import load_model
 from pillion.engine.stages.staged_backend import StageProcesses
 from pillion.kernels.step import SamplingRows, StepBatch
 from pillion.kvstore.assemble import start_kvnode

@@ -35,12 +35,12 @@ from lab.testbed.cluster import served
 from lab.testbed.plain_model import plain_folder
 from pillion import AsyncClient, StructuredOutputs
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.step_masks import StepMasks
+from pillion.engine.load_model import load_model
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join

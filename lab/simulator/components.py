@@ -16,7 +16,7 @@ from lab.simulator.hash_model import FINGERPRINT, MODEL_NAME, VOCAB_SIZE, layout
 from lab.simulator.lives import SimTurn
 from lab.simulator.schedule import BLOCK_TOKENS, MAX_MODEL_LEN, ClusterShape
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.errors import ConfigError
 from pillion.gateway.assemble import serve_models
 from pillion.gateway.gateway import Gateway, ModelEntry
@@ -29,7 +29,7 @@ from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.tiers.disk_tier.disk_files import PAGE_BYTES
 from pillion.net import rpc
 from pillion.net.addresses import IN_PROCESS
-from pillion.prefill_service.prefill_server import start_prefill
+from pillion.prefill_service.assemble import start_prefill
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.supervisor.restarts import EXIT_CONFIG
 from pillion.v1 import gateway_pb2_grpc

@@ -195,7 +195,7 @@ def prepare(measure: bool | None, **values: Any) -> None:
 
     require_server_packages()
     from pillion.cli.accuracy_table import show_accuracy
-    from pillion.engine.assemble_worker import make_ready
+    from pillion.engine.load_model import make_ready
 
     flags = with_model(PrepareFlags, values)
     prepared = make_ready(flags, click.echo)

@@ -156,7 +156,7 @@ async def start_cluster(
     from pillion.cli.checks import check_flags
     from pillion.cli.console import Notices
     from pillion.cli.flags import subset
-    from pillion.decode_service.decode_server import start_decode
+    from pillion.decode_service.assemble import start_decode
     from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
     from pillion.engine.backends.step_memory import steps_bytes

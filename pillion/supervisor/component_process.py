@@ -47,8 +47,8 @@ SERVER_PACKAGES = (
 # For each role this names the module and function that start its component.
 ROLES = {
     "kvnode": ("pillion.kvstore.assemble", "start_kvnode"),
-    "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
-    "decode": ("pillion.decode_service.decode_server", "start_decode"),
+    "prefill": ("pillion.prefill_service.assemble", "start_prefill"),
+    "decode": ("pillion.decode_service.assemble", "start_decode"),
     "gateway": ("pillion.gateway.assemble", "start_gateway"),
 }
 # Components import these later than their own modules, some after their first requests.

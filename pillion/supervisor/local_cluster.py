@@ -375,7 +375,7 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
 
     Raises ConfigError with the child's last line.
     """
-    from pillion.engine.assemble_worker import is_ready
+    from pillion.engine.load_model import is_ready
 
     if is_ready(flags):
         return

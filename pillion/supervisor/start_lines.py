@@ -80,9 +80,9 @@ def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
     """Returns the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
-    from pillion.engine.assemble_worker import shares_of
     from pillion.engine.backends.cpu.cpu_loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
+    from pillion.engine.load_model import shares_of
     from pillion.engine.models.config_parser import load_config
 
     isa, reason = choose_kernels(flags, prepared)

@@ -23,14 +23,14 @@ from lab.testbed.cluster import PATIENT_MS
 from lab.testbed.conditions import within
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.assemble import model_entry
 from pillion.gateway.gateway import Gateway
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.node.kv_node import KVNode
-from pillion.prefill_service.prefill_server import start_prefill
+from pillion.prefill_service.assemble import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference

@@ -55,10 +55,10 @@ def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 @contextlib.asynccontextmanager
 async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[str, Any]) -> AsyncIterator[Any]:
     """Run the gateway before real workers that it reaches over TCP; yield it and the workers' addresses."""
-    from pillion.decode_service.decode_server import start_decode
+    from pillion.decode_service.assemble import start_decode
     from pillion.gateway.assemble import start_gateway
     from pillion.kvstore.assemble import start_kvnode
-    from pillion.prefill_service.prefill_server import start_prefill
+    from pillion.prefill_service.assemble import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url

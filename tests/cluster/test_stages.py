@@ -21,12 +21,12 @@ from lab.testbed.conditions import until, within
 from lab.testbed.random_adapter import random_adapter
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.engine.adapters.adapter_weights import bits_of
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.staged_backend import StagedBackend
 from pillion.engine.worker.worker_server import WorkerServer
@@ -38,7 +38,7 @@ from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.observability import metric_catalog as names
-from pillion.prefill_service.prefill_server import start_prefill
+from pillion.prefill_service.assemble import start_prefill
 from pillion.speculative_config import parse_speculative_config
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from tests.support.batches import Sequences

@@ -28,8 +28,8 @@ from tests.support.redis_nodes import patient
     ("module", "unwanted"),
     [
         ("pillion.kvstore.node.kv_node", "torch transformers triton llvmlite tokenizers starlette uvicorn"),
-        ("pillion.decode_service.decode_server", "torch transformers triton llvmlite starlette uvicorn"),
-        ("pillion.engine.assemble_worker", "torch transformers triton llvmlite tokenizers grpc redis"),
+        ("pillion.decode_service.assemble", "torch transformers triton llvmlite starlette uvicorn"),
+        ("pillion.engine.load_model", "torch transformers triton llvmlite tokenizers grpc redis"),
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )

@@ -21,7 +21,7 @@ from lab.testbed.conditions import until
 from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer

@@ -23,10 +23,10 @@ from lab.testbed.tiny_model import save_model
 from pillion import Client
 from pillion.config import KVNodeFlags, PrefillFlags
 from pillion.engine.adapters.adapter_weights import bits_of
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.backends.gpu.device_memory import tensor_at
+from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.staged_backend import StagedBackend
 from pillion.kernels.step import SamplingRows

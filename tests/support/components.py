@@ -82,10 +82,10 @@ async def running_components(
 
     ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per component.
     """
-    from pillion.decode_service.decode_server import start_decode
+    from pillion.decode_service.assemble import start_decode
     from pillion.gateway.assemble import start_gateway
     from pillion.kvstore.assemble import start_kvnode
-    from pillion.prefill_service.prefill_server import start_prefill
+    from pillion.prefill_service.assemble import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(patient_calls())

@@ -14,7 +14,7 @@ import grpc
 
 from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.links.decode_link import DecodeDelta, batch_from_pb
@@ -23,7 +23,7 @@ from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.net.rpc import open_channel
-from pillion.prefill_service.prefill_server import start_prefill
+from pillion.prefill_service.assemble import start_prefill
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.decode_pb2 import Submit

@@ -90,7 +90,7 @@ class Standby:
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
         """Returns a worker's factory of models: it loads a model before the process waits where that costs no memory of
         its own, and otherwise waits first."""
-        from pillion.engine.assemble_worker import load_model, shares_weights
+        from pillion.engine.load_model import load_model, shares_weights
 
         def load(flags: WorkerFlags, threads: int) -> Any:
             if not self.waiting:

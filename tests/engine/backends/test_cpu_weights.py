@@ -14,12 +14,12 @@ import torch
 from lab.testbed.tiny_model import save_model
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
 from pillion.cores import parse_cores
-from pillion.engine.assemble_worker import is_ready, load_model, make_ready
 from pillion.engine.backends.cpu.cpu_loading import choose_kernels
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import is_ready, load_model, make_ready
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from tests.support.cpu_model import needs_kernels
@@ -241,7 +241,7 @@ def test_a_server_without_llvm_runs_on_torch(tmp_path):
     program = f"""
 import sys
 sys.modules["llvmlite"] = sys.modules["llvmlite.binding"] = None
-from pillion.engine.assemble_worker import load_model, make_ready
+from pillion.engine.load_model import load_model, make_ready
 from pillion.config import DecodeFlags
 flags = DecodeFlags(model={folder!r}, dtype="float32")
 make_ready(flags, print)

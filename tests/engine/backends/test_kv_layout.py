@@ -9,10 +9,10 @@ import torch
 
 from pillion.config import PrefillFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.assemble_worker import check_adapters
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_loading import unsupported
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import check_adapters
 from pillion.engine.models.config_parser import load_config, parse_config
 from pillion.engine.models.model_config import LayerHeads, LinearConfig, TokenInputs
 from pillion.engine.stages.stage_loading import check_stages

@@ -8,9 +8,9 @@ import torch
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
-from pillion.engine.assemble_worker import TORCH_BFLOAT16, load_model
 from pillion.engine.backends import torch_backend
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import TORCH_BFLOAT16, load_model
 from pillion.engine.sampling.sampler import sample
 from pillion.errors import ConfigError, Internal
 from tests.support.sampling import RowParameters, rows_of

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
-from pillion.engine.assemble_worker import precision_notes
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import convert, model_cache
@@ -30,6 +29,7 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate, weight_files
 from pillion.engine.checkpoints.prepare import check_counts, choose_dtype, prepare
 from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.load_model import precision_notes
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import MoeConfig
 from pillion.errors import ConfigError

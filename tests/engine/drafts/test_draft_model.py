@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from lab.testbed.draft_models import first_layers
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.torch_backend import TorchBackend
@@ -25,6 +24,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftChain, DraftPiece, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
+from pillion.engine.load_model import load_model
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig

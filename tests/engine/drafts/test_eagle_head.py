@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from lab.testbed.eagle_heads import save_head, write_head
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.torch_backend import TorchBackend
@@ -29,6 +28,7 @@ from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.eagle_chains import EagleChain
 from pillion.engine.drafts.eagle_head import TorchEagle
+from pillion.engine.load_model import load_model
 from pillion.errors import ConfigError
 from pillion.kernels.step import SamplingRows, StepBatch
 from pillion.speculative_config import SpeculativeConfig

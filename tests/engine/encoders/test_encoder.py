@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from lab.testbed.tiny_model import save_tokenizer
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import parse_config
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import StepBatch

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
-from pillion.engine.assemble_worker import precision_notes
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import precision_notes
 from pillion.engine.models.config_parser import load_config, parse_config
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from pillion.kernels.torch.torch_attention import StepAttention

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.checkpoints.checkpoint import chooses_tokens
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.checkpoints.weights import load_labels
+from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.vector_head import VectorHead
 from pillion.errors import ConfigError

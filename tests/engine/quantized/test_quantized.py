@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
-from pillion.engine.assemble_worker import precision_notes
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.load_model import precision_notes
 from pillion.engine.models.config_parser import load_config
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
 from tests.support.cpu_model import CpuDriver, needs_kernels

@@ -6,8 +6,8 @@ import pytest
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import PrepareFlags
-from pillion.engine.assemble_worker import is_ready, make_ready
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import is_ready, make_ready
 from pillion.engine.ranks.rank_loading import check_ranks, shared_cores
 from pillion.errors import ConfigError
 

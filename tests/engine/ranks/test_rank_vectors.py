@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from lab.testbed.tiny_model import save_model
 from pillion import LLM
 from pillion.config import PrefillFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import load_model
 from pillion.errors import ConfigError
 from tests.engine.models.test_vector_head import make_classifier
 from tests.support.cpu_model import needs_kernels

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, PrefillFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import load_model
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_rows import StageRows
 from pillion.engine.stages.stage_shares import StagePlace, layers_of_stage

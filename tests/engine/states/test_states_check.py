@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
-from pillion.engine.assemble_worker import load_model
 from pillion.engine.backends.cpu.cpu_loading import choose_kernels
 from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.states.states_check import check_states
 from pillion.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from lab.testbed.conditions import WITHIN_S, until, within
 from lab.testbed.redis import running_redis
 from pillion.config import DecodeFlags
-from pillion.decode_service.decode_server import start_decode
+from pillion.decode_service.assemble import start_decode
 from pillion.engine.worker import worker as worker_module
 from pillion.engine.worker.worker import WARM_UP_TOKENS
 from pillion.errors import ConfigError

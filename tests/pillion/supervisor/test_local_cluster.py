@@ -18,9 +18,9 @@ from lab.testbed.tiny_model import save_model
 from pillion.cli.console import Notices
 from pillion.cli.flags import env_name
 from pillion.config import DecodeFlags, OfflineFlags, PrefillFlags, PrepareFlags, ServeFlags
-from pillion.engine.assemble_worker import make_ready
 from pillion.engine.backends.devices import resolved, with_budgets
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.load_model import make_ready
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ

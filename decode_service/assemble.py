@@ -1,7 +1,8 @@
-"""Runs a decode worker as a component, whose service Decode.Connect takes every stream.
+"""Puts a decode worker together. It has what :func:`pillion.engine.assemble_worker.start_worker` gives a worker by its
+flags, with grammars and partial blocks, and one service: Decode.Connect takes every stream. What happens to a command
+is in :mod:`pillion.engine.streams.stream_session`.
 
-``pillion decode`` and tests call :func:`start_decode`. What happens to a command is in
-:mod:`pillion.engine.streams.stream_session`.
+``pillion decode``, an offline ``LLM`` and tests call :func:`start_decode`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import asyncio
 
 from pillion.config import AUTO, DecodeFlags
-from pillion.engine.assemble_worker import load_model
+from pillion.engine.assemble_worker import start_worker
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
+from pillion.engine.load_model import load_model
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
-from pillion.engine.start_worker import start_worker
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
 from pillion.engine.worker.worker import AT_ONCE, StartTurn
@@ -23,7 +24,7 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 async def start_decode(
     flags: DecodeFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
 ) -> WorkerServer:
-    """Start a decode worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
+    """Starts a decode worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
     work."""
     flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO

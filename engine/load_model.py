@@ -1,0 +1,244 @@
+"""Puts a worker's model together: what its flags ask for is made here, and what is heavy or optional is imported here.
+
+an encoder                     torch, each text of a step by itself
+several ranks or stages        processes of one worker, on the CPU kernels or on GPUs
+a GPU                          the GPU kernels
+the CPU kernels, or torch      where neither is asked for: the kernels if they can run the model
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pillion.config import PrepareFlags, WorkerFlags
+from pillion.cores import parse_cores
+from pillion.engine.backends.cpu.cpu_loading import (
+    choose_kernels,
+    core_share,
+    load_cpu_share,
+    load_for_cpu,
+    tell_of_kernels,
+)
+from pillion.engine.backends.devices import resolve_device, with_budgets
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.backends.step_memory import check_host_steps
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.prepare import PreparedModel, is_prepared, prepare
+from pillion.engine.models.config_json import read_json
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.models.model_work import pair_tokens
+from pillion.engine.models.vector_head import VectorHead
+from pillion.engine.ranks.rank_loading import check_ranks
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.stages.stage_loading import check_stages
+from pillion.engine.states.states_check import check_states
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import Isa
+from pillion.kvstore.memory.domain import CPU
+
+log = logging.getLogger("pillion.worker")
+
+TORCH_BFLOAT16 = (
+    "torch's products in bfloat16 round by the number of rows: a stream that is replayed or preempted may go on with"
+    " another token where two are nearly as likely; the CPU kernels have no such limit, and --dtype float32 hardly any"
+)
+
+
+def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
+    """Loads a model as workers do by default: with a device's kernels where the flags name one, else CPU kernels if
+    they can run the model, else torch."""
+    flags = with_budgets(flags)
+    device, prepared = resolve_device(flags), prepare(flags, log.info)
+    config = load_config(prepared.folder)
+    if config.encoder is not None:
+        return _load_encoder(flags, threads, device, prepared)
+    from pillion.engine.checkpoints.checkpoint import chooses_tokens
+    from pillion.engine.checkpoints.weights import load_labels
+
+    chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
+    if not chooses and (device != CPU or flags.pipeline_parallel_size > 1):
+        raise ConfigError(f"{prepared.name} has no head that chooses tokens, which GPUs and stages need so far")
+    _check(flags, device, prepared, config)
+    found = _load_decoder(flags, threads, device, prepared, config)
+    labels = None if chooses else load_labels(prepared.folder, config)
+    return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))
+
+
+def _load_encoder(flags: WorkerFlags, threads: int, device: str, prepared: PreparedModel) -> LoadedModel:
+    if device != CPU or flags.processes > 1 or flags.enable_lora or flags.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{prepared.name} is an encoder, which runs on the CPU in one process: without --tensor-parallel-size,"
+            " --pipeline-parallel-size, --enable-lora and --kv-cache-dtype"
+        )
+    from pillion.engine.encoders.encoder_backend import load_encoder
+
+    return load_encoder(prepared, flags.block_size, threads)
+
+
+def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
+    """Raises ConfigError where the processes of one worker that the flags ask for cannot run the model on this
+    device."""
+    if isinstance(flags, WorkerFlags) and flags.pipeline_parallel_size > 1:
+        check_stages(flags, device, prepared)
+    elif flags.tensor_parallel_size > 1:
+        check_ranks(flags, device, prepared)
+
+
+def _check(flags: WorkerFlags, device: str, prepared: PreparedModel, config: ModelConfig) -> None:
+    """Raises ConfigError for what a decoder cannot do yet, and logs what its user should know."""
+    if config.linear is not None:
+        check_states(flags, device, config)
+    check_processes(flags, device, prepared)
+    if flags.enable_lora:
+        check_adapters(config)
+    if device == CPU:
+        check_host_steps(flags, prepared)
+    for note in precision_notes(prepared, device):
+        log.warning("%s", note)
+    if config.quantization is not None:
+        log.info("weights: %s", config.quantization.words)
+
+
+def _load_decoder(
+    flags: WorkerFlags, threads: int, device: str, prepared: PreparedModel, config: ModelConfig
+) -> LoadedModel:
+    if device != CPU:
+        if flags.pipeline_parallel_size > 1:
+            from pillion.engine.gpu_stages.gpu_stage_loading import load_gpu_stages
+
+            return load_gpu_stages(flags, prepared, threads)
+        if flags.tensor_parallel_size > 1:
+            from pillion.engine.gpu_ranks.gpu_rank_loading import load_gpu_ranks
+
+            return load_gpu_ranks(flags, prepared, threads)
+        from pillion.engine.backends.gpu.gpu_loading import load_gpu_worker
+
+        return load_gpu_worker(flags, prepared)
+    if flags.pipeline_parallel_size > 1:
+        from pillion.engine.stages.stage_loading import load_stages
+
+        return load_stages(flags, prepared, threads)
+    if flags.tensor_parallel_size > 1:
+        from pillion.engine.ranks.rank_loading import load_ranks
+
+        return load_ranks(flags, prepared, threads)
+    isa, reason = choose_kernels(flags, prepared)
+    if isa is None:
+        # That torch runs is worth a warning where nobody asked for it, because the CPU kernels are faster.
+        level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
+        log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
+        if prepared.dtype == "bfloat16":
+            log.warning("%s", TORCH_BFLOAT16)
+        from pillion.engine.backends.torch_backend import TorchBackend
+
+        return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+
+    share, model = core_share(flags), load_cpu_share(flags, prepared, isa)
+    tell_of_kernels(model, threads, share)
+    backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity)[:threads], share)
+    owned = threads / share.lending_table.cores if share is not None else 0.0
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned, pair_tokens=pair_tokens(config))
+
+
+def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:
+    """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
+    saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
+    half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
+    # The codes and scales of quantized matrices are the same in each type.
+    if prepared.dtype == "bfloat16" and half and config.quantization is None:
+        yield (
+            "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
+            " --dtype float32 computes with exactly its weights"
+        )
+    if config.quantization is not None:
+        yield from config.quantization.rounding_notes(
+            device, experts=config.moe is not None, latents=config.latents is not None
+        )
+    for rope in config.ropes:
+        if 0 < rope.switches_at < prepared.max_model_len:
+            yield (
+                f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
+                f" {rope.switches_at} tokens get other rotary frequencies ({rope.kind}), from their first token on"
+            )
+
+
+def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
+    """Makes everything that is made only once on a machine: the model, and for the CPU kernels packed weights and
+    machine code, those of each rank.
+
+    If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
+    every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
+    """
+    prepared = prepare(flags, progress)
+    packs = resolve_device(flags) == CPU and choose_kernels(flags, prepared)[0] is not None
+    if not packs and flags.load_format != "dummy":
+        # Where weights are packed, packing has looked at all of them.
+        _check_tensors(prepared)
+    for isa, shard in _left_to_make(flags, prepared):
+        model = load_for_cpu(flags, prepared, isa, progress, shard)
+        if flags.enable_lora:
+            from pillion.engine.adapters.cpu_adapters import compile_adapter_kernels
+
+            compile_adapter_kernels(model, progress)
+    return prepared
+
+
+def _check_tensors(prepared: PreparedModel) -> None:
+    """Raises ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
+    from pillion.engine.checkpoints.checkpoint import open_checkpoint
+
+    config = load_config(prepared.folder)
+    if config.encoder is None:
+        with open_checkpoint(prepared.folder, config):
+            pass
+
+
+def is_ready(flags: PrepareFlags) -> bool:
+    """Says whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
+
+    Raises ConfigError where :func:`make_ready` does.
+    """
+    return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
+
+
+def shares_weights(flags: WorkerFlags) -> bool:
+    """Returns whether a second process that loads the same model takes next to no memory for it: the CPU kernels map
+    weights that all processes of a machine share. Raises ConfigError where :func:`load_model` does."""
+    if resolve_device(flags) != CPU or flags.processes > 1:
+        return False
+    return choose_kernels(flags, prepare(flags, log.info))[0] is not None
+
+
+def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, ModelShard]]:
+    """Returns the shares that are to be loaded for the CPU kernels, where these run the model: those whose weights are
+    not packed yet. With adapters these are all shares, because only a loaded model can tell which machine code is
+    missing."""
+    device, size = resolve_device(flags), flags.tensor_parallel_size
+    if flags.enable_lora:
+        check_adapters(load_config(prepared.folder))
+    if size > 1:
+        check_ranks(flags, device, prepared)
+    isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None
+    if isa is None:
+        return []
+    cache, shards = ModelCache(), shares_of(load_config(prepared.folder), size)
+    packed = [cache.packed_weights(prepared.fingerprint, f"cpu{shard.name}").exists() for shard in shards]
+    return [(isa, shard) for shard, there in zip(shards, packed, strict=True) if flags.enable_lora or not there]
+
+
+def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
+    """Returns the share of a model that each of a worker's ``size`` ranks computes. Raises ConfigError if they cannot
+    share it."""
+    return [whole_model(config)] if size == 1 else [RankShard.of(config, rank, size) for rank in range(size)]
+
+
+def check_adapters(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that cannot have adapters yet."""
+    if config.values_are_keys:
+        raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")

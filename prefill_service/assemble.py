@@ -1,0 +1,49 @@
+"""Puts a prefill worker together. It has what :func:`pillion.engine.assemble_worker.start_worker` gives a worker by its
+flags, and two services: Prefill.RunPrefill takes prefill ranges, and Decode.Connect takes texts that end with a vector,
+which are computed whole, where the model gives vectors.
+
+``pillion prefill`` and tests call :func:`start_prefill`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from pillion.config import PrefillFlags
+from pillion.engine.assemble_worker import start_worker
+from pillion.engine.backends.devices import with_budgets
+from pillion.engine.backends.loaded_model import BackendFactory
+from pillion.engine.load_model import load_model
+from pillion.engine.streams.stream_servicer import DecodeServicer
+from pillion.engine.streams.stream_session import StreamLimits
+from pillion.engine.worker.worker import AT_ONCE, StartTurn
+from pillion.engine.worker.worker_server import Service, WorkerServer, serve
+from pillion.prefill_service.prefill_servicer import SERVICE_NAME, PrefillServicer
+from pillion.v1 import prefill_pb2_grpc
+
+
+async def start_prefill(
+    flags: PrefillFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
+) -> WorkerServer:
+    """Starts a prefill worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
+    work."""
+    flags = await asyncio.to_thread(with_budgets, flags)
+    # Without chunks a prefill range runs alone, so nothing needs to fit beside it; the stages of a pipeline have one
+    # each.
+    chunked_seqs = min(flags.max_waiting_prefills, flags.max_num_batched_prefill_tokens)
+    worker = await start_worker(
+        flags,
+        "prefill",
+        max_num_batched_tokens=flags.max_num_batched_prefill_tokens,
+        max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else flags.pipeline_parallel_size,
+        backend_factory=backend_factory,
+        turn=turn,
+    )
+    servicer = PrefillServicer(worker, flags.max_waiting_prefills)
+    services = [Service(SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))]
+    if worker.gives_vectors:
+        # A text that ends with a vector needs nothing of a decode worker, whose streams it would delay.
+        limits = StreamLimits(flags.max_waiting_prefills, "--max-waiting-prefills", vectors_alone=True)
+        services.append(DecodeServicer(worker, limits).service)
+    return await serve(worker, *services)
