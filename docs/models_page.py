@@ -122,7 +122,7 @@ on the worker's node, on another one, on disk or in a bucket.
 | model_type | layers, beside Llama's | refused unless off |
 |---|---|---|"""
 AFTER = """
-Of models of text and pictures the text model is served: {text}. Saved alone, these text models give vectors: {alone}.
+Of models of text and pictures the text model, in brackets, is served: {text}. Saved alone, these text models give vectors: {alone}.
 Other names of what is served: {same}.
 
 [The laboratory](../lab/docs/models-left-out.md) lists what transformers has and Pillion does not serve, and why.
@@ -251,7 +251,7 @@ def render() -> str:
     lines = [INTRO.format(families=len(FAMILIES))]
     for name, family in sorted(FAMILIES.items()):
         lines.append(f"| {name} | {options(family)} | {_words(refused(name, family))} |")
-    text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
+    text = ", ".join(f"`{outer}` ({_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
     lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
     return "\n".join(lines) + "\n"
