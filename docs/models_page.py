@@ -122,7 +122,8 @@ on the worker's node, on another one, on disk or in a bucket.
 | model_type | layers, beside Llama's | refused unless off |
 |---|---|---|"""
 AFTER = """
-Of models of text and pictures the text model, in brackets, is served: {text}. Saved alone, these text models give vectors: {alone}.
+Of models of text and pictures the text model, in brackets, is served: {text}.
+Saved alone, these text models give vectors: {alone}.
 Other names of what is served: {same}.
 
 [The laboratory](../lab/docs/models-left-out.md) lists what transformers has and Pillion does not serve, and why.
