@@ -439,7 +439,9 @@ class SchedulerHarness:
         while self.resumes:
             order = self.resumes[0]
             hashes = split_hashes(order.block_hashes)
-            assert order.flow == self.scheduler.sequences[order.seq_id].flow
+            # A stream may have been cancelled since.
+            sequence = self.scheduler.sequences.get(order.seq_id)
+            assert sequence is None or order.flow == sequence.flow
             if order.total_blocks > self.ledger.num_slots:
                 self.scheduler.fail(order.seq_id, PillionError("never fits"), self.now)
             else:
