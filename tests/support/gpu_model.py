@@ -14,10 +14,10 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import check_limits, check_operations, gpu_layout
-from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
@@ -63,7 +63,7 @@ def gpu_backend(
     *,
     fp8: bool = False,
     eager: bool = False,
-    ranks: GpuMeeting | None = None,
+    ranks: GpuRankGroup | None = None,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> GpuBackend:

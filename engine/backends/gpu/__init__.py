@@ -10,7 +10,6 @@
     pool_parts.py      where a process's KV heads lie in a pool, also in one that is divided over GPUs
     gpu_graphs.py      CUDA graphs of whole steps
     state_layers.py    what a step needs of layers with a state
-    gpu_meeting.py     what a step of a part of a model needs of the processes with the other parts
     gpu_sampler.py     chooses tokens on the device, and fetches them
     device_memory.py   mapped GPU memory as a torch tensor
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.errors import ConfigError
+from pillion.kvstore.gpu.cuda_segment import DeviceMapping
 
 
 @runtime_checkable
@@ -26,14 +27,6 @@ class DevicePool(Protocol):
         """Gives the number of bytes from ``address`` on."""
 
 
-class DeviceShard(DevicePool, Protocol):
-    """Represents a shard of a divided pool, mapped into this process."""
-
-    @property
-    def device_index(self) -> int:
-        """Gives the number in this process of the GPU that has the memory."""
-
-
 @runtime_checkable
 class DividedPool(Protocol):
     """Represents a pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
@@ -45,7 +38,7 @@ class DividedPool(Protocol):
     @property
     def shares(self) -> Sequence[range]: ...
 
-    def shard(self, index: int) -> DeviceShard:
+    def shard(self, index: int) -> DeviceMapping:
         """Maps a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
 
 

@@ -8,7 +8,7 @@ their copy to the host, all without waiting; a launch without rows leaves the ch
 ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
 embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
-One rank of several (``gpu_meeting.py``) launches the same steps over its own share, and ends in the same order: where
+One rank of several (``rank_group.py``) launches the same steps over its own share, and ends in the same order: where
 rank 0's step has ended, no rank writes its KV any more. Rank 0 alone chooses tokens, and gives those that only its
 device knows to the others before the step that embeds them. In a pool in one piece rank 0 copies blocks, in one on
 several GPUs one rank does in each shard (:mod:`pillion.engine.backends.gpu.pool_parts`).

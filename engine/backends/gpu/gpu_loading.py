@@ -22,7 +22,6 @@ from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import devices_of, gpu_uuid, interpreted
-from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_roofline import expected_on_gpu
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
@@ -30,6 +29,7 @@ from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import AddUp
@@ -69,7 +69,7 @@ def load_gpu_backend(
     limits: GpuLimits,
     prepared: PreparedModel,
     progress: Progress,
-    ranks: GpuMeeting | None = None,
+    ranks: GpuRankGroup | None = None,
     *,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,

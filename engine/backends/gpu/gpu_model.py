@@ -9,7 +9,7 @@
 In some models layers carry a state from token to token, in place of attention or beside it (``state_layers.py``). What
 is written above of attention and its KV then holds for their operations and states, too.
 
-One rank of several (``gpu_meeting.py``) does the same over its share of heads, inner values and tokens. The results of
+One rank of several (``rank_group.py``) does the same over its share of heads, inner values and tokens. The results of
 embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
 
 A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds, the others find the rows of the stage
@@ -29,12 +29,13 @@ from typing import NamedTuple
 
 import torch
 
-from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting, SharedLogits
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
 from pillion.engine.backends.gpu.state_layers import PoolStates, StateLayers, StateOperation
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
@@ -177,7 +178,7 @@ class GpuModel:
         max_sampled: int,
         *,
         max_samples: int = 0,
-        ranks: GpuMeeting | None = None,
+        ranks: GpuRankGroup | None = None,
         shard: ModelShard | None = None,
     ) -> None:
         """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
@@ -721,7 +722,7 @@ class GpuDecoder:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
-    def _gathered_logits(self, shares: SharedLogits, normed: torch.Tensor) -> torch.Tensor:
+    def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
         """Returns the logits of all ranks' tokens; at other ranks than the first, none."""
         model, rows = self._model, len(normed)
         head, found = model.weights.head, shares.room(rows)

@@ -15,9 +15,9 @@ from lab.benchmarks.gpu.calls import sampled_rows
 from lab.benchmarks.gpu.shapes import LlamaShape, Tables, shape_of
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
-from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.model_shard import whole_model
 from pillion.kernels.step import SamplingRows, StepBatch
@@ -51,7 +51,7 @@ class RandomModel:
         max_tokens: int,
         max_seqs: int,
         max_model_len: int,
-        ranks: GpuMeeting | None = None,
+        ranks: GpuRankGroup | None = None,
     ) -> None:
         """``ranks``: the other ranks, where this is the share of one."""
         self.bench, self.shape = bench, shape_of(bench.smoke)
