@@ -121,7 +121,9 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     if family.rope.nope_if_full and any(slides):
         has_rope = slides
     layers = read_layers(name, raw, options, heads, slides)
-    ropes, layer_ropes = _ropes(raw, options, family, (head_dim, layers.wide), has_rope, slides)
+    # Heads of layers without a window may have another size than the others.
+    full_dim = layers["layer_heads"][slides.index(False)].head_dim if layers else 0
+    ropes, layer_ropes = _ropes(raw, options, family, (head_dim, full_dim), has_rope, slides)
     qkv_bias, o_bias, mlp_bias, head_bias = _biases(options, family.biases)
     return ModelConfig(
         family=name,
@@ -137,7 +139,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
-        **layers.fields,
+        **layers,
         chunked="attention_chunk_size" in options,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,

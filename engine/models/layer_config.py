@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pillion.engine.models.config_json import size
 from pillion.engine.models.model_config import LayerHeads, TokenInputs
@@ -15,30 +15,22 @@ _BY_LAYER = "per_layer_config"
 _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 
 
-class Layers(NamedTuple):
-    """Holds what a config says of single layers: the fields of ``ModelConfig``, and the values of a head in layers
-    without a window, 0 where layers do not differ."""
-
-    fields: Mapping[str, Any]
-    wide: int
-
-
 def read_layers(
     name: str, raw: Mapping[str, Any], options: Mapping[str, Any], heads: int, slides: Sequence[bool]
-) -> Layers:
-    """Reads what is said of single layers, in families that have such ``options``. ``slides`` says which layers have a
-    window. Raises ConfigError for what does not fit together."""
+) -> Mapping[str, Any]:
+    """Reads what is said of single layers, in families that have such ``options``; returns fields of ``ModelConfig``,
+    none for other families. ``slides`` says which layers have a window. Raises ConfigError for what does not fit
+    together."""
     if "global_head_dim" not in options:
-        return Layers({}, 0)
-    layer_heads, sources = _layer_heads(name, raw, heads, slides), _kv_sources(name, raw, slides)
-    fields = {
-        "layer_heads": layer_heads,
+        return {}
+    sources = _kv_sources(name, raw, slides)
+    return {
+        "layer_heads": _layer_heads(name, raw, heads, slides),
         "kv_sources": sources,
         "values_are_keys": bool(raw["attention_k_eq_v"]),
         "layer_widths": _layer_widths(raw, sources),
         "token_inputs": _token_inputs(name, raw),
     }
-    return Layers(fields, layer_heads[slides.index(False)].head_dim)
 
 
 def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> tuple[LayerHeads, ...]:
