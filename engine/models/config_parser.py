@@ -121,7 +121,6 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     if family.rope.nope_if_full and any(slides):
         has_rope = slides
     layers = read_layers(name, raw, options, heads, slides)
-    # Heads of layers without a window may have another size than the others.
     full_dim = layers["layer_heads"][slides.index(False)].head_dim if layers else 0
     ropes, layer_ropes = _ropes(raw, options, family, (head_dim, full_dim), has_rope, slides)
     qkv_bias, o_bias, mlp_bias, head_bias = _biases(options, family.biases)
