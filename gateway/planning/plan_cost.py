@@ -4,7 +4,7 @@
     decode worker   waits for its queue . . . . . . . . . . . . . . . . . . . . . . . | prompt tail, beside its decodes
 
 A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_model`). A price is computed by a
-few formulas and without a search, because a gateway weighs dozens of routes for each request. Every price grows with a
+few formulas and without a search, because a gateway weighs several routes for each request. Every price grows with a
 worker's load, so that a busier worker never looks cheaper.
 
 Workers compute short prompts before long ones (:func:`pillion.priority.prompt_order`), and prices follow it: a request

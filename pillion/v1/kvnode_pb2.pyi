@@ -1171,7 +1171,7 @@ class PoolFacts(_message.Message):
     KV_DEVICE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     kv_namespace: _builtins.bytes
-    """Base of the block hashes: model, dtype, layout, block size and sharding (32 bytes)."""
+    """Base of the block hashes: model, dtype, layout and block size (32 bytes)."""
     block_tokens: _builtins.int
     """Tokens of every block, 0 where the workers did not say it, and bytes."""
     block_bytes: _builtins.int
