@@ -109,7 +109,7 @@ class StageChain:
     def pack(self, weights: AdapterWeights) -> AdapterWeights:
         return weights
 
-    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
+    def place(self, slot: int, weights: AdapterWeights) -> None:
         for backend in self.backends:
             backend.adapters.place(slot, backend.adapters.pack(weights))
 

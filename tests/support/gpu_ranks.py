@@ -75,7 +75,7 @@ class _Rank:
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         self.backend.bind_adapters(max_adapters, max_rank)
 
-    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
+    def place(self, slot: int, weights: AdapterWeights) -> None:
         self.backend.adapters.place(slot, self.backend.adapters.pack(weights))
 
     def close(self) -> None:
@@ -186,11 +186,11 @@ class TeamBackend:
     def pack(self, weights: AdapterWeights) -> AdapterWeights:
         return weights
 
-    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
+    def place(self, slot: int, weights: AdapterWeights) -> None:
         def own() -> None:
             self.own.adapters.place(slot, self.own.adapters.pack(weights))
 
-        self._all("place_adapter", slot, weights, own=own)
+        self._all("place", slot, weights, own=own)
 
     def close(self) -> None:
         self._all("close", own=self.own.close)

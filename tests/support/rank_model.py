@@ -96,7 +96,7 @@ class RankGroup:
     def pack(self, weights: AdapterWeights) -> list[PackedAdapter]:
         return [backend.adapters.pack(weights) for backend in self.backends]
 
-    def place_adapter(self, slot: int, packed: list[PackedAdapter]) -> None:
+    def place(self, slot: int, packed: list[PackedAdapter]) -> None:
         for rank, backend in enumerate(self.backends):
             backend.adapters.place(slot, packed[rank])
 

@@ -83,7 +83,7 @@ class StageGroup:
     def pack(self, weights: AdapterWeights) -> list[PackedAdapter]:
         return [backend.adapters.pack(weights) for backend in self.backends]
 
-    def place_adapter(self, slot: int, packed: list[PackedAdapter]) -> None:
+    def place(self, slot: int, packed: list[PackedAdapter]) -> None:
         for backend, one in zip(self.backends, packed, strict=True):
             backend.adapters.place(slot, one)
 
