@@ -12,7 +12,7 @@ import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.backends.cpu import cpu_backend as module
+from pillion.engine.backends.cpu import cpu_model as module
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config

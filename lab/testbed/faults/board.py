@@ -132,6 +132,6 @@ def hook_environment(board: pathlib.Path, *, redis_is_sound: bool = True) -> dic
     """Returns the variables with which a cluster has the hooks, beside those that it has anyway. Unless the test harms
     Redis, its processes wait for each answer of Redis, however busy the machine is."""
     hooks = pathlib.Path(__file__).parent
-    paths = (str(hooks), str(hooks.parent.parent), os.environ.get("PYTHONPATH", ""))
+    paths = (str(hooks), str(hooks.parents[2]), os.environ.get("PYTHONPATH", ""))
     patience = {REDIS_PATIENCE_VARIABLE: str(REDIS_PATIENCE_MS)} if redis_is_sound else {}
     return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **patience}
