@@ -47,6 +47,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def save(name: str, result: dict[str, Any]) -> pathlib.Path:
     """Write ``result`` with the machine's description to results/NAME.json."""
     path = WRITTEN / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
     return path
 
