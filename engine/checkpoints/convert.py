@@ -58,7 +58,7 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenize
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """Holds what a trial of a tokenizer has found: the id of the token that ends a text by tokenizer_config.json, None
-    where it names none that the tokenizer knows; and the largest id, -1 without any."""
+    where it names none that the tokenizer knows; and the largest id, -1 where it has no token."""
 
     end_id: int | None
     largest_id: int

@@ -89,7 +89,7 @@ def load_embedding(checkpoint: TensorSource, config: ModelConfig, dtype: torch.d
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
-    """Loads the embeddings of positions [positions, hidden]; None for a model without any."""
+    """Loads the embeddings of positions [positions, hidden], or returns None for a model that has none."""
     first = FAMILIES[config.family].first_position
     return None if first is None else checkpoint.take("positions", dtype)[first:]
 

@@ -182,7 +182,7 @@ class AdmittedRequest:
         return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
 
     def left_s(self) -> float | None:
-        """Returns the time left until the request's deadline, in seconds; None without a deadline."""
+        """Returns the time left until the request's deadline, in seconds, or None where it has no deadline."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
 
     def wait_s(self, most_s: float) -> float:

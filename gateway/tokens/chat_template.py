@@ -211,8 +211,8 @@ def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def template_tools(tools: Sequence[Tool], *, described: bool = False) -> list[dict[str, Any]] | None:
-    """Returns tools in OpenAI's form; None without any. ``described`` gives every tool a description, for a template
-    that expects one."""
+    """Returns tools in OpenAI's form, or None where there are none. ``described`` gives every tool a description, for a
+    template that expects one."""
     empty = {"description": ""} if described else {}
     return [{"type": "function", "function": empty | _function(tool)} for tool in tools] or None
 

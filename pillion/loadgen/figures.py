@@ -118,7 +118,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the mean, percentiles and maximum, in ms, of values in seconds; None without any value."""
+    """Returns the mean, percentiles and maximum, in ms, of values in seconds, or None where there is no value."""
     if not values:
         return None
     found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}

@@ -43,7 +43,7 @@ async def accepts(path: Path) -> bool:
 
 
 async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
-    """Returns whether a server's health is SERVING; None without an answer."""
+    """Returns whether a server's health is SERVING, or None where it does not answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
