@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import AdapterForm
@@ -12,28 +12,10 @@ from pillion.engine.adapters.adapter_reader import AdapterReader, reader_of
 from pillion.engine.backends.backend import Backend, bound_adapters
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.vector_head import Labeller
+from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kvstore.client.attachment import Attachment, MapDevice
 from pillion.kvstore.hashing import namespace_base
-from pillion.observability.metrics import Reading
-
-
-class OtherProcesses(Protocol):
-    """Represents the other processes of a worker that has several: ranks, or stages."""
-
-    def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Arranges that ``on_lost`` is called with a reason when a process is lost, in any thread; at once where one is
-        lost already."""
-
-    def pids(self) -> list[int]:
-        """Returns the processes' ids."""
-
-    def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
-        """Makes the other processes map the pool, by the line and descriptors that this one's attachment has handed
-        over."""
-
-    def readings(self) -> Iterator[Reading]:
-        """Yields the metrics of the other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +35,7 @@ class LoadedModel:
     backend: Backend
     operators: str = "torch"
     core_share: float = 0.0
-    ranks: OtherProcesses | None = None
+    ranks: RankProcesses | None = None
     expected_cost: StepModel | None = None
     pair_tokens: float = 0.0
     chooses_tokens: bool = True
