@@ -7,11 +7,11 @@
     streams/       a worker's door for streams: their connections, submits and deltas
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
-    quantized/     checkpoints in few bits, and plain weights that are quantized here
+    quantized/     checkpoints quantized, and plain weights that are quantized here
     sampling/      logits to tokens
     adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
     grammars/      which tokens an answer may go on with
-    drafts/        speculative decoding: guesses of next tokens, which steps judge
+    drafts/        speculative decoding: draft tokens of next tokens, which steps judge
     states/        what cannot be served yet with models whose layers carry states
     gpu_states/    layers with states on GPUs
     encoders/      models whose tokens all see each other: vectors and labels of whole texts, without any cache

@@ -2,7 +2,7 @@
 
 the model                          engine/load_model.py
 grammars                           on decode workers, where llguidance can be used
-guesses                            --speculative-config
+draft tokens                            --speculative-config
 adapters                           --enable-lora
 partial blocks                     --partial-block-percent, on decode workers
 states                             models whose layers carry one from token to token
@@ -113,10 +113,10 @@ def _make_scheduler(
     percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
     return limits(
         blocks=blocks,
-        partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.stock) if percent else None,
+        partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.free_slots) if percent else None,
         states=States(pages, blocks) if pages else None,
-        grammars=None if grammars is None else Grammars(blocks.stock),
-        drafts=None if drafts is None else drafts.guesses(blocks),
+        grammars=None if grammars is None else Grammars(blocks.free_slots),
+        drafts=None if drafts is None else drafts.draft_tokens(blocks),
         adapters=AdapterSlots(flags.max_loras, blocks.in_flight) if flags.enable_lora else None,
     )
 

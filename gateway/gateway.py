@@ -42,7 +42,7 @@ from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
-from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
+from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PoolingRows
 from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
@@ -241,7 +241,7 @@ class Gateway:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
         counted: CountedCall | None = None,
-        pooled: PooledRows | None = None,
+        pooled: PoolingRows | None = None,
         places: PlacesOf | None = None,
         streamed: bool = True,
     ) -> RequestRunner:
@@ -705,7 +705,7 @@ class Gateway:
         tenant: Tenant,
         arrived: float,
         deadline: float | None,
-        pooled: PooledRows | None,
+        pooled: PoolingRows | None,
         grammar: RequestGrammar | None,
     ) -> AdmittedRequest:
         options, resume = self._options, request.resume

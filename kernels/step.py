@@ -227,7 +227,7 @@ class SamplingRows:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Holds the tokens that a step chose. For each SequencePiece of the plan, in order, these are its ``samples``
-    tokens, followed by one token for each of its ``sibling_seeds``.
+    tokens, followed by one token for each of its ``parallel_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN; a row whose mask is late has MASK_LATE. ``logprobs`` is
     empty if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that

@@ -188,7 +188,7 @@ SERVED_NAMES = (
 )
 
 SPECULATIVE = (
-    "How tokens are guessed, in vLLM's JSON, such as "
+    "How tokens are drafted, in vLLM's JSON, such as "
     '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
 )
 

@@ -1,4 +1,4 @@
-"""Reads ``--speculative-config``, which says how a decode worker guesses tokens, with vLLM's keys and names.
+"""Reads ``--speculative-config``, which says how a decode worker drafts tokens, with vLLM's keys and names.
 
     {"method": "ngram", "num_speculative_tokens": 5}
 
@@ -34,18 +34,18 @@ def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Says how tokens are guessed. Its text is the JSON object that it was read from, with all defaults.
+    """Says how tokens are drafted. Its text is the JSON object that it was read from, with all defaults.
 
     Attributes:
-        method: one of METHODS; "" where nothing is guessed.
-        num_speculative_tokens: most tokens that are guessed for a sequence in one step.
-        disable_by_batch_size: steps of more decodes than this guess nothing; 0: the measured costs alone decide.
+        method: one of METHODS; "" where nothing is drafted.
+        num_speculative_tokens: most tokens that are drafted for a sequence in one step.
+        disable_by_batch_size: steps of more decodes than this draft nothing; 0: the measured costs alone decide.
         prompt_lookup_min, prompt_lookup_max: fewest and most tokens that a text's end is compared by, with "ngram".
-        suffix_decoding_max_tree_depth: most tokens of a match and of what is guessed after it, together.
-        suffix_decoding_max_cached_requests: answers that guesses are taken from, beside the sequence's own text; 0:
+        suffix_decoding_max_tree_depth: most tokens of a match and of what is drafted after it, together.
+        suffix_decoding_max_cached_requests: answers that drafts are taken from, beside the sequence's own text; 0:
             none. Tenants that share no cached prefixes share no answers, either, and each has as many.
-        suffix_decoding_max_spec_factor: tokens that are guessed for each token of the match.
-        suffix_decoding_min_token_prob: share of the places with the same beginning that a guess stands behind, at
+        suffix_decoding_max_spec_factor: tokens that are drafted for each token of the match.
+        suffix_decoding_min_token_prob: share of the places with the same beginning that a draft token stands behind, at
             least.
         model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one;
             with "eagle3" the head's folder or hub id.

@@ -85,7 +85,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """Describes a number among the sampling parameters, as all doors and checks know it. Its row is in
+    """Describes a number among the sampling parameters, as all APIs and checks know it. Its row is in
     :class:`SamplingParams`.
 
     Attributes:
@@ -95,7 +95,7 @@ class SamplingOption:
             own.
         recommended_as: its key in a model's generation_config.json, "" where models recommend none.
         gguf: its key among the sampling values of GGUF files, "" where these have none.
-        doors: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
+        APIs: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
         about: the help of the command's option; "" where the command writes an option of its own.
         of_rows: whether every row of a step has a value, which cuts the row's distribution; the other options change
             single logits.
@@ -106,7 +106,7 @@ class SamplingOption:
     neutral: float | None = None
     recommended_as: str = ""
     gguf: str = ""
-    doors: tuple[str, ...] = ()
+    apis: tuple[str, ...] = ()
     about: str = ""
     of_rows: bool = False
 
@@ -124,7 +124,7 @@ def _option(allowed: Range | None = None, **more: Any) -> Any:
 class SamplingParams:
     """Says how tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it.
 
-    The row of a number says what all doors and checks know of it.
+    The row of a number says what all APIs and checks know of it.
 
     The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``);
     where it recommends none, they are those that are given here.
@@ -164,7 +164,7 @@ class SamplingParams:
         neutral=1.0,
         recommended_as="temperature",
         gguf="temp",
-        doors=_BOTH,
+        apis=_BOTH,
         about="0 is greedy.",
         of_rows=True,
     )
@@ -173,7 +173,7 @@ class SamplingParams:
         neutral=1.0,
         recommended_as="top_p",
         gguf="top_p",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Nucleus mass.",
         of_rows=True,
     )
@@ -183,11 +183,11 @@ class SamplingParams:
         neutral=0,
         recommended_as="top_k",
         gguf="top_k",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Only the k most likely tokens.",
         of_rows=True,
     )
-    seed: int | None = _option(Range(-(2**63), 2**63 - 1), whole=True, doors=_BOTH, about="Makes sampling repeatable.")
+    seed: int | None = _option(Range(-(2**63), 2**63 - 1), whole=True, apis=_BOTH, about="Makes sampling repeatable.")
     max_tokens: int | None = _option(whole=True, recommended_as="max_new_tokens")
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -197,7 +197,7 @@ class SamplingParams:
         neutral=0.0,
         recommended_as="min_p",
         gguf="min_p",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Only tokens at least so many times as likely as the most likely one.",
         of_rows=True,
     )
@@ -206,36 +206,36 @@ class SamplingParams:
         neutral=1.0,
         recommended_as="repetition_penalty",
         gguf="penalty_repeat",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Divides logits of tokens in prompt and answer; 1 is none.",
     )
     presence_penalty: float | None = _option(
         Range(-2, 2),
         neutral=0.0,
         recommended_as="presence_penalty",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Taken from logits of tokens in the answer, once.",
     )
     frequency_penalty: float | None = _option(
         Range(-2, 2),
         neutral=0.0,
         recommended_as="frequency_penalty",
-        doors=_BOTH,
+        apis=_BOTH,
         about="Taken from logits of tokens in the answer, each time.",
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int | None = _option(whole=True, doors=_COMPLETIONS)
+    min_tokens: int | None = _option(whole=True, apis=_COMPLETIONS)
     logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True)
-    n: int | None = _option(whole=True, doors=_COMPLETIONS)
-    best_of: int | None = _option(whole=True, doors=_COMPLETIONS)
+    n: int | None = _option(whole=True, apis=_COMPLETIONS)
+    best_of: int | None = _option(whole=True, apis=_COMPLETIONS)
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, doors=_COMPLETIONS)
+    prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, apis=_COMPLETIONS)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool | None = None
-    truncate_prompt_tokens: int | None = _option(Range(-1, MAX_INT32), whole=True, doors=_COMPLETIONS)
+    truncate_prompt_tokens: int | None = _option(Range(-1, MAX_INT32), whole=True, apis=_COMPLETIONS)
     truncation_side: str = ""
 
 
@@ -468,7 +468,7 @@ class Usage:
     """Counts the tokens of a request.
 
     ``cached_tokens`` are the prompt's tokens whose KV was found, ``reasoning_tokens`` those of the completion that were
-    reasoning, where the gateway tells it from the answer. Decode workers guessed ``guessed_tokens``, of which
+    reasoning, where the gateway tells it from the answer. Decode workers drafted ``guessed_tokens``, of which
     ``accepted_tokens`` were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens``
     from the node's own lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
     """

@@ -88,7 +88,7 @@ class PrefillRun:
         started = await self._worker.run_sequence(
             RequestNeeds(adapter=prefill_range.adapter),
             hold=lambda epoch: epoch.tickets.adopt(
-                prefill_range.ticket_id, end + beside, start_block=start, guess_blocks=end - start + beside
+                prefill_range.ticket_id, end + beside, start_block=start, draft_blocks=end - start + beside
             ),
             begin=lambda holding: (self._sequence(prefill_range, holding), {self._seq_id: self}),
             wanted=lambda: not self._over,

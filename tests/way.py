@@ -169,7 +169,7 @@ class Tracer:
         # The loop of steps that ends the way, and whether it has got the request: nothing else is on the way then.
         self._steps: StepLoop | None = None
         self._handed_over = self._native = False
-        # Objects that were made since the door, by identity; they are kept, so that no identity is used twice.
+        # Objects that were made since the API, by identity; they are kept, so that no identity is used twice.
         self._made: dict[int, Any] = {}
         self._files: dict[CodeType, str] = {}
 
@@ -184,7 +184,7 @@ class Tracer:
             threading.setprofile(None)
 
     def begin(self, way: Way, tokens: Sequence[int], steps: StepLoop) -> None:
-        """The door is open. ``tokens`` are some of the prompt's, in order; the way ends in a step of ``steps``."""
+        """The API is open. ``tokens`` are some of the prompt's, in order; the way ends in a step of ``steps``."""
         self.way, self._tokens, self._steps = way, list(tokens), steps
         self._handed_over, self._native, self._active = False, False, True
 
@@ -291,7 +291,7 @@ class Tracer:
             self.way.forms[name] = Carried(name, giver, taker)
 
     def _is_ours(self, value: Any) -> bool:
-        """Whether it is an object of a class of ours that was made since the door."""
+        """Whether it is an object of a class of ours that was made since the API."""
         if not type(value).__module__.startswith("pillion."):
             return False
         return id(value) in self._made or isinstance(value, msgspec.Struct | Message | tuple)

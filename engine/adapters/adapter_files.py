@@ -162,7 +162,7 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
         exact = tensor.role is Role.EXACT_MATRIX
         pieces = [piece.size for piece in tensor.rows]
         factors = tuple(zip(pieces, tensor.scales, strict=True)) if tensor.scales else ()
-        for names in tensor.spellings:
+        for names in tensor.checkpoint_names:
             first = 0
             for module, own in zip(names, tensor.pieces_of(names), strict=True):
                 size = sum(pieces[own])

@@ -37,7 +37,7 @@ class CpuAdapterForm:
         shapes: (outputs, inputs, experts) of the layers that adapters may change; no experts where all rows pass a
             layer.
         gated: the names of those layers that make gate and up, whose outputs take turns in the packed order.
-        inner_orders: the order of the inner values of an MLP, or of each expert, where weights in few bits have changed
+        inner_orders: the order of the inner values of an MLP, or of each expert, where quantized weights have changed
             it, by the prefix of the layer's name.
         max_rank: the highest rank of a pair.
         record: the place of each field's word in a record; a pointer is an offset, and its size is in the next word.

@@ -13,7 +13,7 @@ import numpy as np
 from pillion.engine.sampling.allowed_masks import AllowedMasks
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import (
     NO_IDS,
     Int32,
@@ -33,27 +33,27 @@ _Row = tuple[Sequence, SamplingParams, int, int]
 
 
 def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
-    """Builds the batch of a plan that has at least one piece; :class:`StepBatch` describes the arrays."""
-    pieces = plan.pieces
-    counts = [piece.count for piece in pieces]
+    """Builds the batch of a plan that has at least one chunk; :class:`StepBatch` describes the arrays."""
+    scheduled = plan.scheduled
+    counts = [chunk.count for chunk in scheduled]
     ends = list(accumulate(counts))
-    pooled = list(_pooled_rows(pieces, ends))
+    pooled = list(_pooling_rows(scheduled, ends))
     # Rows whose logits are wanted stand before those whose vectors are.
     with_logits = [row for row, ids in pooled if ids]
     vectors = [row for row, ids in pooled if not ids]
     batch = build_rows(
-        [piece.sequence for piece in pieces],
-        [piece.start for piece in pieces],
+        [chunk.sequence for chunk in scheduled],
+        [chunk.start for chunk in scheduled],
         counts,
-        [piece.sequence.rope_shift for piece in pieces],
+        [chunk.sequence.rope_shift for chunk in scheduled],
         block_size,
-        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends), *with_logits, *vectors],
+        sample_rows=[*_sample_rows(scheduled, ends), *_scored_rows(scheduled, ends), *with_logits, *vectors],
         adapters=plan.adapters,
         states=plan.states,
         pooled=len(vectors),
         pooled_ids=tuple(ids for _, ids in pooled),
     )
-    seconds = [piece.sequence.second_from for piece in pieces]
+    seconds = [chunk.sequence.second_from for chunk in scheduled]
     if any(seconds):
         batch = replace(batch, seconds=np.array(seconds, np.int32))
     for place, chosen in plan.unknown:
@@ -102,33 +102,33 @@ def build_rows(
     )
 
 
-def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
-    """Yields each piece's last ``samples`` rows, and then its last row again for each sibling."""
-    for piece, end in zip(pieces, ends, strict=True):
-        if piece.samples == 1:
+def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
+    """Yields each chunk's last ``samples`` rows, and then its last row again for each parallel sample."""
+    for chunk, end in zip(scheduled, ends, strict=True):
+        if chunk.samples == 1:
             yield end - 1
-        elif piece.samples:
-            yield from range(end - piece.samples, end)
-        for _ in piece.sibling_seeds:
+        elif chunk.samples:
+            yield from range(end - chunk.samples, end)
+        for _ in chunk.parallel_seeds:
             yield end - 1
 
 
-def _scored_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
-    """Yields the rows that each piece scores."""
-    for place in [place for place, piece in enumerate(pieces) if piece.scores]:
-        piece = pieces[place]
-        after = ends[place] - (piece.start + piece.count - piece.scores_end)
-        yield from range(after - piece.scores, after)
+def _scored_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
+    """Yields the rows that each chunk scores."""
+    for place in [place for place, chunk in enumerate(scheduled) if chunk.scores]:
+        chunk = scheduled[place]
+        after = ends[place] - (chunk.start + chunk.count - chunk.scores_end)
+        yield from range(after - chunk.scores, after)
 
 
-def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields the rows of each piece that are added to the vector of its text, each with the tokens whose logits it is,
+def _pooling_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yields the rows of each chunk that are added to the vector of its text, each with the tokens whose logits it is,
     () for a hidden state."""
-    for piece, end in zip(pieces, ends, strict=True):
-        if piece.pools:
-            after = end - (piece.start + piece.count - piece.scores_end)
-            for row in range(after - piece.pools, after):
-                yield row, piece.sequence.pooled_ids
+    for chunk, end in zip(scheduled, ends, strict=True):
+        if chunk.pools:
+            after = end - (chunk.start + chunk.count - chunk.scores_end)
+            for row in range(after - chunk.pools, after):
+                yield row, chunk.sequence.pooled_ids
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
@@ -137,28 +137,28 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
-    rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
+    rows = list(chain.from_iterable(_rows_of(chunk) for chunk in plan.scheduled if chunk.samples))
     reports = [-1 if p.logprobs is None else p.logprobs for _, p, _, _ in rows]
     return _sampling(
         rows,
         logprobs=np.array(reports, np.int64),
         edits=tuple(_edits(rows)),
         masks=AllowedMasks.of(allowed, masks) if (allowed := _allowed(rows)) else masks,
-        scored=_scored(plan.pieces),
+        scored=_scored(plan.scheduled),
     )
 
 
-def build_guess_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
-    """Builds the parameters of rows of ``vocab_size`` logits that each guess a token after so many guesses of a
-    sequence: they are those of the row that will judge the guess. So the same noise is used for both, and a guess is
-    right more often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the tokens that
-    are known; there are no masks, because grammars cut guesses later, and no changes of a row that biases a missing
-    logit."""
+def build_draft_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
+    """Builds the parameters of rows of ``vocab_size`` logits that each draft a token after so many draft tokens of a
+    sequence: they are those of the row that will judge the draft token. So the same noise is used for both, and a draft
+    token is right more often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the
+    tokens that are known; there are no masks, because grammars cut draft tokens later, and no changes of a row that
+    biases a missing logit."""
     rows = []
-    for sequence, guesses in after:
+    for sequence, draft_tokens in after:
         params = sequence.sampling
         assert params is not None
-        rows.append((sequence, params, params.seed or 0, sequence.num_tokens + guesses))
+        rows.append((sequence, params, params.seed or 0, sequence.num_tokens + draft_tokens))
     edits = (edit for edit in _edits(rows) if edit.biased.max(initial=-1) < vocab_size)
     return _sampling(rows, edits=tuple(edits))
 
@@ -168,9 +168,9 @@ def _sampling(rows: list[_Row], **more: Any) -> SamplingRows:
     return SamplingRows.of(params, seeds, positions, **more)
 
 
-def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
+def _scored(scheduled: tuple[ScheduledChunk, ...]) -> ScoredRows | None:
     """Returns the tokens that the step scores: the row of a position scores the prompt's next token."""
-    scoring = [piece for piece in pieces if piece.scores]
+    scoring = [chunk for chunk in scheduled if chunk.scores]
     if not scoring:
         return None
     tokens = [p.sequence.tokens(p.scores_end - p.scores + 1, p.scores_end + 1) for p in scoring]
@@ -180,16 +180,16 @@ def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
     )
 
 
-def _rows_of(piece: SequencePiece) -> list[_Row]:
-    """Returns the sequence, parameters, seed and position of each row that a piece samples."""
-    sequence, end = piece.sequence, piece.start + piece.count
+def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
+    """Returns the sequence, parameters, seed and position of each row that a chunk samples."""
+    sequence, end = chunk.sequence, chunk.start + chunk.count
     params = sequence.sampling
     assert params is not None
     seed = params.seed or 0
-    if piece.samples == 1 and not piece.sibling_seeds:
+    if chunk.samples == 1 and not chunk.parallel_seeds:
         return [(sequence, params, seed, end)]
-    own = [(sequence, params, seed, end - back) for back in range(piece.samples - 1, -1, -1)]
-    return own + [(sequence, params, sibling_seed, end) for sibling_seed in piece.sibling_seeds]
+    own = [(sequence, params, seed, end - back) for back in range(chunk.samples - 1, -1, -1)]
+    return own + [(sequence, params, parallel_seed, end) for parallel_seed in chunk.parallel_seeds]
 
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:

@@ -60,8 +60,8 @@ def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: in
     """Returns the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
     if not isinstance(flags, StepFlags):
         return 0
-    tokens, guesses = flags.max_num_batched_tokens, flags.speculative_config.num_speculative_tokens
-    chosen = min(tokens, flags.max_num_seqs * (1 + guesses))
+    tokens, draft_tokens = flags.max_num_batched_tokens, flags.speculative_config.num_speculative_tokens
+    chosen = min(tokens, flags.max_num_seqs * (1 + draft_tokens))
     return min(tokens, chosen + scored_rows(vocab_size))
 
 

@@ -9,7 +9,7 @@
     tokenizer_trial.py    what the trial's process does; it imports nothing of Pillion
     tiktoken_files.py     the tokenizer of Kimi K2 -> tokenizer.json
     checkpoint.py         names and shapes of tensors in safetensors files
-    weight_format.py      the contract of a format of matrices in few bits
+    weight_format.py      the contract of a format of quantized matrices
     weights.py            checkpoint tensors -> the decoder's weights
     packed_file.py        the mapped file in which the CPU kernels keep packed weights
 

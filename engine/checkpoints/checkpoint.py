@@ -2,9 +2,9 @@
 
 The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
 expert or one for all experts of a layer (transformers 5), and the names of the published files or those that
-transformers' class has for them (``save_pretrained(save_original_format=False)``). A *spelling* of a decoder's tensor
-is a list of checkpoint tensors which, stacked along their first dimension, are that tensor. The first complete spelling
-is used. Neither pickles nor code are read.
+transformers' class has for them (``save_pretrained(save_original_format=False)``). A tensor of the decoder has choices
+of *checkpoint names*: each is a list of checkpoint tensors which, stacked along their first dimension, are that tensor.
+The first complete choice is used. Neither pickles nor code are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
 # transformers 5 saves the layers of these models' text models under the names that published files have for those of
 # what sees: Qianfan-OCR, Kimi K2.5.
 _LAYERS_OF_PICTURES = ("encoder.layers.", "blocks.")
-_MOST_GUESSING_LAYERS = 8
+_MOST_DRAFT_LAYERS = 8
 _LISTED_NAMES = 4  # An error names at most this many tensors.
 
 
@@ -72,27 +72,28 @@ class CheckpointTensor:
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
 
 
-Spelling = tuple[CheckpointTensor, ...]
+StackedTensors = tuple[CheckpointTensor, ...]
 
 
-def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Returns the spellings of every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``)."""
+def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]]:
+    """Returns the checkpoint names of every tensor of the model, by the decoder's name for it
+    (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
-    for key, spellings in layer_spellings((Norm(norm(config, "final_norm", "norm")),)).items():
-        wanted[key] = tuple(_of_model(spelling, "model.") for spelling in spellings)
+    for key, checkpoint_names in layer_checkpoint_names((Norm(norm(config, "final_norm", "norm")),)).items():
+        wanted[key] = tuple(_of_model(stacked, "model.") for stacked in checkpoint_names)
     if config.labels:
         wanted["score"] = _named("score.weight", config.labels, config.hidden_size)
     elif not config.tie_word_embeddings:
         wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
     for layer, operations in enumerate(layers_of(config)):
-        for key, spellings in layer_spellings(operations).items():
+        for key, checkpoint_names in layer_checkpoint_names(operations).items():
             wanted[f"layers.{layer}.{key}"] = tuple(
-                _of_model(spelling, f"model.layers.{layer}.") for spelling in spellings
+                _of_model(stacked, f"model.layers.{layer}.") for stacked in checkpoint_names
             )
     family = FAMILIES[config.family]
     if family.turned:
         layers = {key for key in wanted if key.startswith("layers.")}
-        wanted |= {key: tuple(_turned(spelling) for spelling in wanted[key]) for key in layers}
+        wanted |= {key: tuple(_turned(stacked) for stacked in wanted[key]) for key in layers}
     if family.first_position is not None:
         rows = config.max_position_embeddings + family.first_position
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
@@ -104,78 +105,80 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
         wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, every)
         wanted["token_inputs.projection"] = _named(name, every, config.hidden_size)
         wanted["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
-    return {key: _in_files(spellings, config) for key, spellings in wanted.items()}
+    return {key: _in_files(checkpoint_names, config) for key, checkpoint_names in wanted.items()}
 
 
-def _turned(spelling: Spelling) -> Spelling:
-    return tuple(replace(tensor, transposed=len(tensor.shape) > 1) for tensor in spelling)
+def _turned(stacked: StackedTensors) -> StackedTensors:
+    return tuple(replace(tensor, transposed=len(tensor.shape) > 1) for tensor in stacked)
 
 
-def _in_files(spellings: tuple[Spelling, ...], config: ModelConfig) -> tuple[Spelling, ...]:
-    """Gives the tensors the names that the family's checkpoints have for them, and as further spellings those that
+def _in_files(checkpoint_names: tuple[StackedTensors, ...], config: ModelConfig) -> tuple[StackedTensors, ...]:
+    """Gives the tensors the names that the family's checkpoints have for them, and as further choices those that
     transformers' class has, where these are others."""
     family = FAMILIES[config.family]
-    named = [_renamed(spelling, family.in_files) for spelling in spellings]
-    own = [_renamed(spelling, family.in_models) for spelling in named] if family.model_names else []
-    return (*named, *(spelling for spelling, known in zip(own, named, strict=False) if spelling is not known))
+    named = [_renamed(stacked, family.in_files) for stacked in checkpoint_names]
+    own = [_renamed(stacked, family.in_models) for stacked in named] if family.model_names else []
+    return (*named, *(stacked for stacked, known in zip(own, named, strict=False) if stacked is not known))
 
 
-def _renamed(spelling: Spelling, rename: Callable[[str], str]) -> Spelling:
-    """Returns a spelling with other names; the same object where all of them stay."""
-    names = [rename(tensor.name) for tensor in spelling]
-    if all(name == tensor.name for name, tensor in zip(names, spelling, strict=True)):
-        return spelling
-    return tuple(replace(tensor, name=name) for name, tensor in zip(names, spelling, strict=True))
+def _renamed(stacked: StackedTensors, rename: Callable[[str], str]) -> StackedTensors:
+    """Returns the tensors with other names; the same object where all of them stay."""
+    names = [rename(tensor.name) for tensor in stacked]
+    if all(name == tensor.name for name, tensor in zip(names, stacked, strict=True)):
+        return stacked
+    return tuple(replace(tensor, name=name) for name, tensor in zip(names, stacked, strict=True))
 
 
-def _of_model(spelling: Spelling, prefix: str) -> Spelling:
-    return tuple(replace(tensor, name=prefix + tensor.name) for tensor in spelling)
+def _of_model(stacked: StackedTensors, prefix: str) -> StackedTensors:
+    return tuple(replace(tensor, name=prefix + tensor.name) for tensor in stacked)
 
 
-def layer_spellings(operations: Layer) -> dict[str, tuple[Spelling, ...]]:
-    """Returns the spellings of every tensor of a layer, whose names in checkpoints are relative to it. A linear layer
-    has a "weight" and perhaps a "bias", and an expert its number: ``qkv.bias``, ``experts.3.gate_up``."""
-    wanted: dict[str, tuple[Spelling, ...]] = {}
+def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors, ...]]:
+    """Returns the checkpoint names of every tensor of a layer, whose names in checkpoints are relative to it. A linear
+    layer has a "weight" and perhaps a "bias", and an expert its number: ``qkv.bias``, ``experts.3.gate_up``."""
+    wanted: dict[str, tuple[StackedTensors, ...]] = {}
     for tensor in tensors_of(operations):
         if tensor.experts:
             wanted |= _of_experts(tensor)
         elif tensor.role is Role.MATRIX:
             parts = ("weight", "bias") if tensor.bias else ("weight",)
-            wanted |= {f"{tensor.name}.{part}": _spelled(tensor, f".{part}") for part in parts}
-        elif tensor.spellings:
+            wanted |= {f"{tensor.name}.{part}": _stacked_tensors(tensor, f".{part}") for part in parts}
+        elif tensor.checkpoint_names:
             is_vector = tensor.role in (Role.VECTOR, Role.EXACT_VECTOR)
-            spellings = _spelled(tensor, "" if is_vector else tensor.suffix)
+            checkpoint_names = _stacked_tensors(tensor, "" if is_vector else tensor.suffix)
             if tensor.optional:
-                spellings = tuple(tuple(replace(each, optional=True) for each in spelling) for spelling in spellings)
-            wanted[tensor.name] = spellings
+                checkpoint_names = tuple(
+                    tuple(replace(each, optional=True) for each in stacked) for stacked in checkpoint_names
+                )
+            wanted[tensor.name] = checkpoint_names
             if tensor.bias:
-                wanted[f"{tensor.name}.bias"] = _spelled(tensor, ".bias")
+                wanted[f"{tensor.name}.bias"] = _stacked_tensors(tensor, ".bias")
     return wanted
 
 
-def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spelling, ...]:
+def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[StackedTensors, ...]:
     rows, *columns = tensor.shape
     if tensor.role is Role.TAPS:
         # A convolution of each channel on its own reads one channel.
         columns = [1, *columns]
     before, behind = tensor.ones
     if before or behind:
-        (names,) = tensor.spellings
+        (names,) = tensor.checkpoint_names
         return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
-    if tensor.by_head and "{}" in tensor.spellings[0][0]:
+    if tensor.by_head and "{}" in tensor.checkpoint_names[0][0]:
         return tuple(
             tuple(
                 CheckpointTensor(name.format(head) + suffix, tensor.shape[1:])
                 for name, piece in zip(names, tensor.rows, strict=True)
                 for head in range(piece.size)
             )
-            for names in tensor.spellings
+            for names in tensor.checkpoint_names
         )
     # A norm of whole projections has one row for all heads of queries, and one for those of keys.
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns
     sizes, found = [piece.size for piece in tensor.rows], []
-    for names in tensor.spellings:
+    for names in tensor.checkpoint_names:
         first = [[]] * len(names) if of_heads else [[sum(sizes[own])] for own in tensor.pieces_of(names)]
         found.append(
             tuple(
@@ -191,21 +194,21 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
     return tuple(found)
 
 
-def _of_experts(tensor: LayerTensor) -> dict[str, tuple[Spelling, ...]]:
+def _of_experts(tensor: LayerTensor) -> dict[str, tuple[StackedTensors, ...]]:
     group, _, name = tensor.name.partition(".")
     shape = (tensor.experts, *tensor.shape)
-    wanted: dict[str, tuple[Spelling, ...]] = {}
+    wanted: dict[str, tuple[StackedTensors, ...]] = {}
     for number in range(tensor.experts):
         key = f"{group}.{number}.{name}"
         stacked = ((CheckpointTensor(name, shape, number, tensor.transposed),) for name in tensor.stacked)
-        wanted[key] = (*_spelled(tensor, ".weight", number), *stacked)
+        wanted[key] = (*_stacked_tensors(tensor, ".weight", number), *stacked)
         if tensor.bias:
             biases = ((CheckpointTensor(f"{name}_bias", shape[:2], number),) for name in tensor.stacked)
-            wanted[f"{key}.bias"] = (*_spelled(tensor, ".bias", number), *biases)
+            wanted[f"{key}.bias"] = (*_stacked_tensors(tensor, ".bias", number), *biases)
     return wanted
 
 
-def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
+def _named(name: str, *shape: int) -> tuple[StackedTensors, ...]:
     return ((CheckpointTensor(name, shape),),)
 
 
@@ -238,17 +241,17 @@ class Checkpoint:
         ``within`` alone. Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
-        # Layers after the model's last one only guess tokens (multi-token prediction), in families that may have them.
-        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_GUESSING_LAYERS)]
-        guessing = FAMILIES[config.family].guessing_layers
-        self._guesses = re.compile("|".join((r"(model\.)?mtp", *behind)) if guessing else r"(?!)")
+        # Layers after the model's last one only draft tokens (multi-token prediction), in families that may have them.
+        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_DRAFT_LAYERS)]
+        drafting = FAMILIES[config.family].draft_layers
+        self._draft_tokens = re.compile("|".join((r"(model\.)?mtp", *behind)) if drafting else r"(?!)")
         # Layers that see the keys and values of another one may have tensors for their own, from the training.
         idle = "|".join(str(layer) for layer, source in enumerate(config.kv_sources) if layer != source)
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = format_of(config)
         self._headers = {plain_name: _header(found) for plain_name, found in handles.items()}
-        # For a plain name these are the names of the tensors in few bits that stand for it.
+        # For a plain name these are the names of the tensors quantized that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
@@ -260,8 +263,10 @@ class Checkpoint:
             wanted["lm_head"] = head
         elif (within or config.headless) and "lm_head" in wanted and not has_head:
             self.chooses_tokens = False
-            wanted = {key: spellings for key, spellings in wanted.items() if not key.startswith("lm_head")}
-        self._spellings = self._settled(self._choose(wanted))
+            wanted = {
+                key: checkpoint_names for key, checkpoint_names in wanted.items() if not key.startswith("lm_head")
+            }
+        self._checkpoint_names = self._settled(self._choose(wanted))
         self._check_names()
         self._check_shapes()
 
@@ -273,9 +278,9 @@ class Checkpoint:
         return plain(self.take_matrix(key, dtype), dtype)
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Returns a matrix in few bits where the checkpoint has all its parts in few bits, and they fit together; else
+        """Returns a quantized matrix where the checkpoint has all its parts quantized, and they fit together; else
         like :meth:`take`."""
-        return stack_rows([self._read(wanted, dtype) for wanted in self._spellings[key]], dtype)
+        return stack_rows([self._read(wanted, dtype) for wanted in self._checkpoint_names[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
         if self._stored.get(wanted.name):
@@ -302,32 +307,32 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
         """Yields the plain tensors that the model has, as they are in the file and in its type."""
-        every = {tensor.name: tensor for spelling in self._spellings.values() for tensor in spelling}
+        every = {tensor.name: tensor for stacked in self._checkpoint_names.values() for tensor in stacked}
         for name, tensor in every.items():
             yield tensor, self._tensor(name, None)
 
     def has(self, key: str) -> bool:
         """Returns whether the model has a tensor of that name."""
-        return key in self._spellings
+        return key in self._checkpoint_names
 
-    def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
-        """Chooses each tensor's first complete spelling, and of several with the same names the one whose shapes fit.
-        Raises ConfigError if a tensor has none; where all of one is missing, the error names the layer that the
-        family's checkpoints have in place of several."""
+    def _choose(self, wanted: dict[str, tuple[StackedTensors, ...]]) -> dict[str, StackedTensors]:
+        """Chooses the first complete checkpoint names of each tensor, and of several with the same names the one whose
+        shapes fit. Raises ConfigError if a tensor has none; where all of one is missing, the error names the layer that
+        the family's checkpoints have in place of several."""
 
-        def absent(spelling: Spelling) -> list[str]:
-            return [tensor.name for tensor in spelling if not self._has(tensor)]
+        def absent(stacked: StackedTensors) -> list[str]:
+            return [tensor.name for tensor in stacked if not self._has(tensor)]
 
-        def lack(spelling: Spelling) -> tuple[float, int]:
-            share = len(absent(spelling)) / len(spelling)
+        def lack(stacked: StackedTensors) -> tuple[float, int]:
+            share = len(absent(stacked)) / len(stacked)
             if share == 0:
-                return share, sum(not self._fits(tensor) for tensor in spelling)
-            return share, len(spelling) if share == 1 else 0
+                return share, sum(not self._fits(tensor) for tensor in stacked)
+            return share, len(stacked) if share == 1 else 0
 
-        chosen = {key: min(spellings, key=lack) for key, spellings in wanted.items()}
+        chosen = {key: min(checkpoint_names, key=lack) for key, checkpoint_names in wanted.items()}
         for key in [key for key, (tensor, *_) in chosen.items() if tensor.optional and not self._has(tensor)]:
             del chosen[key]
-        missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
+        missing = sorted({name for stacked in chosen.values() for name in absent(stacked)})
         if missing:
             raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
         return chosen
@@ -337,13 +342,13 @@ class Checkpoint:
         header = self._headers.get(tensor.name)
         return header is None or header.shape == tensor.plain_shape or tensor.transposed is None
 
-    def _settled(self, chosen: dict[str, Spelling]) -> dict[str, Spelling]:
+    def _settled(self, chosen: dict[str, StackedTensors]) -> dict[str, StackedTensors]:
         """Says of tensors that may be either way round in files which way they are in these.
 
         A square one shows nothing, and lies as the model's others do: of the two matrices of an expert one at least is
         not square. Raises ConfigError where some lie one way round and some the other.
         """
-        either = [tensor for spelling in chosen.values() for tensor in spelling if tensor.transposed is None]
+        either = [tensor for stacked in chosen.values() for tensor in stacked if tensor.transposed is None]
         if not either:
             return chosen
         ways: dict[bool, str] = {}
@@ -360,12 +365,12 @@ class Checkpoint:
         # Where no shape fits either way, the error of the shapes says what published files have.
         way = next(iter(ways), True)
         return {
-            key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in spelling)
-            for key, spelling in chosen.items()
+            key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in stacked)
+            for key, stacked in chosen.items()
         }
 
     def _has(self, wanted: CheckpointTensor) -> bool:
-        """Returns whether the files hold a tensor, plain or in few bits."""
+        """Returns whether the files hold a tensor, plain or quantized."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
             with self._named_place(wanted.name):
                 self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
@@ -384,11 +389,11 @@ class Checkpoint:
             raise ConfigError(f"{place}: {error.message}") from None
 
     def _check_names(self) -> None:
-        wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
+        wanted = {tensor.name for stacked in self._checkpoint_names.values() for tensor in stacked}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
         left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
         idle = FAMILIES[self._family].idle
-        left = (name for name in left if not self._guesses.match(name) and not self._idle.match(name))
+        left = (name for name in left if not self._draft_tokens.match(name) and not self._idle.match(name))
         left = (name for name in left if not re.match(idle, name))
         unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
@@ -397,14 +402,14 @@ class Checkpoint:
             raise ConfigError(f"{place} holds {names_in_words(unknown)}, which a {self._family} model does not have")
 
     def _is_idle_bias(self, name: str) -> bool:
-        """Returns whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all
+        """Returns whether a tensor is a bias of zeros beside a quantized matrix, which old quantizers give to all
         layers."""
         if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
             return False
         return not bool(self._tensor(name, None).any())
 
     def _check_shapes(self) -> None:
-        shapes = {tensor.name: tensor.plain_shape for spelling in self._spellings.values() for tensor in spelling}
+        shapes = {tensor.name: tensor.plain_shape for stacked in self._checkpoint_names.values() for tensor in stacked}
         for plain_name, shape in shapes.items():
             if self._stored.get(plain_name):
                 continue

@@ -1,4 +1,4 @@
-"""Defines how a checkpoint stores matrices in few bits: the interface of a weight format.
+"""Defines how a checkpoint stores quantized matrices: the interface of a weight format.
 
 A format knows which tensors of the files stand for a matrix, and turns them into a
 :class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format leaves alone, such as one on a
@@ -28,7 +28,7 @@ class TensorHeader:
 
 
 class WeightFormat(Protocol):
-    """Finds and reads a checkpoint's matrices in few bits. Raises ConfigError, which names the tensor, where it
+    """Finds and reads a checkpoint's quantized matrices. Raises ConfigError, which names the tensor, where it
     cannot."""
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:

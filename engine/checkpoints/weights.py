@@ -32,7 +32,7 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Loads and fuses all weights for torch, which widens matrices in few bits. Raises ConfigError for tensors that do
+    """Loads and fuses all weights for torch, which widens quantized matrices. Raises ConfigError for tensors that do
     not fit the config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
@@ -69,7 +69,7 @@ def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.
 
 def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> Matrix:
     """Loads the output projection: the embedding if the model ties the two and the checkpoint holds no other one. Where
-    the checkpoint has the embedding in few bits, a tied head stays in few bits."""
+    the checkpoint has the embedding quantized, a tied head stays quantized."""
     if not checkpoint.has("lm_head"):
         # Where nothing chooses tokens, nobody asks for logits.
         tied = checkpoint.take_matrix("embedding", dtype)
@@ -155,7 +155,7 @@ def _norm(
     key = prefix + tensor.name
     kind = dtype if config.norm == "plain" else torch.float32
     shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
-    weight = in_order(checkpoint.take(key, kind) if tensor.spellings else torch.ones(shape, dtype=kind), tensor)
+    weight = in_order(checkpoint.take(key, kind) if tensor.checkpoint_names else torch.ones(shape, dtype=kind), tensor)
     if config.norm.endswith("offset"):
         weight = weight + 1.0
     if tensor.factor != 1.0:

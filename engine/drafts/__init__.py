@@ -1,16 +1,16 @@
-"""Decodes speculatively, by guesses of the next tokens, which a step's own logits judge.
+"""Decodes speculatively, by draft tokens of the next tokens, which a step's own logits judge.
 
-    worker_drafts.py   what a worker guesses tokens with;  the guesses of a step: engine/scheduling/guesses.py
-    draft_control.py   how many tokens are guessed for each stream;  acceptance.py: how often guesses are right
-    drafter.py         what guesses: a protocol
-    lookup_drafters.py guesses from the text itself, and from earlier answers, which recent_answers.py keeps
-    draft_chains.py    a draft model's KV: its slots, what it catches up with, its guesses
+    worker_drafts.py   what a worker drafts tokens with;  the draft tokens of a step: engine/scheduling/draft_tokens.py
+    draft_control.py   how many tokens are drafted for each stream;  acceptance.py: how often drafts are right
+    drafter.py         the protocol of what drafts tokens
+    lookup_drafters.py draft tokens from the text itself, and from earlier answers, which recent_answers.py keeps
+    draft_chains.py    a draft model's KV: its slots, what it catches up with, its draft tokens
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
     state_drafts.py    a draft model whose layers carry states: its states, and its passes
     eagle_chains.py    the KV of an EAGLE-3 head, and the states that it reads
     eagle_head.py      the passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
     eagle_config.py    ``config.json`` of an EAGLE-3 head;  eagle_weights.py: its tensors
 
-Read engine/scheduling/guesses.py first. Tokens that are certain (engine/grammars), and the judging of proposed tokens
-(engine/scheduling), stay out of here.
+Read engine/scheduling/draft_tokens.py first. Tokens that are certain (engine/grammars), and the judging of proposed
+tokens (engine/scheduling), stay out of here.
 """

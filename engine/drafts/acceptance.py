@@ -1,4 +1,4 @@
-"""Measures how often guesses are right, by their place after a text's end, for one stream, or for all streams of a
+"""Measures how often drafts are right, by their place after a text's end, for one stream, or for all streams of a
 worker.
 """
 
@@ -14,29 +14,29 @@ from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
 
 Float64 = npt.NDArray[np.float64]
 
-# When a guess is judged, the weight of earlier guesses is multiplied by STREAM_FADING in the stream's own rates, and by
-# WORKER_FADING in those of all streams.
+# When a draft token is judged, the weight of earlier draft tokens is multiplied by STREAM_FADING in the stream's own
+# rates, and by WORKER_FADING in those of all streams.
 STREAM_FADING = 0.85
 WORKER_FADING = 0.98
 # A stream whose last probes were wrong or empty is probed more rarely than others, but at most by this factor.
 MOST_PATIENCE = 4
-# A rate of right guesses that was never measured is assumed to be UNKNOWN_RATE, with the weight of UNKNOWN_WEIGHT
-# judged guesses.
+# A rate of right draft tokens that was never measured is assumed to be UNKNOWN_RATE, with the weight of UNKNOWN_WEIGHT
+# judged draft tokens.
 UNKNOWN_RATE = 0.5
 UNKNOWN_WEIGHT = 8.0
-# These two weights mix rates where a stream has few guesses of its own: the rate of all streams counts like so many
-# guesses of the stream, and the rate that is expected for a place like so many guesses at that place.
+# These two weights mix rates where a stream has few draft tokens of its own: the rate of all streams counts like so
+# many draft tokens of the stream, and the rate that is expected for a place like so many draft tokens at that place.
 OTHERS_WEIGHT = 2.0
 PLACE_WEIGHT = 3.0
-# As long as no guess at a place was judged, guesses there are expected to be right no more often than this.
+# As long as no draft token at a place was judged, draft tokens there are expected to be right no more often than this.
 MOST_EXPECTED = 0.98
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class Acceptance:
-    """Holds, for each place of a guess, the share of right tokens, float64 [MAX_SPECULATIVE_TOKENS], among those whose
-    place was reached because all before them were right. Older guesses count less and less."""
+    """Holds, for each place of a draft, the share of right tokens, float64 [MAX_SPECULATIVE_TOKENS], among those whose
+    place was reached because all before them were right. Older draft tokens count less and less."""
 
     __slots__ = ("_fading", "_right", "_tried")
 
@@ -46,34 +46,34 @@ class Acceptance:
         self._right: Float64 = np.zeros(MAX_SPECULATIVE_TOKENS)
 
     def judge(self, made: int, right: int) -> None:
-        """Notes that a guess of ``made`` tokens was judged: the first ``right`` were right, the next one wrong."""
+        """Notes that a draft of ``made`` tokens was judged: the first ``right`` were right, the next one wrong."""
         self._tried *= self._fading
         self._right *= self._fading
         self._tried[: min(right + 1, made)] += 1.0
         self._right[:right] += 1.0
 
     def level(self, expected: float, weight: float) -> float:
-        """Returns the share of right guesses at all places together, mixed with an expected one that counts like
-        ``weight`` guesses."""
+        """Returns the share of right draft tokens at all places together, mixed with an expected one that counts like
+        ``weight`` draft tokens."""
         return float((self._right.sum() + weight * expected) / (self._tried.sum() + weight))
 
     def rates(self, expected: Float64 | float, weight: float) -> Float64:
-        """Returns the shares of right guesses by place, mixed with expected ones that count as much as ``weight``
-        guesses."""
+        """Returns the shares of right drafts by place, mixed with expected ones that count as much as ``weight``
+        draft tokens."""
         mixed: Float64 = (self._right + weight * expected) / (self._tried + weight)
         return mixed
 
 
-class GuessRecord:
-    """Holds what a scheduler remembers of one stream's guesses. Attributes are for reading.
+class DraftRecord:
+    """Holds what a scheduler remembers of one stream's draft tokens. Attributes are for reading.
 
     Attributes:
-        chances: float64 [MAX_SPECULATIVE_TOKENS], how likely it is that the first 1, 2, 3... guesses are all right;
-            falls from place to place.
+        chances: float64 [MAX_SPECULATIVE_TOKENS], how likely it is that the first 1, 2, 3... draft tokens are all
+            right; falls from place to place.
         likeliest: the first entry of ``chances``, as a Python float.
-        found: whether the drafter had a guess for this stream when it was asked last.
-        expected: how many tokens are expected to be right of the guess that a step judges now.
-        worth_s: how many seconds guesses save in the rest of the stream's life; infinite where nobody knows.
+        found: whether the drafter had a draft for this stream when it was asked last.
+        expected: how many tokens are expected to be right of the draft token that a step judges now.
+        worth_s: how many seconds draft tokens save in the rest of the stream's life; infinite where nobody knows.
     """
 
     __slots__ = (
@@ -107,12 +107,12 @@ class GuessRecord:
         self._patience = 1
 
     def judge(self, made: int, right: int) -> None:
-        """Notes that a step judged a guess of this stream, as :meth:`Acceptance.judge` does."""
+        """Notes that a step judged a draft token of this stream, as :meth:`Acceptance.judge` does."""
         self._acceptance.judge(made, right)
 
     def expect(self, all_rates: Float64, all_level: float) -> None:
-        """Computes ``chances`` anew. Where few guesses of the stream were judged at a place, its rate there is expected
-        to differ from that of all streams as much as it does over all places."""
+        """Computes ``chances`` anew. Where few draft tokens of the stream were judged at a place, its rate there is
+        expected to differ from that of all streams as much as it does over all places."""
         level = self._acceptance.level(all_level, OTHERS_WEIGHT)
         expected = np.minimum(all_rates * (level / all_level), MOST_EXPECTED)
         chances: Float64 = self._acceptance.rates(expected, PLACE_WEIGHT).cumprod()
@@ -133,13 +133,13 @@ class GuessRecord:
         self._probe, self._probed = NO_TOKENS, False
         return len(came), right
 
-    def probe(self, guess: Int32, num_tokens: int) -> None:
-        """Remembers a probe: the guess that was made after the first ``num_tokens`` tokens of the text."""
-        self._probe, self._probed, self._probed_at = guess.copy(), True, num_tokens
-        self.found = len(guess) > 0
+    def probe(self, draft_token: Int32, num_tokens: int) -> None:
+        """Remembers a probe: the draft token that was made after the first ``num_tokens`` tokens of the text."""
+        self._probe, self._probed, self._probed_at = draft_token.copy(), True, num_tokens
+        self.found = len(draft_token) > 0
 
-    def asked(self, guess: Int32, num_tokens: int) -> None:
-        """Notes that a guess was made which a step judges; it takes the place of a probe."""
+    def asked(self, draft_token: Int32, num_tokens: int) -> None:
+        """Notes that a draft token was made which a step judges; it takes the place of a probe."""
         self._probe, self._probed, self._probed_at, self._patience = NO_TOKENS, False, num_tokens, 1
-        self.found = len(guess) > 0
-        self.expected = float(self.chances[: len(guess)].sum())
+        self.found = len(draft_token) > 0
+        self.expected = float(self.chances[: len(draft_token)].sum())

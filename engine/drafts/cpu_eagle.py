@@ -25,7 +25,7 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_layer import LayerEmitter, projections
 from pillion.engine.backends.cpu.cpu_model import CpuModel, ModelPlan, compile_operations
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
+from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, InMemoryMatrices, MatrixPacker
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.drafts.eagle_config import EagleConfig
@@ -57,9 +57,9 @@ class HeadPlan:
     outputs: Buffer
 
 
-def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> HeldMatrices:
+def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> InMemoryMatrices:
     """Packs a head's weights for the CPU kernels. The matrices of a head are never quantized."""
-    held, layer, hidden = HeldMatrices(), config.layer, config.layer.hidden_size
+    held, layer, hidden = InMemoryMatrices(), config.layer, config.layer.hidden_size
     packer = MatrixPacker(held, layer, whole_model(layer), WIDE_KINDS[dtype])
     both = weights.layer["qkv"]
     assert isinstance(both, Linear)
@@ -76,7 +76,9 @@ def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> HeldMat
     return held
 
 
-def plan_head(config: EagleConfig, weights: HeldMatrices, layout: KVLayout, dtype: str, max_model_len: int) -> HeadPlan:
+def plan_head(
+    config: EagleConfig, weights: InMemoryMatrices, layout: KVLayout, dtype: str, max_model_len: int
+) -> HeadPlan:
     """Makes the programs of an EAGLE head whose texts have at most ``max_model_len`` entries."""
     layer = config.layer
     ropes, shard = rope_tables(layer, max_model_len), whole_model(layer)
@@ -184,7 +186,7 @@ class CpuEagle(EagleBackend, CpuBackend):
         return (*super()._programs(), self._following)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a pass of the head; returns the logits of the tokens that it can guess."""
+        """Runs a pass of the head; returns the logits of the tokens that it can draft."""
         return super()._run(pool, batch)[:, : self._draft_vocab_size]
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:

@@ -1,6 +1,6 @@
-"""Keeps the KV of a draft model in the pool of the model that it guesses for: its slots, and what it computes next.
+"""Keeps the KV of a draft model in the pool of the model that it drafts for: its slots, and what it computes next.
 
-    ordered: a ticket that pins what the node has --answered--> open: catches up, guesses, commits
+    ordered: a ticket that pins what the node has --answered--> open: catches up, draft tokens, commits
         --its sequence leaves, or memory is short--> closed: slots are given back, and, once the node has answered the
                                                      run under way, the ticket --> (gone, and maybe ordered anew)
 
@@ -9,13 +9,13 @@ their own; so a prompt that was drafted for once is found again, also by other w
 draft have a ticket and a :class:`BlockChain` each. The draft's chain is a convenience: nothing waits for it, and
 missing KV is computed again from the tokens (I1).
 
-**Memory.** The draft's slots come out of the worker's stock, beyond what decodes need. Where slots run short, drafts go
-before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
+**Memory.** The draft's slots come out of the worker's free slots, beyond what decodes need. Where slots run short,
+drafts go before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
 
 **Work.** The passes of a plan run between two steps, so nothing of a draft is in flight when slots change hands. The
 first pass catches up with the tokens that came since. Tokens of prompts are cut to what the step's budget leaves (I5),
-and left out for a stream that ends before its guesses can save as much time as they take. The KV of a guess stays where
-the guess was right, and is overwritten otherwise. Sans-IO (I9).
+and left out for a stream that ends before its draft tokens can save as much time as they take. The KV of a draft token
+stays where the draft token was right, and is overwritten otherwise. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import numpy as np
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import ChainOrder, SequencePiece
+from pillion.engine.scheduling.step_plan import ChainOrder, ScheduledChunk
 from pillion.kernels.step import Int32, States
 from pillion.kvstore.hashing import request_root
 
 # After draft chains had to give up slots, or got none, no new draft chain is ordered for this time.
 PAUSE_S = 2.0
-NO_GUESSES: Int32 = np.empty(0, dtype=np.int32)
+NO_DRAFT_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class DraftShape:
     Attributes:
         namespace: the 32 bytes from which the roots of its chains are hashed (I2).
         block_size: how many tokens' KV of the draft model fit into a slot, a multiple of the main model's block size.
-        vocab_size: how many token ids it has; nothing is guessed for a text with an id that it lacks.
+        vocab_size: how many token ids it has; nothing is drafted for a text with an id that it lacks.
         max_model_len: how many tokens the longest text has on which it is run.
-        num_speculative_tokens: how many tokens are guessed at most for a sequence in a step.
+        num_speculative_tokens: how many tokens are drafted at most for a sequence in a step.
         max_num_batched_tokens: how many tokens one pass computes at most.
         rope_shift: where in its rotary tables a text of at most so many tokens begins.
         reads_states: whether it is an EAGLE-3 head (:mod:`pillion.engine.drafts.eagle_chains`).
@@ -79,10 +79,10 @@ class DraftChain(BlockChain):
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
         # These say whether the node has answered with its ticket, whether nobody needs the chain any more, whether it
         # has caught up with its sequence once, and whether that would take longer than it is worth.
-        self.opened = self.closed = self.has_guessed = self.is_too_late = False
-        # These are the tokens that were guessed to follow the first ``num_computed`` ones; the pool has the KV of all
+        self.opened = self.closed = self.has_drafted = self.is_too_late = False
+        # These are the tokens that were drafted to follow the first ``num_computed`` ones; the pool has the KV of all
         # but the last one.
-        self.guesses: Int32 = NO_GUESSES
+        self.draft_tokens: Int32 = NO_DRAFT_TOKENS
 
     @property
     def end(self) -> int:
@@ -95,22 +95,22 @@ class DraftChain(BlockChain):
         return self.num_blocks
 
     def settle(self) -> None:
-        """Keeps the KV of guesses that the sequence has taken, and forgets the others; the last token's KV is computed
-        anew, for its logits. Without a new token the guesses stay."""
+        """Keeps the KV of draft tokens that the sequence has taken, and forgets the others; the last token's KV is
+        computed anew, for its logits. Without a new token the draft tokens stay."""
         start = self.num_computed
         if self.sequence.num_tokens == start:
             return
-        guesses = self.guesses[: max(0, min(len(self.guesses), self.sequence.num_tokens - start) - 1)]
-        right = guesses == self.tokens(start, start + len(guesses))
-        self.num_computed += len(guesses) if right.all() else int(right.argmin())
-        self.guesses = NO_GUESSES
+        draft_tokens = self.draft_tokens[: max(0, min(len(self.draft_tokens), self.sequence.num_tokens - start) - 1)]
+        right = draft_tokens == self.tokens(start, start + len(draft_tokens))
+        self.num_computed += len(draft_tokens) if right.all() else int(right.argmin())
+        self.draft_tokens = NO_DRAFT_TOKENS
 
-    def advance(self, end: int, guesses: Int32) -> None:
+    def advance(self, end: int, draft_tokens: Int32) -> None:
         """Notes that the tokens before ``end`` are computed, and that after all of them the draft model expects
-        ``guesses``."""
+        ``draft_tokens``."""
         self.num_computed = end
-        self.guesses = guesses
-        self.has_guessed = self.has_guessed or len(guesses) > 0
+        self.draft_tokens = draft_tokens
+        self.has_drafted = self.has_drafted or len(draft_tokens) > 0
 
     def open(self, holding: Holding) -> None:
         """Takes the ticket that the node has given to the chain."""
@@ -121,31 +121,31 @@ class DraftChain(BlockChain):
         """Ends the chain, which the sequence needs no longer. Returns the chain's own slots that are not being
         committed; they leave its block table."""
         self.closed = True
-        self.guesses = NO_GUESSES
+        self.draft_tokens = NO_DRAFT_TOKENS
         return self.cut(self.num_sent)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPiece:
+class DraftChunk:
     """Holds tokens ``start`` .. ``start + count`` of a chain, which one pass computes, and how many tokens are then
-    guessed after them; 0 where the chain only catches up."""
+    drafted after them; 0 where the chain only catches up."""
 
     chain: DraftChain
     start: int
     count: int
-    guesses: int
+    draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """Holds the draft model's work before a step: a pass over all pieces, then passes of one token for each."""
+    """Holds the draft model's work before a step: a pass over all chunks, then passes of one token for each."""
 
-    pieces: tuple[DraftPiece, ...]
+    scheduled: tuple[DraftChunk, ...]
 
     @property
     def num_tokens(self) -> int:
         """Gives how many tokens the plan's first pass computes."""
-        return sum(piece.count for piece in self.pieces)
+        return sum(chunk.count for chunk in self.scheduled)
 
 
 class DraftPasses(Protocol):
@@ -156,8 +156,8 @@ class DraftPasses(Protocol):
         """Gives the seconds that the last run of the draft model took."""
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        """Runs a plan's passes; returns each piece's guesses, as many as were asked for or fewer, or None where the
-        passes have failed."""
+        """Runs a plan's passes; returns each chunk's draft tokens, as many as were asked for or fewer, or None where
+        the passes have failed."""
 
     @property
     def seconds_to_read(self) -> float:
@@ -170,20 +170,20 @@ class DraftPasses(Protocol):
 
 
 class DraftChains:
-    """Holds the draft chains of one scheduler, and guesses as its Drafter: ``passes`` runs what it plans."""
+    """Holds the draft chains of one scheduler, and drafts as its Drafter: ``passes`` runs what it plans."""
 
     def __init__(self, shape: DraftShape, passes: DraftPasses, block_manager: BlockManager) -> None:
         self._shape = shape
         self._passes = passes
         self._block_manager = block_manager
-        self._stock = block_manager.stock
+        self._free_slots = block_manager.free_slots
         # Chains get negative ids, so that they differ from the ids of sequences.
         self._ids = itertools.count(-1, -1)
         # The first dict has all chains that still exist, by their own ids; the second one has those that are not
         # closed, by the ids of their sequences.
         self.chains: dict[int, DraftChain] = {}
         self._of: dict[int, DraftChain] = {}
-        # Nothing is ever guessed for the sequences with these ids.
+        # Nothing is ever drafted for the sequences with these ids.
         self._refused: set[int] = set()
         self._paused_until_s = 0.0
         self._now = 0.0
@@ -198,14 +198,14 @@ class DraftChains:
         return self._lacking_blocks if self._of else 0
 
     def catches_up(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence's chain has a ticket but has not guessed yet. Such a chain has to read the
+        """Returns whether a sequence's chain has a ticket but has not drafted yet. Such a chain has to read the
         sequence's tokens first, so the next step may not run before the last step's tokens are known."""
         chain = self._of.get(sequence.seq_id)
         if chain is None or not chain.opened or chain.is_too_late:
             return False
-        return not chain.has_guessed and self._now >= self._paused_until_s
+        return not chain.has_drafted and self._now >= self._paused_until_s
 
-    def landed(self, pieces: Seq[SequencePiece], states: States) -> None:
+    def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
         """Notes that a step has brought states of the model for its rows; a draft model reads tokens alone."""
 
     def begin_step(self, spare_tokens: int, now: float) -> None:
@@ -214,30 +214,30 @@ class DraftChains:
         self._lacking_blocks, self.took_s = 0, 0.0
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Runs the draft model's passes for these decodes; returns up to so many guesses for each."""
+        """Runs the draft model's passes for these decodes; returns up to so many drafts for each."""
         plan = self._plan(wanted)
-        if plan.pieces:
-            guesses = self._passes.run(plan)
+        if plan.scheduled:
+            draft_tokens = self._passes.run(plan)
             self.took_s += self._passes.took_s
-            for place, piece in enumerate(plan.pieces):
-                self._take(piece, None if guesses is None else guesses[place])
-        return [self._guesses_of(sequence)[:most] for sequence, most in wanted]
+            for place, chunk in enumerate(plan.scheduled):
+                self._take(chunk, None if draft_tokens is None else draft_tokens[place])
+        return [self._draft_tokens_of(sequence)[:most] for sequence, most in wanted]
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds that one more guess for each of so many sequences takes."""
+        """Returns the seconds that one more draft for each of so many sequences takes."""
         return self._passes.seconds_per_token(sequences)
 
     def _plan(self, wanted: Seq[tuple[Sequence, int]]) -> DraftPlan:
-        pieces, left = [], self._shape.max_num_batched_tokens
+        scheduled, left = [], self._shape.max_num_batched_tokens
         for sequence, most in wanted:
             chain = self._chain_of(sequence)
             if chain is not None:
                 chain.settle()
-                piece = self._piece(chain, min(most, self._shape.num_speculative_tokens), left)
-                if piece is not None:
-                    left -= piece.count
-                    pieces.append(piece)
-        return DraftPlan(tuple(pieces))
+                chunk = self._chunk(chain, min(most, self._shape.num_speculative_tokens), left)
+                if chunk is not None:
+                    left -= chunk.count
+                    scheduled.append(chunk)
+        return DraftPlan(tuple(scheduled))
 
     def _chain_of(self, sequence: Sequence) -> DraftChain | None:
         """Gives the sequence's chain, if it can be used. Where there is none, and memory is not short, a ticket for one
@@ -254,28 +254,29 @@ class DraftChains:
         self._block_manager.out.chain_orders.append(ChainOrder(chain.seq_id, chain.block_hashes(0, whole)))
         return None
 
-    def _piece(self, chain: DraftChain, guesses: int, left: int) -> DraftPiece | None:
-        """Returns the next piece of a chain, of at most ``left`` tokens; None if the chain has nothing to do, or no
+    def _chunk(self, chain: DraftChain, draft_tokens: int, left: int) -> DraftChunk | None:
+        """Returns the next chunk of a chain, of at most ``left`` tokens; None if the chain has nothing to do, or no
         slot."""
         start, end = chain.num_computed, chain.end
         if start == end:
             return None
-        # Tokens that came since the last guess are computed at once, and a prompt's tokens as the step's budget allows.
+        # Tokens that came since the last draft token are computed at once, and a prompt's tokens as the step's budget
+        # allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
         chain.is_too_late = (
-            not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.guesses.worth_s
+            not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.draft_tokens.worth_s
         )
         if chain.is_too_late:
             return None
         reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
         longest = min(self._shape.max_model_len, chain.sequence.most_tokens)
-        after = max(0, min(guesses, longest - chain.sequence.num_tokens)) if reach == end else 0
+        after = max(0, min(draft_tokens, longest - chain.sequence.num_tokens)) if reach == end else 0
         if end > self._shape.max_model_len or (
             reach > start and int(chain.tokens(start, reach).max()) >= self._shape.vocab_size
         ):
             self.refuse(chain.sequence)
             return None
-        # The KV of the last guessed token is not computed.
+        # The KV of the last draft token is not computed.
         self._grow(chain, reach + max(after - 1, 0))
         room = chain.num_blocks * chain.block_size
         count = min(reach, room) - start
@@ -284,40 +285,40 @@ class DraftChains:
         if not is_near:
             self._spare_tokens -= count
         if start + count < end:
-            return DraftPiece(chain, start, count, 0)
-        return DraftPiece(chain, start, count, min(after, room - end + 1))
+            return DraftChunk(chain, start, count, 0)
+        return DraftChunk(chain, start, count, min(after, room - end + 1))
 
     def _grow(self, chain: DraftChain, tokens: int) -> None:
-        """Takes slots for so many tokens of a chain and its next guess, as far as the worker's stock has some that
+        """Takes slots for so many tokens of a chain and its next draft token, as far as the worker has free ones that
         decodes do not need soon."""
         ahead = tokens + self._shape.num_speculative_tokens + 1
         wanted = -(-min(ahead, chain.sequence.most_tokens) // chain.block_size)
-        while chain.num_blocks < wanted and len(self._stock) > self._block_manager.needed_blocks:
-            slot = self._stock.take()
+        while chain.num_blocks < wanted and len(self._free_slots) > self._block_manager.needed_blocks:
+            slot = self._free_slots.take()
             assert slot is not None
             chain.add_slot(slot)
-        if chain.num_blocks * chain.block_size < tokens and self._stock.exhausted(self._now):
+        if chain.num_blocks * chain.block_size < tokens and self._free_slots.exhausted(self._now):
             self._pause(self._now)
         elif self._now >= self._paused_until_s:
             self._lacking_blocks += max(0, wanted - chain.num_blocks)
 
-    def _take(self, piece: DraftPiece, guesses: Int32 | None) -> None:
-        """Notes that a piece has run, and brought ``guesses``; with None it has failed, and its sequence goes on
-        without guesses."""
-        chain = piece.chain
-        if guesses is None:
+    def _take(self, chunk: DraftChunk, draft_tokens: Int32 | None) -> None:
+        """Notes that a chunk has run, and brought ``draft_tokens``; with None it has failed, and its sequence goes on
+        without draft tokens."""
+        chain = chunk.chain
+        if draft_tokens is None:
             self.refuse(chain.sequence)
             return
-        chain.advance(piece.start + piece.count, guesses)
+        chain.advance(chunk.start + chunk.count, draft_tokens)
         self._commit(chain)
 
     def _commit(self, chain: DraftChain) -> None:
         chain.extend_hashes(chain.full_blocks * chain.block_size)
         self._block_manager.order_commit(chain, self._now)
 
-    def _guesses_of(self, sequence: Sequence) -> Int32:
+    def _draft_tokens_of(self, sequence: Sequence) -> Int32:
         chain = self._of.get(sequence.seq_id)
-        return NO_GUESSES if chain is None or chain.num_computed != chain.end else chain.guesses
+        return NO_DRAFT_TOKENS if chain is None or chain.num_computed != chain.end else chain.draft_tokens
 
     def ended(self, sequence: Sequence) -> None:
         """Notes that the sequence ends or is preempted."""
@@ -351,12 +352,12 @@ class DraftChains:
         self._lacking_blocks = 0
 
     def _close(self, chain: DraftChain) -> None:
-        self._stock.give(chain.close())
+        self._free_slots.give(chain.close())
         if chain.opened and not chain.in_commit:
             self._let_go(chain)
 
     def _let_go(self, chain: DraftChain) -> None:
-        self._stock.give(chain.cut(chain.num_committed))
+        self._free_slots.give(chain.cut(chain.num_committed))
         self._block_manager.release(chain.ticket_id)
         del self.chains[chain.seq_id]
 
@@ -404,16 +405,16 @@ class DraftChains:
 
 class OwnChain(DraftChain):
     """Holds KV of a draft that nobody finds again: the chain has no ticket, owns all of its slots, and none of its
-    blocks is committed. It reads its sequence's tokens alone, so the KV of a guess is overwritten."""
+    blocks is committed. It reads its sequence's tokens alone, so the KV of a draft token is overwritten."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
         self.open(Holding(0, (), ()))
 
     def settle(self) -> None:
-        """Forgets the guesses once there are new tokens."""
+        """Forgets the draft tokens once there are new tokens."""
         if self.num_computed != self.end:
-            self.guesses = NO_GUESSES
+            self.draft_tokens = NO_DRAFT_TOKENS
 
 
 class OwnChains(DraftChains):

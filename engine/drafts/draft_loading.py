@@ -1,4 +1,4 @@
-"""Loads the draft model of a decode worker, and refuses one that cannot guess for its model."""
+"""Loads the draft model of a decode worker, and refuses one that cannot draft for its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a draft model over the pool of the model that it guesses for: its place in the slots, and its passes.
+"""Runs a draft model over the pool of the model that it drafts for: its place in the slots, and its passes.
 
 A slot has the bytes of the main model's block, and holds one block of the draft model, of as many tokens as fit. To the
 draft model's backend the pool is one of its own blocks, side by side; slot s holds the first of them that begins in it:
@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.backend import Backend, BackendLost, KVLayout, PoolPlace
-from pillion.engine.backends.batching import build_guess_sampling, build_rows
-from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftPlan
+from pillion.engine.backends.batching import build_draft_sampling, build_rows
+from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftPlan
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.errors import ConfigError
 from pillion.kernels.step import Int32, StepBatch
@@ -61,7 +61,7 @@ class DraftModel:
         backend: the draft model's backend, which has no pool yet. The size of its blocks follows from
             :func:`draft_blocks`.
         slot_bytes: bytes of a slot of the main model.
-        vocab_size: the main model's number of token ids; other ids are no guesses.
+        vocab_size: the main model's number of token ids; other ids are no draft tokens.
     """
 
     def __init__(self, backend: Backend, slot_bytes: int, vocab_size: int) -> None:
@@ -79,7 +79,7 @@ class DraftModel:
         model lies in such slots."""
         if not isinstance(memory, memoryview) and memory.divided:
             raise ConfigError(
-                "--speculative-config: a draft model needs the KV pool in one piece, and --kv-device divides it over"
+                "--speculative-config: a draft model needs the KV pool in one chunk, and --kv-device divides it over"
                 " several GPUs; choose ngram or suffix"
             )
         self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
@@ -89,15 +89,15 @@ class DraftModel:
         return -(-slots * self._slot_bytes // self.backend.layout.block_bytes)
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        """Runs the draft model's passes of a plan; returns each piece's guesses, each drawn as the step will draw the
-        token there. Returns None where a pass has failed; the log says why."""
+        """Runs the draft model's passes of a plan; returns each chunk's draft tokens, each drawn as the step will draw
+        the token there. Returns None where a pass has failed; the log says why."""
         began_s = time.perf_counter()
         try:
             return self._run(plan)
         except BackendLost:
             raise
         except Exception:
-            log.exception("a draft of %d sequences failed", len(plan.pieces))
+            log.exception("a draft of %d sequences failed", len(plan.scheduled))
             return None
         finally:
             self.took_s = time.perf_counter() - began_s
@@ -108,38 +108,38 @@ class DraftModel:
         return self._pass_s.get(bits) or max(self._pass_s.values(), default=0.0)
 
     def _run(self, plan: DraftPlan) -> list[Int32]:
-        pieces = plan.pieces
+        scheduled = plan.scheduled
         began_s = time.perf_counter()
         batch = self._first_pass(plan)
-        guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
-        batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
-        sequences = [piece.chain.sequence for piece in pieces]
-        tokens, seqs = self._pass(batch, [(sequences[place], 0) for place in guessing]), guessing
+        drafting = [place for place, chunk in enumerate(scheduled) if chunk.draft_tokens]
+        batch = replace(batch, sample_rows=batch.query_starts[1:][drafting] - np.int32(1))
+        sequences = [chunk.chain.sequence for chunk in scheduled]
+        tokens, seqs = self._pass(batch, [(sequences[place], 0) for place in drafting]), drafting
         if plan.num_tokens >= LEAST_READ_TOKENS:
             read_s = (time.perf_counter() - began_s) / plan.num_tokens
             self.seconds_to_read += (PASS_WEIGHT if self.seconds_to_read else 1.0) * (read_s - self.seconds_to_read)
-        guesses: list[list[int]] = [[] for _ in pieces]
-        while guessing:
+        draft_tokens: list[list[int]] = [[] for _ in scheduled]
+        while drafting:
             kept = []
-            for at, (place, token) in enumerate(zip(guessing, tokens, strict=True)):
+            for at, (place, token) in enumerate(zip(drafting, tokens, strict=True)):
                 if 0 <= token < self._vocab_size:
-                    guesses[place].append(token)
-                    if len(guesses[place]) < pieces[place].guesses:
+                    draft_tokens[place].append(token)
+                    if len(draft_tokens[place]) < scheduled[place].draft_tokens:
                         kept.append(at)
-            guessing, seqs = [guessing[at] for at in kept], [seqs[at] for at in kept]
-            if guessing:
+            drafting, seqs = [drafting[at] for at in kept], [seqs[at] for at in kept]
+            if drafting:
                 began_s = time.perf_counter()
-                batch = self._next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
-                after = [(sequences[place], len(guesses[place])) for place in guessing]
+                batch = self._next_pass(batch, seqs, kept, [draft_tokens[place][-1] for place in drafting])
+                after = [(sequences[place], len(draft_tokens[place])) for place in drafting]
                 tokens, seqs = self._pass(batch, after), [*range(len(kept))]
                 self._learn(len(kept), time.perf_counter() - began_s)
-        return [np.array(found, dtype=np.int32) if found else NO_GUESSES for found in guesses]
+        return [np.array(found, dtype=np.int32) if found else NO_DRAFT_TOKENS for found in draft_tokens]
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
-        """Makes the batch of the known tokens of all pieces. The block tables reach as far as the guesses will."""
-        pieces, layout = plan.pieces, self.backend.layout
-        chains = [piece.chain for piece in pieces]
-        starts, counts = [piece.start for piece in pieces], [piece.count for piece in pieces]
+        """Makes the batch of the known tokens of all chunks. The block tables reach as far as the draft tokens will."""
+        scheduled, layout = plan.scheduled, self.backend.layout
+        chains = [chunk.chain for chunk in scheduled]
+        starts, counts = [chunk.start for chunk in scheduled], [chunk.count for chunk in scheduled]
         batch = build_rows(chains, starts, counts, [chain.rope_shift for chain in chains], layout.block_size)
         tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
         for row, chain in zip(tables, chains, strict=True):
@@ -168,6 +168,6 @@ class DraftModel:
         self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
 
     def _pass(self, batch: StepBatch, after: Seq[tuple[Sequence, int]]) -> tuple[int, ...]:
-        """Runs a pass, each of whose sampled rows chooses a token after so many guesses of a sequence."""
-        rows = build_guess_sampling(after, self.backend.vocab_size)
+        """Runs a pass, each of whose sampled rows chooses a token after so many draft tokens of a sequence."""
+        rows = build_draft_sampling(after, self.backend.vocab_size)
         return self.backend.launch(batch, (), rows).wait().token_ids

@@ -1,4 +1,4 @@
-"""Defines the interface of drafters, which guess the next tokens of streams."""
+"""Defines the interface of drafters, which draft the next tokens of streams."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pillion.kernels.step import Int32
 
 
 class Drafter(Protocol):
-    """Guesses tokens, once in a step, on the step thread. A drafter only reads the sequences."""
+    """Draft tokens tokens, once in a step, on the step thread. A drafter only reads the sequences."""
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
         """Returns for each sequence up to so many tokens, 1 at least, that may follow ``sequence.tokens(0,
         sequence.num_tokens)``; it may return none."""
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds that one more guess for each of so many sequences takes to make, the step that judges it
+        """Returns the seconds that one more draft for each of so many sequences takes to make, the step that judges it
         aside."""
 
     def ended(self, sequence: Sequence) -> None:

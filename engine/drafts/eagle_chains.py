@@ -2,16 +2,16 @@
 
 Entry p of a head is made of the model's state at position p and of the token after it. The states come with the steps
 of this worker, so a chain begins with the first of them, at ``begin``: states of a cached prefix, or of a part of the
-prompt that a prefill worker has computed, are missing, and the head guesses without them. Its entries count from 0 on,
+prompt that a prefill worker has computed, are missing, and the head drafts without them. Its entries count from 0 on,
 which rotary embeddings do not notice.
 
     text       [ cached, or computed elsewhere | states: entries with KV | states: kept for the next pass ] last token
     position   0                           begin                                                      num_tokens - 1
 
 What a block holds depends therefore on where its chain began. So blocks of a head are never committed: a chain has no
-ticket, owns all of its slots, and gives them back when it is closed. While nothing is guessed for a stream, its states
+ticket, owns all of its slots, and gives them back when it is closed. While nothing is drafted for a stream, its states
 are kept; where they are more than MAX_STATES_TOKENS, the chain begins anew with the newest of them. All states of a
-text are the model's: the entries of guesses, whose states are the head's own, are overwritten. Sans-IO (I9).
+text are the model's: the entries of draft tokens, whose states are the head's own, are overwritten. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftShape, OwnChain, OwnChains
+from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftShape, OwnChain, OwnChains
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32, States
 
 # This many positions of a stream may have states that wait for a pass of the head; beyond that, the newer half of them
@@ -70,7 +70,7 @@ class EagleChain(OwnChain):
     def _begin_at(self, position: int) -> None:
         self.begin, self.num_computed = position, 0
         self._states, self._num_states = [], 0
-        self.guesses = NO_GUESSES
+        self.draft_tokens = NO_DRAFT_TOKENS
 
     def states(self, count: int) -> States:
         """Returns the states [count, layers * hidden] of the entries after the computed ones."""
@@ -83,11 +83,11 @@ class EagleChain(OwnChain):
         """Raises AssertionError where the states are not those that the chain counts, or are too many."""
         assert self._num_states == sum(map(len, self._states)) <= MAX_STATES_TOKENS
 
-    def advance(self, end: int, guesses: Int32) -> None:
+    def advance(self, end: int, draft_tokens: Int32) -> None:
         count = end - self.num_computed
         self._states = [self.states(self._num_states)[count:]] if count < self._num_states else []
         self._num_states -= count
-        super().advance(end, guesses)
+        super().advance(end, draft_tokens)
 
 
 class EagleChains(OwnChains):
@@ -102,18 +102,18 @@ class EagleChains(OwnChains):
             assert isinstance(chain, EagleChain)
             chain.check_states()
 
-    def landed(self, pieces: Seq[SequencePiece], states: States) -> None:
-        """Keeps the states of a step's rows whose tokens belong to texts now, which those after a wrong guess do
+    def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
+        """Keeps the states of a step's rows whose tokens belong to texts now, which those after a wrong draft token do
         not."""
         row = 0
-        for piece in pieces:
-            first, row = row, row + piece.count
-            sequence = piece.sequence
-            right = min(sequence.num_computed - piece.start, piece.count)
+        for chunk in scheduled:
+            first, row = row, row + chunk.count
+            sequence = chunk.sequence
+            right = min(sequence.num_computed - chunk.start, chunk.count)
             if right > 0 and sequence.state is SequenceState.RUNNING and self._may_draft(sequence):
                 chain = self._begun(sequence)
                 assert isinstance(chain, EagleChain)
-                chain.keep(piece.start, states[first : first + right].copy())
+                chain.keep(chunk.start, states[first : first + right].copy())
 
     def _may_draft(self, sequence: Sequence) -> bool:
         return not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)

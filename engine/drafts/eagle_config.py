@@ -34,7 +34,7 @@ class EagleConfig:
 
     Attributes:
         layer: the config of the head's one layer and of its rotary embedding; its ``vocab_size`` is that of the model.
-        draft_vocab_size: how many different tokens the head can guess.
+        draft_vocab_size: how many different tokens the head can draft.
         state_layers: the numbers of those layers of the model whose inputs the head reads, in order.
         state_size: width of each of these inputs.
         norm_before_residual: whether the layer adds to the normed state in place of the state itself.

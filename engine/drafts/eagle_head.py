@@ -2,10 +2,10 @@
 torch.
 
 Entry p of a head's text is the state of the model at position p together with the token after it, p + 1; from it the
-head guesses token p + 2:
+head drafts token p + 2:
 
-    state --fc--> norm --.                                           .--> norm --lm head--> guess, by d2t
-    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, where that is a guess
+    state --fc--> norm --.                                           .--> norm --lm head--> draft token, by d2t
+    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, if drafted
 
 (EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) Where the CPU kernels run the model they run the
 head, too (:mod:`pillion.engine.drafts.cpu_eagle`).
@@ -41,13 +41,13 @@ def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
 
 class EagleBackend(HostBackend):
     """Runs the steps of an EAGLE head. :meth:`read` or :meth:`follow` says which states the next step reads; every step
-    keeps the states of the rows after which it guesses. Logits are those of the tokens that the head can guess.
+    keeps the states of the rows after which it drafts. Logits are those of the tokens that the head can draft.
 
     ``_target_ids`` is int64, the model's id of each such token; None where all ids are alike.
     """
 
     _target_ids: torch.Tensor | None = None
-    # These are the last step's logits at the model's token ids; those of tokens that the head cannot guess stay minus
+    # These are the last step's logits at the model's token ids; those of tokens that the head cannot draft stay minus
     # infinity.
     _wide = torch.empty(0, 0)
 
@@ -105,7 +105,7 @@ class TorchEagle(EagleBackend):
         super().warm_up(max_tokens)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a pass of the head; returns the logits of the tokens that it can guess."""
+        """Runs a pass of the head; returns the logits of the tokens that it can draft."""
         layer, weights, layout = self._config.layer, self._weights, self.layout
         states = self._inputs[: batch.num_tokens]
         shape = (len(pool), 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
@@ -146,9 +146,9 @@ class EagleModel(DraftModel):
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
         states = []
-        for piece in plan.pieces:
-            assert isinstance(piece.chain, EagleChain)
-            states.append(piece.chain.states(piece.count))
+        for chunk in plan.scheduled:
+            assert isinstance(chunk.chain, EagleChain)
+            states.append(chunk.chain.states(chunk.count))
         self.backend.read(np.concatenate(states))
         return super()._first_pass(plan)
 

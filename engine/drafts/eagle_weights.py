@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pillion.engine.checkpoints.checkpoint import finite, layer_spellings, names_in_words
+from pillion.engine.checkpoints.checkpoint import finite, layer_checkpoint_names, names_in_words
 from pillion.engine.checkpoints.model_files import weight_files
 from pillion.engine.checkpoints.weight_format import FLOATS
 from pillion.engine.checkpoints.weights import in_order
@@ -39,7 +39,7 @@ class EagleWeights:
         embedding: [vocab, hidden], the head's own or the model's.
         fuse: the linear layer that makes one state of the states of all layers which the head reads.
         state_norm: the norm of a state before the head's layer.
-        target_ids: [draft vocab] int64, the model's id of each token that the head can guess; None where the two ids
+        target_ids: [draft vocab] int64, the model's id of each token that the head can draft; None where the two ids
             are always the same.
     """
 
@@ -122,7 +122,7 @@ class _Tensors:
         """Returns the weights of the head's layer."""
         spelled = {
             key: torch.cat([self.take(_LAYER + part.name) for part in parts])
-            for key, (parts, *_) in layer_spellings(config.operations).items()
+            for key, (parts, *_) in layer_checkpoint_names(config.operations).items()
         }
         weights = LayerWeights()
         for tensor in tensors_of(config.operations):
@@ -175,7 +175,7 @@ def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "embed_tokens.weight", (layer.vocab_size, hidden)
     for name in ("input_layernorm", "hidden_norm"):
         yield f"{_LAYER}{name}.weight", (hidden,)
-    for parts, *_ in layer_spellings(config.operations).values():
+    for parts, *_ in layer_checkpoint_names(config.operations).values():
         yield from ((_LAYER + part.name, part.shape) for part in parts)
 
 

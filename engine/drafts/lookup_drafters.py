@@ -1,4 +1,4 @@
-"""Guesses without a model: looks for a text's last tokens at earlier places, and guesses the tokens that followed
+"""Draft tokens without a model: looks for a text's last tokens at earlier places, and drafts the tokens that followed
 there.
 """
 
@@ -24,11 +24,11 @@ LEAST_OWN_MATCH_TOKENS = 2
 
 
 class NGramDrafter:
-    """Looks up the prompt (Saxena 2023): guesses what followed the last tokens when they last stood in this text.
+    """Looks up the prompt (Saxena 2023): drafts what followed the last tokens when they last stood in this text.
 
     It needs no second model, has no state, and is right where answers quote their prompt: code edits, summaries, chats.
-    A guess needs at least ``prompt_lookup_min`` tokens in common with an earlier place; the place with the most wins,
-    up to ``prompt_lookup_max``.
+    A draft token needs at least ``prompt_lookup_min`` tokens in common with an earlier place; the place with the most
+    wins, up to ``prompt_lookup_max``.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -66,25 +66,25 @@ class NGramDrafter:
 
 
 class SuffixDrafter:
-    """Decodes by suffixes (Oliaro and others, arXiv 2411.04975): guesses the tokens that most often followed the
+    """Decodes by suffixes (Oliaro and others, arXiv 2411.04975): draft tokens the tokens that most often followed the
     longest end of the text, in the text itself and in the worker's recent answers
     (:mod:`pillion.engine.drafts.recent_answers`).
 
-    The match and the guess have up to ``suffix_decoding_max_tree_depth`` tokens together, the guess up to
-    ``suffix_decoding_max_spec_factor`` times as many as the match. The guess ends where the next token is too
+    The match and the draft token have up to ``suffix_decoding_max_tree_depth`` tokens together, the draft token up to
+    ``suffix_decoding_max_spec_factor`` times as many as the match. The draft token ends where the next token is too
     uncertain. The places that match are looked up instead of kept in a tree: the text's own by a scan, which needs no
     memory and takes microseconds, those in answers by hash.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        # This is the longest match that leaves room for the longest guess.
+        # This is the longest match that leaves room for the longest draft token.
         self._most_matched = int(config.suffix_decoding_max_tree_depth / (1 + config.suffix_decoding_max_spec_factor))
         self._answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Returns the guess after the longer match; where two are equally long, the text itself counts more than other
-        answers."""
+        """Returns the draft token after the longer match; where two are equally long, the text itself counts more than
+        other answers."""
         return [self._continue(sequence, most) for sequence, most in wanted]
 
     def _continue(self, sequence: Sequence, most: int) -> Int32:
@@ -95,13 +95,13 @@ class SuffixDrafter:
             own = own[own > 0]
             own = own[text[own - 1] == text[-2]]
         pattern = text[: -self._most_matched - 1 : -1]
-        guess, matched = self._after(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
+        draft_token, matched = self._after(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
         ring = self._answers.ring(sequence.parent_hash)
         if ring is not None:
             answered = self._after(ring.tokens, ring.first, ring.end, ring.places(text), pattern, most)
             if answered[1] > matched:
-                guess = answered[0]
-        return guess
+                draft_token = answered[0]
+        return draft_token
 
     def _after(
         self, tokens: Int32, first: int, end: int, places: Int64, pattern: Int32, most: int
@@ -131,7 +131,7 @@ class SuffixDrafter:
         return 0.0
 
     def ended(self, sequence: Sequence) -> None:
-        """Remembers the answer, and the end of its prompt, after which an answer's first tokens may be guessed."""
+        """Remembers the answer, and the end of its prompt, after which an answer's first tokens may be drafted."""
         prompt = sequence.prompt_tokens
         if not sequence.resume_after and sequence.num_tokens > prompt:
             begin = max(0, prompt - self._config.suffix_decoding_max_tree_depth)
@@ -141,15 +141,15 @@ class SuffixDrafter:
 def _likeliest(followed: list[list[int]], least: float) -> list[int]:
     """Returns the tokens that most of the rows begin with, one after the other, as long as at least this share of all
     rows has them all; of equally frequent tokens it takes the first row's."""
-    guess: list[int] = []
+    draft_token: list[int] = []
     needed = least * len(followed)
     for place in range(len(followed[0])):
         ((token, count),) = Counter(row[place] for row in followed).most_common(1)
         if token == END or count < needed:
             break
-        guess.append(token)
+        draft_token.append(token)
         followed = [row for row in followed if row[place] == token]
-    return guess
+    return draft_token
 
 
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter:

@@ -5,7 +5,7 @@ beginnings.
     last        of each hash of LEAST_MATCH_TOKENS tokens the latest place
     before      of each place the one before it with the same hash: a chain from new to old, as in LZ77
 
-A tenant never guesses from the answers of another one, because its stream's speed would tell what they say: there is a
+A tenant never drafts from the answers of another one, because its stream's speed would tell what they say: there is a
 ring for each root, which is where cached prefixes are told apart, too. Rings are forgotten as a whole, the least
 recently used first. The result of a look-up depends on the answers and their order alone.
 """

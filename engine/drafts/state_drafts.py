@@ -1,13 +1,13 @@
 """Runs a draft model whose layers carry states: where its states are, and which of them a pass reads and writes.
 
 A chain has STATES states beside its blocks. One of them, the base, stands after the tokens that are computed. The pass
-over the tokens that came since reads it and writes the next base; each pass of a guess reads what the pass before it
-has written, and writes one of the other two in turn, so the base outlives wrong guesses.
+over the tokens that came since reads it and writes the next base; each pass of a draft token reads what the pass before
+it has written, and writes one of the other two in turn, so the base outlives wrong draft tokens.
 
     tokens   read A, write B     B is the base now
-    guesses  read B, write C     read C, write A     read A, write C   ...
+    draft tokens  read B, write C     read C, write A     read A, write C   ...
 
-So tokens that were guessed right are computed once more, as known tokens: a few rows of the next first pass. KV is
+So tokens that were drafted right are computed once more, as known tokens: a few rows of the next first pass. KV is
 worth nothing without a state at its end, and a draft keeps none for others (docs/decisions/states.md has what that
 takes of a pool). So the chain has no ticket, its blocks are not committed, and each stream's draft reads the prompt
 from its beginning. Sans-IO but for the passes (I9).
@@ -25,7 +25,7 @@ from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.kernels.step import Int32, StateSlots, StepBatch
 
-# A chain has so many states: the base, and two that guesses read and write in turn.
+# A chain has so many states: the base, and two that drafts read and write in turn.
 STATES = 3
 
 
@@ -55,8 +55,8 @@ class StateDraftChain(OwnChain):
     def owned_slots(self) -> tuple[int, ...]:
         return (*super().owned_slots(), *(slot for state in self.states for slot in state))
 
-    def advance(self, end: int, guesses: Int32) -> None:
-        super().advance(end, guesses)
+    def advance(self, end: int, draft_tokens: Int32) -> None:
+        super().advance(end, draft_tokens)
         before, base, other = self.states
         self.states = base, other, before
 
@@ -82,13 +82,13 @@ class StateDraftChains(OwnChains):
     def _grow(self, chain: DraftChain, tokens: int) -> None:
         """Takes slots for the chain's states, all of them or none, and then for its tokens."""
         assert isinstance(chain, StateDraftChain)
-        lacking, stock = chain.lacking_slots, self._stock
-        if lacking and len(stock) >= lacking + self._block_manager.needed_blocks:
-            taken = [stock.take() for _ in range(lacking)]
+        lacking, free_slots = chain.lacking_slots, self._free_slots
+        if lacking and len(free_slots) >= lacking + self._block_manager.needed_blocks:
+            taken = [free_slots.take() for _ in range(lacking)]
             chain.take_states([slot for slot in taken if slot is not None])
         if not chain.lacking_slots:
             super()._grow(chain, tokens)
-        elif stock.exhausted(self._now):
+        elif free_slots.exhausted(self._now):
             self._pause(self._now)
         elif self._now >= self._paused_until_s:
             self._lacking_blocks += lacking
@@ -102,10 +102,10 @@ class StateDraftModel(DraftModel):
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
         reads, writes, others = [], [], []
-        for piece in plan.pieces:
-            assert isinstance(piece.chain, StateDraftChain)
-            before, base, other = piece.chain.states
-            reads.append(before if piece.start else (-1,) * len(before))
+        for chunk in plan.scheduled:
+            assert isinstance(chunk.chain, StateDraftChain)
+            before, base, other = chunk.chain.states
+            reads.append(before if chunk.start else (-1,) * len(before))
             writes.append(base)
             others.append((other, before))
         self._turns = self._places(others)

@@ -1,4 +1,4 @@
-"""Holds what a worker guesses tokens with, and makes what its schedulers ask for guesses (speculative decoding)."""
+"""Holds what a worker drafts tokens with, and makes what its schedulers ask for draft tokens (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.engine.drafts.eagle_chains import EagleChains
 from pillion.engine.drafts.lookup_drafters import make_lookup_drafter
 from pillion.engine.drafts.state_drafts import StateDraftChains
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.guesses import Guesses
+from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.kvstore.client.attachment import Attachment
 from pillion.speculative_config import SpeculativeConfig
 
@@ -28,7 +28,7 @@ def chains_of(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> D
 
 
 class WorkerDrafts:
-    """Holds what a worker guesses tokens with, through all its epochs: a method without a model, or a model over the
+    """Holds what a worker drafts tokens with, through all its epochs: a method without a model, or a model over the
     worker's pool."""
 
     def __init__(self, config: SpeculativeConfig, draft: tuple[DraftShape, DraftModel] | None) -> None:
@@ -37,13 +37,13 @@ class WorkerDrafts:
         self._control = DraftControl.of(config)
         self._drafter = make_lookup_drafter(config) if draft is None else None
 
-    def guesses(self, blocks: BlockManager) -> Guesses:
-        """Makes what the scheduler of one epoch asks for guesses, over its blocks."""
+    def draft_tokens(self, blocks: BlockManager) -> DraftTokens:
+        """Makes what the scheduler of one epoch asks for draft tokens, over its blocks."""
         drafter: Drafter | None = self._drafter
         if drafter is None:
             assert self._draft is not None
             drafter = chains_of(*self._draft, blocks)
-        return Guesses(self._control, drafter)
+        return DraftTokens(self._control, drafter)
 
     def bind_pool(self, attachment: Attachment) -> None:
         """Notes that the worker's pool is mapped. Raises ConfigError for a pool that the draft model cannot use."""

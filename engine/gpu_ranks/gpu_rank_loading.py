@@ -34,16 +34,16 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
     memory, apart = RankMemory.create(config, size, 1), gpu_for_each(size)
     environ = first_gpu if apart else lambda rank: None
     ranks = RankProcesses(size, worker_label(flags), memory, environ)
-    meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
+    rendezvous = os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC)
     try:
-        with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, meeting):
-            group = join_ranks(RankShard.of(config, 0, size), meeting, memory, apart=apart)
+        with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, rendezvous):
+            group = join_ranks(RankShard.of(config, 0, size), rendezvous, memory, apart=apart)
             own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
     except BaseException:
         ranks.close()
         raise
     finally:
-        os.close(meeting)
+        os.close(rendezvous)
     where = "a GPU each" if apart else "one GPU"
     log.info("%d ranks on %s share the model, processes %s beside this one", size, where, ranks.pids())
     backend, expected = RankedAheadBackend(own, ranks), cost_on_gpu(flags, prepared)
@@ -51,19 +51,19 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
 
 
 def load_gpu_share(
-    flags: WorkerFlags, order: dict[str, Any], memory_fd: int, meeting: int
+    flags: WorkerFlags, order: dict[str, Any], memory_fd: int, rendezvous: int
 ) -> tuple[GpuBackend, RankMemory]:
-    """Loads the share of a rank above 0, and the ranks' memory. ``meeting`` is the descriptor by which the ranks find
-    each other. Raises ConfigError."""
+    """Loads the share of a rank above 0, and the ranks' memory. ``rendezvous`` is the descriptor by which the ranks
+    find each other. Raises ConfigError."""
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
     shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
-    group = join_ranks(shard, meeting, memory, apart=order["apart"])
+    group = join_ranks(shard, rendezvous, memory, apart=order["apart"])
     return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
 
 
-def join_ranks(shard: ModelShard, meeting: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
-    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` shows whether one has ended.
+def join_ranks(shard: ModelShard, rendezvous: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
+    """Meets the other ranks of the worker by the descriptor ``rendezvous``; ``memory`` shows whether one has ended.
     ``apart`` says whether each rank has a GPU of its own. Raises ConfigError."""
     device = step_device()
     own_device = apart and device.type == "cuda"
-    return GpuRankGroup.join(shard, meeting, device, own_device=own_device, aborted=lambda: memory.aborted)
+    return GpuRankGroup.join(shard, rendezvous, device, own_device=own_device, aborted=lambda: memory.aborted)

@@ -33,7 +33,7 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
 # All ranks must have found each other within this time.
-MEETING_TIMEOUT_S = 120.0
+RENDEZVOUS_TIMEOUT_S = 120.0
 # Rank 0 waits at most START_TIMEOUT_S in one call until the first pool is bound, because other ranks still load weights
 # and compile kernels, and at most STEP_TIMEOUT_S in a step.
 START_TIMEOUT_S = 600.0
@@ -65,7 +65,7 @@ class GpuRankGroup:
         self,
         shard: ModelShard,
         group: Any,
-        meeting: int,
+        rendezvous: int,
         device: torch.device,
         aborted: Callable[[], bool],
         name: str,
@@ -73,7 +73,7 @@ class GpuRankGroup:
         self.shard, self.name = shard, name
         self.limit_s = START_TIMEOUT_S
         self.capturable = not isinstance(group, _DIST.ProcessGroupGloo)
-        self._group, self._meeting = group, meeting
+        self._group, self._rendezvous = group, rendezvous
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = aborted
         self._lost = False
@@ -82,7 +82,7 @@ class GpuRankGroup:
     def join(
         cls,
         shard: ModelShard,
-        meeting: int,
+        rendezvous: int,
         device: torch.device,
         *,
         own_device: bool,
@@ -93,7 +93,7 @@ class GpuRankGroup:
         and soon where a rank has ended.
 
         Args:
-            meeting: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
+            rendezvous: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
             device: where the rank's tensors are.
             own_device: whether no two ranks have the same GPU.
             aborted: returns whether a rank has ended; it is called in every wait.
@@ -102,11 +102,11 @@ class GpuRankGroup:
         name = name or f"rank {shard.rank} of {shard.size}"
         # torch's store opens the file by this path whenever it reads or writes, and once more when the group ends. So
         # the descriptor stays open, even where a thread still waits for the others.
-        meeting = os.dup(meeting)
+        rendezvous = os.dup(rendezvous)
 
         def meet() -> Any:
-            store = _DIST.FileStore(f"/proc/self/fd/{meeting}", shard.size)
-            store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+            store = _DIST.FileStore(f"/proc/self/fd/{rendezvous}", shard.size)
+            store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
             return _nccl(store, shard, device) if own_device else _gloo(store, shard)
 
         failed = f"{name} did not find the others"
@@ -115,13 +115,13 @@ class GpuRankGroup:
             waited_s += HOST_WAIT_S
             if aborted():
                 raise ConfigError(f"{failed}: another rank has ended")
-            if waited_s > MEETING_TIMEOUT_S:
-                raise ConfigError(f"{failed} in {MEETING_TIMEOUT_S:.0f} s")
+            if waited_s > RENDEZVOUS_TIMEOUT_S:
+                raise ConfigError(f"{failed} in {RENDEZVOUS_TIMEOUT_S:.0f} s")
         try:
             group = found.result()
         except RuntimeError as error:
             raise ConfigError(f"{failed}: {_first_line(error)}") from None
-        return cls(shard, group, meeting, device, aborted, name)
+        return cls(shard, group, rendezvous, device, aborted, name)
 
     def sum(self, values: torch.Tensor) -> None:
         """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
@@ -198,7 +198,7 @@ class GpuRankGroup:
             self._keep(group)
         elif not self._lost:
             del group
-            os.close(self._meeting)
+            os.close(self._rendezvous)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the values themselves, or a copy in host memory if the group can only send that."""
@@ -256,7 +256,7 @@ class GpuRankGroup:
 
 def _gloo(store: Any, shard: ModelShard) -> Any:
     options = _DIST.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     group = _DIST.ProcessGroupGloo(store, shard.rank, shard.size, options)
     group.set_timeout(TORCH_TIMEOUT)

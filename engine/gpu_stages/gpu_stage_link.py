@@ -35,15 +35,16 @@ class GpuStageLink:
     def join(
         cls,
         place: StagePlace,
-        meetings: Sequence[int],
+        rendezvous: Sequence[int],
         device: torch.device,
         *,
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
     ) -> GpuStageLink:
-        """Meets the stages beside ``place``. ``meetings`` are the descriptors by which it finds the stage before, where
-        there is one, and then the next one; the rest is what :meth:`GpuRankGroup.join` takes. Raises ConfigError."""
-        given = iter(meetings)
+        """Meets the stages beside ``place``. ``rendezvous`` are the descriptors by which it finds the stage before,
+        where there is one, and then the next one; the rest is what :meth:`GpuRankGroup.join` takes. Raises
+        ConfigError."""
+        given = iter(rendezvous)
 
         def group(side: int) -> GpuRankGroup:
             # A group takes a shard for its rank and its size alone: two neighbouring stages are ranks 0 and 1 of two.

@@ -29,7 +29,7 @@ log = logging.getLogger("pillion.worker")
 
 
 @dataclass(frozen=True, slots=True)
-class StageMeetings:
+class StageRendezvous:
     """Holds the descriptors of the files in memory by which the processes of a worker find each other: one for the
     ranks of each stage, where it has several, and one for each rank between two stages."""
 
@@ -37,11 +37,11 @@ class StageMeetings:
     between: Sequence[Sequence[int]]
 
     @classmethod
-    def create(cls, stages: int, ranks: int) -> StageMeetings:
+    def create(cls, stages: int, ranks: int) -> StageRendezvous:
         """Makes the files."""
 
         def made(count: int) -> list[int]:
-            return [os.memfd_create("pillion-meeting", os.MFD_CLOEXEC) for _ in range(count)]
+            return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
 
         return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
 
@@ -61,25 +61,27 @@ def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -
     stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
     # Steps write nothing to this memory, which only shows whether a process has ended.
     memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
-    apart, meetings = gpu_for_each(flags.processes), StageMeetings.create(stages, ranks)
+    apart, rendezvous = gpu_for_each(flags.processes), StageRendezvous.create(stages, ranks)
     environ = first_gpu if apart else lambda process: None
     try:
         processes = StageProcesses(stages, ranks, worker_label(flags), memory, environ)
 
         def each(process: int) -> list[int]:
-            return [memory.fd, *meetings.of(StagePlace.of(process, stages, ranks))]
+            return [memory.fd, *rendezvous.of(StagePlace.of(process, stages, ranks))]
 
         try:
             with processes.loading(
                 {**loading_order(flags, threads), "limits": asdict(limits), "apart": apart}, each=each
             ):
                 place = StagePlace.of(0, stages, ranks)
-                own, operators = load_share_of(flags, limits, prepared, place, memory, meetings.of(place), apart=apart)
+                own, operators = load_share_of(
+                    flags, limits, prepared, place, memory, rendezvous.of(place), apart=apart
+                )
         except BaseException:
             processes.close()
             raise
     finally:
-        meetings.close()
+        rendezvous.close()
     where = "a GPU each" if apart else "one GPU"
     log.info(
         "%d stages of %d ranks on %s share the model, processes %s beside this",
@@ -116,14 +118,14 @@ def load_share_of(
     prepared: PreparedModel,
     place: StagePlace,
     memory: RankMemory,
-    meetings: Sequence[int],
+    rendezvous: Sequence[int],
     *,
     apart: bool,
 ) -> tuple[GpuStageBackend, str]:
     """Meets the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
     ``memory`` shows whether a process has ended, ``apart`` says whether each has a GPU of its own. Raises
     ConfigError."""
-    shard, device, given = place.shard(load_config(prepared.folder)), step_device(), list(meetings)
+    shard, device, given = place.shard(load_config(prepared.folder)), step_device(), list(rendezvous)
     group = join_ranks(shard, given.pop(0), memory, apart=apart) if place.ranks > 1 else None
     own_device = apart and device.type == "cuda"
     link = GpuStageLink.join(place, given, device, own_device=own_device, aborted=lambda: memory.aborted)

@@ -35,8 +35,8 @@ class TokenMatcher(Protocol):
     def error(self) -> str:
         """Says why the matcher is of no use any more; "" while it is of use."""
 
-    def fill(self, bits: UInt32, guesses: Seq[int]) -> None:
-        """Writes the mask of this place into bits[0], and those after each guess into the rows below."""
+    def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
+        """Writes the mask of this place into bits[0], and those after each draft token into the rows below."""
 
 
 class CompiledGrammar:
@@ -55,9 +55,9 @@ class CompiledGrammar:
         takes_guesses: whether its matchers can move back.
     """
 
-    def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_guesses: bool = True) -> None:
+    def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_draft_tokens: bool = True) -> None:
         self.start = start
-        self.takes_guesses = takes_guesses
+        self.takes_draft_tokens = takes_draft_tokens
         self.spent = self.slow = False
         self.vocab_words = -(-vocab_size // 32)
         self._lock = Lock()

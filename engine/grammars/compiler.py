@@ -190,7 +190,7 @@ class GrammarCompiler:
         lexer = _SharedLexer()
         start = _LibraryMatcher(matcher, self._tokenizer, lexer)
         lexer.num_bytes = len(text) + BYTES_OF_FUEL * start.fuel()
-        compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
+        compiled = CompiledGrammar(start, self._vocab_size, takes_draft_tokens=self._can_go_back(start.copy()))
         with self._lock:
             self.on_compiled(seconds)
             if own:
@@ -317,11 +317,11 @@ class _LibraryMatcher:
     def error(self) -> str:
         return _first_line(self._matcher.get_error())
 
-    def fill(self, bits: UInt32, guesses: Seq[int]) -> None:
-        if guesses:
+    def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
+        if draft_tokens:
             # The library's type stubs leave this method out.
             masks: Any = self._matcher
-            masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*guesses])
+            masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*draft_tokens])
         else:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits[0].nbytes)
         self._masks += 1

@@ -4,9 +4,9 @@
                                                         |
                                                         '--> complete, or failed
 
-The place is a pure function of the answer's tokens, so that a sibling, a preempted stream, and a replay on another
-worker meet the same masks. Forced tokens keep to a rule for that reason: after a token that was chosen freely, and
-after the last one of a forced run, the grammar is asked which tokens are forced. Its answer is a run, and the next
+The place is a pure function of the answer's tokens, so that a parallel sample, a preempted stream, and a replay on
+another worker meet the same masks. Forced tokens keep to a rule for that reason: after a token that was chosen freely,
+and after the last one of a forced run, the grammar is asked which tokens are forced. Its answer is a run, and the next
 tokens are these, whatever the grammar would say in the middle of the run. Replayed tokens are cut into the same runs,
 because they are followed from the answer's begin.
 
@@ -95,7 +95,7 @@ class GrammarState:
         # next step the second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
-    def sibling(self) -> GrammarState:
+    def sample(self) -> GrammarState:
         """Returns the place of another answer that begins with this one's grammar."""
         return GrammarState(self._grammar, self._threads, self._passing_ends, self._renew)
 
@@ -127,19 +127,19 @@ class GrammarState:
             return self._job_is_over()
         return True
 
-    def count_fitting(self, guesses: Seq[int]) -> int:
-        """Returns how many of the guessed next tokens are worth a try, counted from the first one: the grammar allows
+    def count_fitting(self, draft_tokens: Seq[int]) -> int:
+        """Returns how many of the drafted next tokens are worth a try, counted from the first one: the grammar allows
         them, and another choice follows them."""
-        if self.forced or self.broken or not self._grammar.takes_guesses or not self._grammar.try_lock():
+        if self.forced or self.broken or not self._grammar.takes_draft_tokens or not self._grammar.try_lock():
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
         try:
-            for guess in guesses:
-                if not (matcher.allows(guess) and matcher.consume(guess)):
+            for draft_token in draft_tokens:
+                if not (matcher.allows(draft_token) and matcher.consume(draft_token)):
                     break
                 consumed += 1
                 if matcher.stopped():
-                    # Nothing is chosen after a complete answer: its last token is chosen, not guessed.
+                    # Nothing is chosen after a complete answer: its last token is chosen, not drafted.
                     break
                 fitting += 1
                 if matcher.forced():
@@ -153,7 +153,7 @@ class GrammarState:
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
         """Returns masks of the last ``places`` of 1 + len(drafts) places: after the taken tokens, and after each of the
-        drafts, which begin with forced tokens or are guesses that fit."""
+        drafts, which begin with forced tokens or are draft tokens that fit."""
         self.follow()
         if not self._followed:
             # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step.
@@ -209,9 +209,9 @@ class GrammarState:
         known = self.forced[first : len(drafts) + 1]
         for row, token in zip(bits, known, strict=False):
             row[token // 32] = 1 << token % 32
-        # No guess stands after a forced run, so the first place without a known mask is the matcher's own.
-        guesses = () if self.forced else tuple(drafts)
-        job = MaskJob(self._grammar, self._matcher, bits, len(known), guesses, self._passing_ends)
+        # No draft token stands after a forced run, so the first place without a known mask is the matcher's own.
+        draft_tokens = () if self.forced else tuple(drafts)
+        job = MaskJob(self._grammar, self._matcher, bits, len(known), draft_tokens, self._passing_ends)
         self._job, self._job_for = job, (tuple(drafts), places)
         if len(known) < places:
             self._threads.put(job)

@@ -51,7 +51,7 @@ class MaskJob:
     """Computes masks of some places of one answer: these are MaskRows.
 
     ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
-    the matcher's place, and one is after each of ``guesses``. ``error`` is set by the computation.
+    the matcher's place, and one is after each of ``draft_tokens``. ``error`` is set by the computation.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MaskJob:
         matcher: TokenMatcher,
         bits: UInt32,
         known: int,
-        guesses: Sequence[int],
+        draft_tokens: Sequence[int],
         passing_ends: Sequence[int],
     ) -> None:
         self.bits = bits
@@ -68,7 +68,7 @@ class MaskJob:
         self.grammar = grammar
         self._matcher = matcher
         self._open = bits[known:]
-        self._guesses = guesses
+        self._draft_tokens = draft_tokens
         self._passing_ends = passing_ends
         self._began_s = 0.0
         # The gate is held until the masks are there. A lock is made much quicker than an Event, and a step of many
@@ -85,7 +85,7 @@ class MaskJob:
         self.grammar.lock()
         self._began_s = time.monotonic()
         try:
-            self._matcher.fill(self._open, self._guesses)
+            self._matcher.fill(self._open, self._draft_tokens)
             self.error = self._matcher.error()
             self._pass_by_ends()
         except Exception as error:  # noqa: BLE001  (fails this request and no thread)

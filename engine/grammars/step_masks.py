@@ -17,7 +17,7 @@ class StepMasks:
     """Implements :class:`pillion.kernels.step.RowMasks`.
 
     ``asked`` has the masks of each sequence with a grammar, and how many of the step's rows use them: the rows of its
-    piece, or, where siblings begin, one row for each of them with the same mask.
+    chunk, or, where parallel samples begin, one row for each of them with the same mask.
     """
 
     rows: Int64
@@ -26,19 +26,19 @@ class StepMasks:
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
         """Asks for the masks of a plan, when its batch is built. Returns None where no row has one."""
-        if not any(piece.sequence.grammar is not None for piece in plan.pieces):
+        if not any(chunk.sequence.grammar is not None for chunk in plan.scheduled):
             return None
         rows: list[int] = []
         asked: list[tuple[MaskRows, int]] = []
         row = 0
-        for piece in plan.pieces:
-            if not piece.samples:
+        for chunk in plan.scheduled:
+            if not chunk.samples:
                 continue
-            grammar = piece.sequence.grammar
-            count = piece.samples + len(piece.sibling_seeds)
+            grammar = chunk.sequence.grammar
+            count = chunk.samples + len(chunk.parallel_seeds)
             if grammar is not None:
-                proposed = piece.sequence.proposed().tolist()
-                asked.append((grammar.place_masks(proposed, piece.samples), count))
+                proposed = chunk.sequence.proposed().tolist()
+                asked.append((grammar.place_masks(proposed, chunk.samples), count))
                 rows.extend(range(row, row + count))
             row += count
         return cls(np.array(rows, dtype=np.int64), tuple(asked)) if asked else None

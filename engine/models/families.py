@@ -50,8 +50,8 @@ from pillion.errors import ConfigError
 
 # These are the keys of the norms' smallest variance in families that do not call it "rms_norm_eps".
 _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-# These keys are about layers that only guess tokens (multi-token prediction).
-_GUESSING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+# These keys are about layers that only draft tokens (multi-token prediction).
+_DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class ModelFamily:
         sigmoid_router: whether the scores of experts are sigmoids.
         scaled_experts: whether scores multiply the rows that experts read, not their results.
         ignored: keys that stand in configs of the family although transformers does not read them there, and those
-            about layers that only guess tokens (multi-token prediction).
+            about layers that only draft tokens (multi-token prediction).
         keys: the family's own keys, with those by which other families' configs call the same.
         derived: returns what follows from a config, by keys as other families' configs have them.
         fixed: keys that stand in configs of the family, with the one value that says what the family always does.
@@ -186,9 +186,9 @@ class ModelFamily:
         return name
 
     @property
-    def guessing_layers(self) -> bool:
-        """Says whether checkpoints may have layers that only guess tokens, which are not read."""
-        return not {*_GUESSING}.isdisjoint(self.ignored)
+    def draft_layers(self) -> bool:
+        """Says whether checkpoints may have layers that only draft tokens, which are not read."""
+        return not {*_DRAFTING}.isdisjoint(self.ignored)
 
 
 _WITH_HEAD_NORMS = partial(llama_layer, qk_norm=QkNorm())
@@ -704,7 +704,7 @@ _QWEN35 = ModelFamily(
     rope=RopeRules(partial=True),
     linear=delta_layers,
     derived=_without_pictures,
-    ignored=(*_GUESSING, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    ignored=(*_DRAFTING, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     fixed={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
 )
 
@@ -1201,7 +1201,7 @@ FAMILIES: dict[str, ModelFamily] = {
         biases=_QKV_BIASES,
         rope=RopeRules(partial=True),
         sigmoid_router=True,
-        ignored=_GUESSING,
+        ignored=_DRAFTING,
     ),
     "dots1": ModelFamily(
         {
@@ -1258,7 +1258,7 @@ FAMILIES: dict[str, ModelFamily] = {
         sigmoid_router=True,
         derived=_minimax_m2,
         # The second of these is the width of an MLP that no layer has.
-        ignored=(*_GUESSING, "mtp_transformer_layers", "use_mtp", "attn_type_list", "mlp_intermediate_size"),
+        ignored=(*_DRAFTING, "mtp_transformer_layers", "use_mtp", "attn_type_list", "mlp_intermediate_size"),
         fixed={
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
@@ -1291,7 +1291,7 @@ FAMILIES: dict[str, ModelFamily] = {
         biases=_ONE_KEY,
         rope=RopeRules(interleaved=True),
         # Capacities bound what an expert gets in training.
-        ignored=(*_GUESSING, "moe_capacity"),
+        ignored=(*_DRAFTING, "moe_capacity"),
         fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
     ),
     "exaone_moe": ModelFamily(
@@ -1315,7 +1315,7 @@ FAMILIES: dict[str, ModelFamily] = {
         model_names=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
         rope=RopeRules(nope_if_full=True),
         sigmoid_router=True,
-        ignored=_GUESSING,
+        ignored=_DRAFTING,
     ),
     "afmoe": ModelFamily(
         {
@@ -1377,7 +1377,7 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         model_names=((".mlp.expert_bias", ".mlp.e_score_correction_bias"), (".shared_mlp.", ".shared_experts.")),
         sigmoid_router=True,
-        ignored=(*_GUESSING, "enable_moe_fp32_combine"),
+        ignored=(*_DRAFTING, "enable_moe_fp32_combine"),
     ),
     "hunyuan_v1_dense": ModelFamily(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
@@ -1453,7 +1453,7 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=_WITH_HEAD_NORMS,
         rope=RopeRules(local=True),
         window_pattern=1,
-        ignored=(*_GUESSING, "mtp_layer_types", "mtp_mlp_layer_types"),
+        ignored=(*_DRAFTING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
     "gpt_neox": ModelFamily(
         {
@@ -1717,7 +1717,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_ROUTER,
         sigmoid_router=True,
-        ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+        ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed=_DEEPSEEK_FIXED,
     ),
     "mistral4": ModelFamily(
@@ -1740,7 +1740,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         rope=RopeRules(query_growth="all"),
         derived=_mistral4,
-        ignored=(*_LATENT_IGNORED, *_GUESSING),
+        ignored=(*_LATENT_IGNORED, *_DRAFTING),
     ),
     "axk1": ModelFamily(
         {
@@ -1759,7 +1759,7 @@ FAMILIES: dict[str, ModelFamily] = {
         sigmoid_router=True,
         # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
         idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
-        ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+        ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed=_DEEPSEEK_FIXED,
     ),
     "glm4_moe_lite": ModelFamily(
@@ -1780,7 +1780,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_ROUTER,
         sigmoid_router=True,
-        ignored=(*_GUESSING, *_LATENT_IGNORED),
+        ignored=(*_DRAFTING, *_LATENT_IGNORED),
         fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "youtu": ModelFamily(
@@ -1791,7 +1791,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "rope_interleave": True,
             "tie_word_embeddings": True,
         },
-        ignored=(*_LATENT_IGNORED, *_GUESSING, "embedding_initializer_range"),
+        ignored=(*_LATENT_IGNORED, *_DRAFTING, "embedding_initializer_range"),
     ),
     "minicpm3": ModelFamily(
         {
@@ -1842,11 +1842,11 @@ FAMILIES: dict[str, ModelFamily] = {
             "norm_topk_prob": True,
             **_SPARSE,
         },
-        layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, spellings="fused")),
+        layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, checkpoint_names="fused")),
         norm="offset",
         rope=RopeRules(partial=True),
         linear=delta_layers,
-        ignored=_GUESSING,
+        ignored=_DRAFTING,
     ),
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": replace(
@@ -1982,7 +1982,7 @@ FAMILIES: dict[str, ModelFamily] = {
         # These are about training, kernels and caches; attention has no biases, and what is shared its own width.
         ignored=(
             "attention_bias",
-            *_GUESSING,
+            *_DRAFTING,
             "mtp_layers_block_type",
             "mtp_hybrid_override_pattern",
             "use_mamba_kernels",
@@ -2049,7 +2049,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 for part in ("f_a_", "f_b_", "A_log", "dt_bias")
             ),
         ),
-        ignored=(*_LATENT_IGNORED, *_GUESSING),
+        ignored=(*_LATENT_IGNORED, *_DRAFTING),
         fixed={
             "mla_use_nope": True,
             "moe_layer_freq": 1,
@@ -2073,7 +2073,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             hybrid_layer,
-            mixer=partial(delta_net, spellings="each"),
+            mixer=partial(delta_net, checkpoint_names="each"),
             linear_norms=PRE_NORMS,
             norms=POST_NORMS,
             qk_norm=QkNorm(kind="projection"),

@@ -37,7 +37,9 @@ from pillion.engine.models.model_config import ModelConfig
 def gemma4_layer(config: ModelConfig, index: int) -> Layer:
     """Returns the operations of layer ``index``."""
     writes = config.kv_source(index) == index
-    factor = LayerTensor(name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), spellings=(("layer_scalar",),))
+    factor = LayerTensor(
+        name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), checkpoint_names=(("layer_scalar",),)
+    )
     return (
         Norm(norm(config, "attention_norm", "input_layernorm")),
         Multiply(_projections(config, index, writes=writes)),
@@ -75,7 +77,7 @@ def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor
     names = "self_attn.q_norm", "self_attn.k_norm"
     entries = (Entries(heads.head_dim, head=heads.head_dim),)
     return LayerTensor(
-        name="qk_norm", role=Role.HEAD_NORM, rows=rows[:parts], inputs=entries, spellings=(names[:parts],)
+        name="qk_norm", role=Role.HEAD_NORM, rows=rows[:parts], inputs=entries, checkpoint_names=(names[:parts],)
     )
 
 
@@ -96,21 +98,21 @@ def _experts(config: ModelConfig) -> Experts:
         name="router_norm",
         role=Role.NORM,
         rows=(hidden,),
-        spellings=(("router.scale",),),
+        checkpoint_names=(("router.scale",),),
         suffix="",
         factor=config.hidden_size**-0.5,
     )
     return replace(
         mixed,
-        router=replace(mixed.router, spellings=(("router.proj",),)),
-        gate_up=replace(mixed.gate_up, spellings=(), stacked=("experts.gate_up_proj",)),
-        down=replace(mixed.down, spellings=(), stacked=("experts.down_proj",)),
+        router=replace(mixed.router, checkpoint_names=(("router.proj",),)),
+        gate_up=replace(mixed.gate_up, checkpoint_names=(), stacked=("experts.gate_up_proj",)),
+        down=replace(mixed.down, checkpoint_names=(), stacked=("experts.down_proj",)),
         router_norm=scale,
         expert_scales=LayerTensor(
             name="expert_scales",
             role=Role.EXACT_VECTOR,
             rows=mixed.router.rows,
-            spellings=(("router.per_expert_scale",),),
+            checkpoint_names=(("router.per_expert_scale",),),
         ),
     )
 
@@ -119,8 +121,8 @@ def _token_inputs(config: ModelConfig, width: int) -> Layer:
     """Returns the operations that apply what the token has for this layer."""
     hidden, inner = (Entries(config.hidden_size),), (Entries(width),)
     gate, projection = (
-        LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=((spelling,),))
-        for name, rows, inputs, spelling in (
+        LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=((stacked,),))
+        for name, rows, inputs, stacked in (
             ("input_gate", inner, hidden, "per_layer_input_gate"),
             ("input_projection", hidden, inner, "per_layer_projection"),
         )

@@ -36,12 +36,12 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | Non
             role=Role.HEAD_MATRICES,
             rows=(Entries(config.num_heads * both, Share.HEADS, both),),
             inputs=rank,
-            spellings=(("self_attn.kv_b_proj",),),
+            checkpoint_names=(("self_attn.kv_b_proj",),),
         ),
         rope=rope,
         grows=config.query_growth is not None,
     )
 
 
-def _norm(name: str, rows: tuple[Entries, ...], spelling: str) -> LayerTensor:
-    return LayerTensor(name=name, role=Role.NORM, rows=rows, spellings=((spelling,),), eps=_EPS)
+def _norm(name: str, rows: tuple[Entries, ...], stacked: str) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.NORM, rows=rows, checkpoint_names=((stacked,),), eps=_EPS)

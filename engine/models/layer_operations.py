@@ -60,8 +60,8 @@ class Role(Enum):
 
     NORM = "the weight of a norm, and perhaps its bias"
     HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if they are by head, else RMS"
-    MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
-    EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
+    MATRIX = "the matrix of a linear layer, which may be quantized, and perhaps its bias"
+    EXACT_MATRIX = "a matrix that is never quantized, because its few products choose or weigh whole rows"
     HEAD_MATRICES = "a matrix for each head, widened on load, of which a part is multiplied from the other side"
     TAPS = "the factors of a convolution of each channel on its own, and perhaps its bias"
     VECTOR = "numbers that are used as they are"
@@ -76,10 +76,10 @@ class LayerTensor:
         name: the name of the tensor within its layer, as the decoder's code has it.
         rows: the parts, each with its size, that make up its first dimension.
         inputs: the parts that make up its second dimension; () for a vector.
-        spellings: its names in checkpoints, relative to the layer and without ".weight" and ".bias": each is a list of
-            tensors which, stacked along their first dimension, are this one. One tensor for each piece of ``rows``, or
-            fewer, of which the first one has the first pieces. In the names of an expert's tensors {} stands for its
-            number. A norm without spellings has a weight of ones, and no tensor.
+        checkpoint_names: its names in checkpoints, relative to the layer and without ".weight" and ".bias": each is a
+            list of tensors which, stacked along their first dimension, are this one. One tensor for each piece of
+            ``rows``, or fewer, of which the first one has the first pieces. In the names of an expert's tensors {}
+            stands for its number. A norm without checkpoint names has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
         by_head: whether a norm over each head subtracts the mean first (LayerNorm), and checkpoints have a weight of
             its own for each head: in one tensor for each piece
@@ -107,7 +107,7 @@ class LayerTensor:
     role: Role
     rows: tuple[Entries, ...]
     inputs: tuple[Entries, ...] = ()
-    spellings: tuple[tuple[str, ...], ...]
+    checkpoint_names: tuple[tuple[str, ...], ...]
     bias: bool = False
     by_head: bool = False
     experts: int = 0
@@ -125,8 +125,8 @@ class LayerTensor:
     optional: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
-        """Returns which pieces of ``rows`` each tensor of a spelling holds, in the order of ``names``. Where there are
-        fewer names than pieces, the first tensor holds several pieces, the first ones."""
+        """Returns which pieces of ``rows`` each tensor of one choice of names holds, in the order of ``names``. Where
+        there are fewer names than pieces, the first tensor holds several pieces, the first ones."""
         joined = len(self.rows) - len(names) + 1
         return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
 
@@ -137,10 +137,16 @@ class LayerTensor:
 
 
 def matrix(
-    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], *spellings: tuple[str, ...], bias: bool = False
+    name: str,
+    rows: tuple[Entries, ...],
+    inputs: tuple[Entries, ...],
+    *checkpoint_names: tuple[str, ...],
+    bias: bool = False,
 ) -> LayerTensor:
-    """Describes a linear layer's matrix; each of ``spellings`` names its parts in checkpoints."""
-    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=spellings, bias=bias)
+    """Describes a linear layer's matrix; each of ``checkpoint_names`` names its parts in checkpoints."""
+    return LayerTensor(
+        name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=checkpoint_names, bias=bias
+    )
 
 
 @dataclass(frozen=True, slots=True)

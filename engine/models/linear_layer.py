@@ -66,8 +66,8 @@ def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
     )
 
 
-def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "apart") -> Layer:
-    """Lists a gated delta net. ``spellings`` says which tensors checkpoints have: "fused" ones by groups of keys
+def delta_net(config: ModelConfig, linear: LinearConfig, *, checkpoint_names: str = "apart") -> Layer:
+    """Lists a gated delta net. ``checkpoint_names`` says which tensors checkpoints have: "fused" ones by groups of keys
     (Qwen3-Next), "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     keys, held = _of_keys(linear), replace(values, convolved=True)
@@ -75,14 +75,14 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
         "fused": ((), (), ()),
         "apart": (("in_proj_qkv",), ("in_proj_z",), ("in_proj_b", "in_proj_a")),
         "each": (("q_proj", "k_proj", "v_proj"), ("g_proj",), ("b_proj", "a_proj")),
-    }[spellings]
+    }[checkpoint_names]
     inputs = matrix("linear.in", (keys, keys, held, values), hidden, _own(*mixed, *gates))
     rated = matrix("linear.rates", (*one, *one), hidden, _own(*rates))
-    if spellings == "fused":
-        inputs = replace(inputs, spellings=(_own("in_proj_qkvz"),), groups=linear.key_heads)
-        rated = replace(rated, spellings=(_own("in_proj_ba"),), groups=linear.key_heads)
+    if checkpoint_names == "fused":
+        inputs = replace(inputs, checkpoint_names=(_own("in_proj_qkvz"),), groups=linear.key_heads)
+        rated = replace(rated, checkpoint_names=(_own("in_proj_ba"),), groups=linear.key_heads)
     of_heads, out, eps = "norm", "out_proj", config.rms_norm_eps
-    if spellings == "each":
+    if checkpoint_names == "each":
         of_heads, out, eps = "o_norm", "o_proj", 1e-5
     return (
         DeltaRule(
@@ -90,7 +90,7 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
             rates=rated,
             taps=replace(
                 _taps((keys, keys, held), linear, _own("conv1d")),
-                spellings=(_own("conv1d"), _own("q_conv1d", "k_conv1d", "v_conv1d")),
+                checkpoint_names=(_own("conv1d"), _own("q_conv1d", "k_conv1d", "v_conv1d")),
             ),
             decay=_vector("linear.decay", one, _own("A_log")),
             shift=_vector("linear.shift", one, _own("dt_bias")),
@@ -111,7 +111,7 @@ def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
     and what makes that, and the gates, are products of two narrow matrices."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     few, keys, held = (Entries(linear.head_dim),), _of_keys(linear), replace(values, convolved=True)
-    apart, out = delta_net(config, linear, spellings="each")
+    apart, out = delta_net(config, linear, checkpoint_names="each")
     assert isinstance(apart, DeltaRule)
     assert isinstance(out, Multiply)
     rule = replace(
@@ -200,7 +200,7 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
     up = replace(
         mixed.gate_up,
         rows=mixed.gate_up.rows[:1],
-        spellings=(("mlp.experts.{}.up_proj",),),
+        checkpoint_names=(("mlp.experts.{}.up_proj",),),
         stacked=("mlp.experts.up_proj",),
     )
     return before, Keep(), replace(mixed, gate_up=up, gated=False), add, Again(), beside, add
@@ -220,16 +220,16 @@ def _own(*names: str) -> tuple[str, ...]:
     return tuple(f"linear_attn.{name}" for name in names)
 
 
-def _vector(name: str, rows: tuple[Entries, ...], spelling: tuple[str, ...]) -> LayerTensor:
-    return LayerTensor(name=name, role=Role.EXACT_VECTOR, rows=rows, spellings=(spelling,))
+def _vector(name: str, rows: tuple[Entries, ...], stacked: tuple[str, ...]) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.EXACT_VECTOR, rows=rows, checkpoint_names=(stacked,))
 
 
-def _taps(rows: tuple[Entries, ...], linear: LinearConfig, spelling: tuple[str, ...]) -> LayerTensor:
+def _taps(rows: tuple[Entries, ...], linear: LinearConfig, stacked: tuple[str, ...]) -> LayerTensor:
     return LayerTensor(
         name="linear.taps",
         role=Role.TAPS,
         rows=rows,
         inputs=(Entries(linear.taps),),
-        spellings=(spelling,),
+        checkpoint_names=(stacked,),
         bias=linear.taps_bias,
     )

@@ -161,8 +161,8 @@ def _norms(config: ModelConfig, norms: Norms, *, shared: bool) -> Iterator[Layer
     if shared and config.parallel and config.shared_norm:
         before_mlp = before
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    for name, spelling in zip(names, (before, after, before_mlp, after_mlp), strict=True):
-        yield norm(config, name, spelling) if spelling else None
+    for name, stacked in zip(names, (before, after, before_mlp, after_mlp), strict=True):
+        yield norm(config, name, stacked) if stacked else None
 
 
 def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
@@ -194,10 +194,12 @@ def _attention(config: ModelConfig, index: int, projections: Projections, qk_nor
     return (*made, Gate()) if gate else made
 
 
-def norm(config: ModelConfig, name: str, spelling: str) -> LayerTensor:
+def norm(config: ModelConfig, name: str, stacked: str) -> LayerTensor:
     """Describes the weight of a norm of the residual stream."""
-    spellings = () if config.norm.endswith("bare") else ((spelling,),)
-    return LayerTensor(name=name, role=Role.NORM, rows=_hidden(config), spellings=spellings, bias=config.norm_bias)
+    checkpoint_names = () if config.norm.endswith("bare") else ((stacked,),)
+    return LayerTensor(
+        name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=checkpoint_names, bias=config.norm_bias
+    )
 
 
 def falcon_layer(config: ModelConfig, index: int) -> Layer:
@@ -214,14 +216,14 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
-    spellings = ((form.gate, *parts),) if form.gate else (parts, ("self_attn.qkv_proj",))
+    checkpoint_names = ((form.gate, *parts),) if form.gate else (parts, ("self_attn.qkv_proj",))
     gates = (_heads(config)[0],) if form.gate or form.gated else ()
     return LayerTensor(
         name="qkv",
         role=Role.MATRIX,
         rows=(*gates, queries, keys, values),
         inputs=_hidden(config),
-        spellings=((form.grouped,),) if form.grouped else spellings,
+        checkpoint_names=((form.grouped,),) if form.grouped else checkpoint_names,
         bias=config.qkv_bias,
         grouped=bool(form.grouped),
         gated=form.gated,
@@ -233,8 +235,8 @@ def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
     if how.kind == "projection":
         return NormProjections(
             *(
-                LayerTensor(name=name, role=Role.NORM, rows=(piece,), spellings=((spelling,),))
-                for name, piece, spelling in zip(
+                LayerTensor(name=name, role=Role.NORM, rows=(piece,), checkpoint_names=((stacked,),))
+                for name, piece, stacked in zip(
                     ("q_norm", "k_norm"), _heads(config, rotated=True), how.names, strict=True
                 )
             )
@@ -246,7 +248,7 @@ def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
             role=Role.HEAD_NORM,
             rows=(Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)),
             inputs=(Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),),
-            spellings=(how.names,) if how.names else (),
+            checkpoint_names=(how.names,) if how.names else (),
             by_head=how.kind == "layer_by_head",
         )
     )
@@ -269,7 +271,7 @@ def growth(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
 def attention_sinks(config: ModelConfig) -> LayerTensor:
     """Returns the attention sinks, by gpt-oss's name."""
     rows, names = (Entries(config.num_heads, Share.HEADS),), ("self_attn.sinks",)
-    return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, spellings=(names,))
+    return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, checkpoint_names=(names,))
 
 
 def output(config: ModelConfig, index: int = 0) -> LayerTensor:
@@ -314,8 +316,8 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
     bends = None
     if config.activation == "xielu":
-        spellings, two = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
-        bends = LayerTensor(name="bends", role=Role.VECTOR, rows=two, spellings=spellings, suffix="")
+        checkpoint_names, two = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
+        bends = LayerTensor(name="bends", role=Role.VECTOR, rows=two, checkpoint_names=checkpoint_names, suffix="")
     return Mlp(
         matrix("up", inner, hidden, (names[0],), bias=bias),
         matrix("down", hidden, inner, (names[1],), bias=bias),
@@ -332,8 +334,10 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
     up, down = names.shared
     row_gate = None
     if names.shared_gate:
-        one, spelling = (Entries(1),), ((names.shared_gate,),)
-        row_gate = LayerTensor(name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, spellings=spelling)
+        one, stacked = (Entries(1),), ((names.shared_gate,),)
+        row_gate = LayerTensor(
+            name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, checkpoint_names=stacked
+        )
     return Mlp(
         matrix("shared.gate_up", (inner, inner), hidden, up, bias=bias),
         matrix("shared.down", hidden, (inner,), (down,), bias=bias),
@@ -355,14 +359,14 @@ def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Exper
         role=Role.EXACT_MATRIX,
         rows=(Entries(moe.num_experts),),
         inputs=hidden,
-        spellings=tuple((name,) for name in _ROUTERS),
+        checkpoint_names=tuple((name,) for name in _ROUTERS),
     )
     gate_up = LayerTensor(
         name="experts.gate_up",
         role=Role.MATRIX,
         rows=(inner, inner),
         inputs=hidden,
-        spellings=(
+        checkpoint_names=(
             (f"{qwen}.gate_proj", f"{qwen}.up_proj"),
             (f"{mixtral}.w1", f"{mixtral}.w3"),
             (f"{llama}.gate_proj", f"{llama}.up_proj"),
@@ -381,7 +385,7 @@ def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Exper
         role=Role.MATRIX,
         rows=hidden,
         inputs=(inner,),
-        spellings=((f"{qwen}.down_proj",), (f"{mixtral}.w2",), (f"{llama}.down_proj",)),
+        checkpoint_names=((f"{qwen}.down_proj",), (f"{mixtral}.w2",), (f"{llama}.down_proj",)),
         experts=moe.num_experts,
         stacked=(
             "mlp.experts.down_proj",
@@ -418,7 +422,7 @@ def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
         role=Role.EXACT_VECTOR,
         rows=(rows,),
         inputs=(Entries(num_experts),) if rows.size == 1 else (),
-        spellings=((names.choice_bias,),),
+        checkpoint_names=((names.choice_bias,),),
         optional=names.optional_bias,
     )
 
@@ -427,12 +431,12 @@ def biased_experts(config: ModelConfig) -> Experts:
     """Returns experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
     mixed, moe = experts_of(config), config.moe
     assert moe is not None
-    kept: dict[str, Any] = {"spellings": (), "bias": True, "transposed": True}
+    kept: dict[str, Any] = {"checkpoint_names": (), "bias": True, "transposed": True}
     rows, names = (Entries(moe.num_experts),), ("mlp.router.bias",)
     return replace(
         mixed,
-        router=replace(mixed.router, spellings=(("mlp.router",),)),
-        router_bias=LayerTensor(name="router.bias", role=Role.EXACT_VECTOR, rows=rows, spellings=(names,)),
+        router=replace(mixed.router, checkpoint_names=(("mlp.router",),)),
+        router_bias=LayerTensor(name="router.bias", role=Role.EXACT_VECTOR, rows=rows, checkpoint_names=(names,)),
         gate_up=replace(mixed.gate_up, **kept, stacked=("mlp.experts.gate_up_proj",), alternating=True),
         down=replace(mixed.down, **kept, stacked=("mlp.experts.down_proj",)),
         clamped=moe.clamped,

@@ -206,7 +206,7 @@ class ModelConfig:
         encoder: the layers of an encoder, which has no others: the other numbers of layers and heads are those of a
             stand-in for keys and values, of which it has none. None for a decoder.
         eos_token_ids: tokens that end a text.
-        quantization: how the files hold matrices in few bits; None where all of them are plain.
+        quantization: how the files hold quantized matrices; None where all of them are plain.
     """
 
     family: str

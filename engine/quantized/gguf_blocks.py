@@ -1,4 +1,4 @@
-"""Reads the blocks of GGUF's quantized types as matrices in few bits, with exactly the numbers that gguf's package
+"""Reads the blocks of GGUF's quantized types as quantized matrices, with exactly the numbers that gguf's package
 makes.
 
 A row of a matrix is a sequence of blocks; a block is a few float16 numbers and the codes of 32 or 256 inputs. The
@@ -118,7 +118,7 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * offsets.float())
 
 
-# Matrices of these types, by their names in GGUF, stay in few bits.
+# Matrices of these types, by their names in GGUF, stay quantized.
 BLOCK_LAYOUTS = {
     "Q4_0": BlockLayout(18, "int4", 32, _q4_0),
     "Q4_1": BlockLayout(20, "uint4", 32, _q4_1),

@@ -1,6 +1,6 @@
 """Converts GGUF files into Hugging Face folders, by means of transformers.
 
-Matrices whose type :mod:`pillion.engine.quantized.gguf_blocks` knows stay in few bits, in the layout of
+Matrices whose type :mod:`pillion.engine.quantized.gguf_blocks` knows stay quantized, in the layout of
 :mod:`pillion.engine.quantized.formats.pillion_format`. Only the functions import torch and transformers, so that a
 start with a converted model stays quick.
 """
@@ -52,7 +52,7 @@ _PRIVATE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> None:
-    """Fills ``folder`` with config, tokenizer and weights: matrices in few bits as they are, others in ``dtype``
+    """Fills ``folder`` with config, tokenizer and weights: quantized matrices as they are, others in ``dtype``
     ("bfloat16" or "float32").
 
     In float32 the weights are exactly those that transformers makes of the file. Raises ConfigError for a file that is
@@ -80,7 +80,7 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         config["eos_token_id"] = turn_ends(config, reader, tokenizer)
     _convert_weights(source, reader, read, folder, dtype, progress)
-    few = sorted({tensor.tensor_type.name for tensor in reader.tensors} & _few_bit_types())
+    few = sorted({tensor.tensor_type.name for tensor in reader.tensors} & _quantized_types())
     if few:
         config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(few)}
     tokenizer.save_pretrained(folder)
@@ -111,7 +111,7 @@ def quantized_types(source: Path) -> str:
         return ", ".join(sorted({one.tensor_type.name for one in GGUFReader(source).tensors} - _PLAIN_TYPES))
 
 
-def _few_bit_types() -> set[str]:
+def _quantized_types() -> set[str]:
     from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS
 
     return set(BLOCK_LAYOUTS)
@@ -124,7 +124,7 @@ def _convert_weights(source: Path, reader: Any, config: Any, folder: Path, dtype
     from pillion.engine.quantized.shards import write_shards
 
     widened = Counter(tensor.tensor_type.name for tensor in reader.tensors)
-    for kind in sorted(widened.keys() - _PLAIN_TYPES - _few_bit_types()):
+    for kind in sorted(widened.keys() - _PLAIN_TYPES - _quantized_types()):
         progress(f"widening {widened[kind]} tensors of the type {kind} to {dtype}")
     progress("converting weights")
     with write_shards(folder) as writer:
@@ -136,10 +136,10 @@ def _convert_weights(source: Path, reader: Any, config: Any, folder: Path, dtype
 
 
 def _matrices(source: Path, reader: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each tensor by its Hugging Face name, in few bits or in floating point.
+    """Yields each tensor by its Hugging Face name, quantized or in floating point.
 
     Names, and the changes of tensors, come from transformers, to which a model on the meta device gives the names.
-    Where transformers changes a matrix in few bits it permutes the rows, so the change is applied to the rows' numbers.
+    Where transformers changes a quantized matrix it permutes the rows, so the change is applied to the rows' numbers.
     """
     import numpy as np
     import torch

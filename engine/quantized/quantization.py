@@ -1,9 +1,9 @@
-"""Reads the ``quantization_config`` of a checkpoint: how its files hold matrices in few bits. Imports no torch.
+"""Reads the ``quantization_config`` of a checkpoint: how its files hold quantized matrices. Imports no torch.
 
 A row of :data:`pillion.engine.quantized.quantization_methods.METHODS` reads the config of one producer into a
 :class:`Quantization`, and :mod:`pillion.engine.quantized.formats` reads tensors by it. The config says only how a
 module is quantized, never whether: the lists of exceptions are written under the module names of different programs
-and versions, but a tensor in a file either is a matrix in few bits or is not.
+and versions, but a tensor in a file either is a quantized matrix or is not.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MatrixScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Says how a checkpoint's files hold its matrices in few bits. It is a part of the model's fingerprint.
+    """Says how a checkpoint's files hold its quantized matrices. It is a part of the model's fingerprint.
 
     Attributes:
         method: the name of the producer's format.
@@ -131,7 +131,7 @@ class Quantization:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str:
-    """Returns the producer of a checkpoint in few bits by its name in configs, such as "awq"; "" for plain weights."""
+    """Returns the producer of a checkpoint quantized by its name in configs, such as "awq"; "" for plain weights."""
     key = next((key for key in QUANTIZATION_KEYS if config.get(key)), "")
     raw = config.get(key)
     if not isinstance(raw, Mapping):

@@ -1,4 +1,4 @@
-"""Lists the producers of checkpoints in few bits in a table, by the ``quant_method`` of their configs. Imports no
+"""Lists the producers of checkpoints quantized in a table, by the ``quant_method`` of their configs. Imports no
 torch."""
 
 from __future__ import annotations

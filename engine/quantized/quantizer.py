@@ -245,9 +245,9 @@ def _linear_names(config: ModelConfig) -> set[str]:
     }
     return {
         tensor.name
-        for key, spellings in decoder_tensors(config).items()
-        for spelling in spellings
-        for tensor in spelling
+        for key, checkpoint_names in decoder_tensors(config).items()
+        for stacked in checkpoint_names
+        for tensor in stacked
         if len(tensor.shape) > 1 and key not in exact | _MODEL_TABLES and not key.endswith(".bias")
     }
 

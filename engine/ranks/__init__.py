@@ -2,7 +2,7 @@
 
     rank_loading.py    chooses and loads each rank's share: what the core asks for
     rank_shard.py      what each rank computes
-    rank_meeting.py    the sums and waits of a rank's program on the CPU kernels
+    rank_collective.py    the sums and waits of a rank's program on the CPU kernels
     cpu_rank.py        the backend of a rank on the CPU kernels
     rank_processes.py  the other ranks, seen by rank 0: started, called together, watched and ended
     ranked_backend.py  rank 0's backend: every call goes to all ranks

@@ -18,7 +18,7 @@ from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.ranks.rank_meeting import LOGITS, MEETING, PARTIAL, PARTIALS, WORDS
+from pillion.engine.ranks.rank_collective import COLLECTIVE, LOGITS, PARTIAL, PARTIALS, WORDS
 from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember
 from pillion.errors import Internal
 from pillion.kernels.cpu.runtime.program import Program
@@ -42,7 +42,7 @@ class CpuRankBackend(CpuBackend):
         self._member = member
         # The kernels read from these words how the rank waits (pillion.kernels.cpu.ranks.rank_sums). The first word
         # changes.
-        self._meeting = np.array([0, member.naps, member.nap_ns, member.memory.rank_bytes], np.int64)
+        self._collective = np.array([0, member.naps, member.nap_ns, member.memory.rank_bytes], np.int64)
         super().__init__(model, threads, affinity, share, self._common(model.config))
 
     def _common(self, config: ModelConfig) -> dict[str, Bytes]:
@@ -50,7 +50,7 @@ class CpuRankBackend(CpuBackend):
         memory, shard = self._member.memory, self._member.shard
         found = {
             WORDS: memory.words,
-            MEETING: self._meeting.view(np.uint8),
+            COLLECTIVE: self._collective.view(np.uint8),
             LOGITS: memory.logits[shard.vocabulary(config.vocab_size).start * 4 :],
         }
         for turn in range(TURNS):
@@ -75,7 +75,7 @@ class CpuRankBackend(CpuBackend):
         nothing then."""
         memory, shard = self._member.memory, self._member.shard
         # The last operation of a step is a wait, so all ranks begin the next step with the same number.
-        self._meeting[0] = memory.phase(shard.rank)
+        self._collective[0] = memory.phase(shard.rank)
         super()._run_kernels(program)
         if memory.aborted:
             raise BackendLost(f"rank {shard.rank} of {shard.size}: a rank was lost, or hangs")

@@ -27,7 +27,7 @@ from pillion.kernels.torch.torch_linear import Linear
 def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> LayerWeights:
     """Returns the rank's share of a layer whose linear layers are plain. Parts are views where that is possible.
 
-    Where the inputs of ``o`` are in few bits and in an order of their own that crosses heads (GPTQ's act-order), their
+    Where the inputs of ``o`` are quantized and in an order of their own that crosses heads (GPTQ's act-order), their
     groups cannot be cut, and the share is float32 with the same values.
     """
     # The outputs of gate and up are the same inner values that the rank's part of the down projection reads.

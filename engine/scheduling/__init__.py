@@ -8,14 +8,14 @@ Open first: scheduler.py, the one class that the step loop calls.
     queues.py         running, preempted, waiting; the order of service, tenants' shares, and the victim
     step_model.py     what a step costs, as one formula; planners use it, too
     step_cost.py      how long a step takes, and the token budget that follows from a target
-    block_manager.py  the slots leased to this worker, and the stock from which decodes grow; orders for its KV node
+    block_manager.py  the slots leased to this worker, with free ones for decodes; orders for its KV node
     in_flight.py      steps that were launched and have not ended, and what waits for them
-    siblings.py       further answers to one prompt
+    parallel_samples.py  further answers to one prompt
     grammars.py       what answers' grammars allow
     adapter_slots.py  adapters that are ready or loading, and who may run with them
     partial_blocks.py the last blocks of answers, for next turns
     states.py         what layers carry from token to token, of models that have it;  state_places.py: where it is kept
-    guesses.py        guesses of next tokens
+    draft_tokens.py   tokens that are proposed and judged in one step
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the
 device.

@@ -29,7 +29,7 @@ import numpy as np
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32
 
 # A sequence whose adapter has no slot lets others whose adapter has one go first for this long.
@@ -176,13 +176,13 @@ class AdapterSlots:
         evicted, self._evicted = self._evicted, 0
         return evicted
 
-    def place(self, pieces: Seq[SequencePiece]) -> tuple[Placements, Int32 | None]:
-        """Returns the adapters that the backend must get before a step of these pieces, and int32, the slot of the
-        adapter of each piece's sequence, or -1; None where no piece has one."""
+    def place(self, scheduled: Seq[ScheduledChunk]) -> tuple[Placements, Int32 | None]:
+        """Returns the adapters that the backend must get before a step of these chunks, and int32, the slot of the
+        adapter of each chunk's sequence, or -1; None where no chunk has one."""
         if not (self._held or self._placements):
             return (), None
         placements, self._placements = tuple(self._placements.items()), {}
-        slots = [piece.sequence.adapter_slot for piece in pieces]
+        slots = [chunk.sequence.adapter_slot for chunk in scheduled]
         return placements, np.array(slots, dtype=np.int32) if max(slots) >= 0 else None
 
     def _close_slots(self, now: float) -> None:

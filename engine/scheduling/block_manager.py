@@ -1,16 +1,16 @@
-"""Manages a worker's blocks at its KV node: the stock of slots, the commits and releases that the node will be asked
+"""Manages a worker's blocks at its KV node: the free slots, the commits and releases that the node will be asked
 for.
 
 Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` carries to the node. One run
 of blocks per sequence is sent at a time; the node's answer comes back as :meth:`BlockManager.accept` or as a refusal.
 
-A small stock of leased free slots lets a decode grow without an RPC in the step.
+A few free slots, leased ahead, let a decode grow without an RPC in the step.
 
-    KV node --lease--> stock --take--> a sequence's table --commit--> KV node
+    KV node --lease--> free slots --take--> a sequence's table --commit--> KV node
        ^                 |  ^                |
        +----give back----+  +------give------+
 
-The stock computes how many slots it wants and which it can spare; asyncio's side calls the node. One lease call runs at
+They know how many slots are wanted and which can be spared; asyncio's side calls the node. One lease call runs at
 a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted; the answer counts for
 LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
 """
@@ -26,7 +26,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
-# This many free slots beyond the target stay in a worker's stock, so that a stream that ends and one that begins cause
+# A worker keeps this many free slots beyond the target, so that a stream that ends and one that begins cause
 # no calls.
 SPARE_BLOCKS = 8
 # One lease call asks for at most this many slots.
@@ -35,7 +35,7 @@ MAX_LEASE_BLOCKS = 1024
 LEASE_RETRY_S = 0.05
 
 
-class SlotStock:
+class FreeSlots:
     """Holds free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class SlotStock:
         return now < self._short_until_s
 
     def take(self) -> int | None:
-        """Takes one slot out; returns None when the stock is empty."""
+        """Takes one slot out; returns None when there is none."""
         return self._free.pop() if self._free else None
 
     def give(self, slots: Iterable[int]) -> None:
-        """Puts slots back into the stock that no step uses any more."""
+        """Puts back slots that no step uses any more."""
         self._free.extend(slots)
 
     def send_back(self, slots: Iterable[int]) -> None:
@@ -105,7 +105,7 @@ class SlotStock:
         self._recall_blocks = blocks
 
     def surplus(self) -> tuple[int, ...]:
-        """Returns slots to give back now, which leave the stock. Without a target nothing is kept."""
+        """Takes out the slots that the worker gives back now, and returns them. Without a target none stays."""
         extra = len(self._free) - self.target_blocks
         if self.target_blocks and extra <= SPARE_BLOCKS:
             extra = 0
@@ -118,14 +118,14 @@ class SlotStock:
         return given
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a slot is in the stock twice."""
-        assert len(set(self.slots)) == len(self.slots), f"a slot is in the stock twice: {sorted(self.slots)}"
+        """Raises AssertionError when a slot is free twice."""
+        assert len(set(self.slots)) == len(self.slots), f"a slot is free twice: {sorted(self.slots)}"
 
 
-# The stock asks for slots when it has fewer than decodes need for STOCK_LOW_TOKENS more tokens each, and then asks for
-# as many as they need for STOCK_TARGET_TOKENS.
-STOCK_LOW_TOKENS = 4
-STOCK_TARGET_TOKENS = 16
+# The worker asks for slots when fewer are free than decodes need for FREE_SLOTS_LOW_TOKENS more tokens each, and then
+# asks for as many as they need for FREE_SLOTS_TARGET_TOKENS.
+FREE_SLOTS_LOW_TOKENS = 4
+FREE_SLOTS_TARGET_TOKENS = 16
 
 
 class SideBlocks(Protocol):
@@ -137,7 +137,8 @@ class SideBlocks(Protocol):
         """Gives how many more slots it would like to have, which it gets only where decodes need none."""
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Gives so many slots or more back to the stock, because memory is short. Returns False if it gave none."""
+        """Gives so many slots or more back to the free slots, because memory is short. Returns False if it gave
+        none."""
 
     def side_chains(self) -> Iterable[BlockChain]:
         """Returns its chains of blocks, which are beside those of sequences."""
@@ -150,7 +151,7 @@ class BlockManager:
     """Manages the blocks of one scheduler, each of ``block_size`` tokens. What a scheduler has beside it uses the same.
 
     Attributes:
-        stock: free slots leased to this worker.
+        free_slots: the free slots that are leased to this worker.
         in_flight: the launched steps.
         out: the outcome being gathered; slots that leave for the node wait for the steps in flight that may use them.
     """
@@ -158,10 +159,10 @@ class BlockManager:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.in_flight = InFlightSteps()
-        self.stock = SlotStock()
+        self.free_slots = FreeSlots()
         self.out = Outcome()
         self._leased = 0
-        # At least this many slots of the stock stay reserved for running decodes.
+        # At least this many slots of the free ones stay reserved for running decodes.
         self.needed_blocks = 0
         # A sequence has so many slots beside those of its tokens' blocks, which its states take over when it joins.
         self.beside_blocks = 0
@@ -173,18 +174,18 @@ class BlockManager:
 
     def granted(self, slots: Seq[int], now: float) -> None:
         self._leased += len(slots)
-        self.stock.granted(slots, now)
+        self.free_slots.granted(slots, now)
 
     def let_go(self, holding: Holding) -> None:
         """Gives up an adopted ticket that no sequence holds."""
         self._leased += len(holding.leased_slots)
-        self.stock.give(holding.leased_slots)
+        self.free_slots.give(holding.leased_slots)
         self.release(holding.ticket_id)
 
     def release(self, ticket_id: int) -> None:
         """Ends this worker's hold on a ticket."""
         self.out.releases.append(ticket_id)
-        self.stock.memory_is_coming()
+        self.free_slots.memory_is_coming()
 
     def order_resume(self, sequence: Sequence) -> None:
         """Orders a ticket for a sequence without one. The ticket's chain ends before the tokens whose logits are
@@ -226,28 +227,28 @@ class BlockManager:
         when no step reads it any more (I2)."""
         replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
-        self.stock.send_back(replaced)
+        self.free_slots.send_back(replaced)
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
         """Returns the orders that gathered since the last outcome. ``decodes`` will need slots; ``urgent`` says that
         one of them lacks one. Features would like to have ``wanted_blocks``, which they get where decodes need none."""
         room = [s.num_blocks * self.block_size - s.next_start for s in decodes]
-        low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
+        low = sum(tokens < FREE_SLOTS_LOW_TOKENS for tokens in room)
         self.needed_blocks = low
-        target = max(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
-        self.stock.aim(low + wanted_blocks, target + wanted_blocks)
+        target = max(low, sum(tokens < FREE_SLOTS_TARGET_TOKENS for tokens in room))
+        self.free_slots.aim(low + wanted_blocks, target + wanted_blocks)
         out, self.out = self.out, Outcome()
-        out.give_back.extend(self.stock.surplus())
+        out.give_back.extend(self.free_slots.surplus())
         if self.in_flight.hold_back(out):
-            self.stock.memory_is_coming()
+            self.free_slots.memory_is_coming()
         self._leased -= len(out.give_back)
-        out.lease_blocks = self.stock.wanted(now, urgent=urgent)
+        out.lease_blocks = self.free_slots.wanted(now, urgent=urgent)
         return out
 
     def check_integrity(self, chains: Iterable[BlockChain]) -> None:
         """Raises AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
-        self.stock.check_integrity()
-        places = [*self.stock.slots, *self.in_flight.held_back_slots()]
+        self.free_slots.check_integrity()
+        places = [*self.free_slots.slots, *self.in_flight.held_back_slots()]
         for chain in chains:
             places.extend(chain.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"

@@ -1,8 +1,9 @@
 """Says what the grammars of answers allow: whether a step may choose the next token, which tokens are certain, how much
-of a guess fits, and whether an answer is complete.
+of a draft token fits, and whether an answer is complete.
 
 A sequence has its grammar itself (``Sequence.grammar``, :class:`pillion.engine.grammars.grammar_state.GrammarState`);
-nothing here is called for sequences without one. Tokens that a grammar forces are proposed like guesses, and are always
+nothing here is called for sequences without one. Tokens that a grammar forces are proposed like draft tokens, and are
+always
 right: their masks allow nothing else. Sans-IO (I9).
 """
 
@@ -14,9 +15,9 @@ from enum import Enum
 
 import numpy as np
 
-from pillion.engine.scheduling.block_manager import SlotStock
+from pillion.engine.scheduling.block_manager import FreeSlots
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32
 from pillion.types import FinishReason
 
@@ -35,13 +36,13 @@ class Verdict(Enum):
 
 
 class Grammars:
-    """Asks the grammars of one scheduler's sequences. Forced tokens get slots out of the ``stock``.
+    """Asks the grammars of one scheduler's sequences. Forced tokens get slots out of the ``free_slots``.
 
     ``forces`` says whether any grammar that was asked since the last call of :meth:`force` leaves no choice.
     """
 
-    def __init__(self, stock: SlotStock) -> None:
-        self._stock = stock
+    def __init__(self, free_slots: FreeSlots) -> None:
+        self._free_slots = free_slots
         self.forces = False
 
     def verdict(self, sequence: Sequence) -> Verdict:
@@ -55,22 +56,22 @@ class Grammars:
         if grammar.forced:
             self.forces = True
         # Further answers begin with a token that is chosen; a prompt may be scored, or computed for its own sake.
-        needs_step = sequence.siblings or sequence.is_prompt_only or sequence.unscored_from is not None
+        needs_step = sequence.parallel_samples or sequence.is_prompt_only or sequence.unscored_from is not None
         if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return Verdict.RUN
         # The forced tokens complete the answer, so that nothing is left to choose, and they themselves need no step.
         return Verdict.FINISHED
 
-    def force(self, pieces: Seq[SequencePiece], spare: int) -> int:
+    def force(self, scheduled: Seq[ScheduledChunk], spare: int) -> int:
         """Puts forced tokens after the sequences' own (:meth:`Sequence.propose`), at most ``spare`` altogether. Returns
         how many they are."""
         used, self.forces = 0, False
-        for piece in pieces:
-            sequence, grammar = piece.sequence, piece.sequence.grammar
+        for chunk in scheduled:
+            sequence, grammar = chunk.sequence, chunk.sequence.grammar
             if grammar is None or not grammar.forced or sequence.num_in_flight:
                 continue
             self._grow(sequence, sequence.num_tokens + len(grammar.forced))
-            room = 0 if piece.sibling_seeds else min(spare - used, sequence.room_for_proposals)
+            room = 0 if chunk.parallel_seeds else min(spare - used, sequence.room_for_proposals)
             # The last token of a complete answer is left out: nothing is chosen after it.
             tokens = grammar.forced[: max(0, min(room, len(grammar.forced) - grammar.completes))]
             if tokens:
@@ -81,15 +82,15 @@ class Grammars:
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Adds slots to a decoding sequence until it has room for ``tokens`` tokens, or the worker has no free slot."""
         while sequence.num_blocks * sequence.block_size < min(tokens, sequence.most_tokens):
-            slot = self._stock.take()
+            slot = self._free_slots.take()
             if slot is None:
                 return
             sequence.add_slot(slot)
 
-    def fit(self, sequence: Sequence, guess: Int32) -> Int32:
-        """Returns as much of a guess of the sequence's next tokens as its grammar may accept."""
+    def fit(self, sequence: Sequence, draft_token: Int32) -> Int32:
+        """Returns as much of a draft token of the sequence's next tokens as its grammar may accept."""
         grammar = sequence.grammar
-        return guess if grammar is None else guess[: grammar.count_fitting(guess.tolist())]
+        return draft_token if grammar is None else draft_token[: grammar.count_fitting(draft_token.tolist())]
 
     def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
         """Notes that these tokens are the sequence's now. Returns why it ends with the last one, None where it goes on;

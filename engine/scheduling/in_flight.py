@@ -4,7 +4,7 @@
                          '--> step k lands, is committed, and hands on what waited for it
 
 A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is in launched steps after that; its next
-piece starts after both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
+chunk starts after both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
 and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Where the next choice reads
 that token, too (penalties, a grammar), only the forward pass is launched ahead, and the choice is begun when the
 launched step has landed (StepPlan.awaits_tokens). Three rules say which sequences may be scheduled after a launched
@@ -12,18 +12,18 @@ step (:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
-* A stream may not where tokens were proposed after its launched piece, or where its grammar says that it may not
+* A stream may not where tokens were proposed after its launched chunk, or where its grammar says that it may not
   (:attr:`pillion.engine.grammars.grammar_state.GrammarState.may_run_ahead`).
-* A prompt tail and a prefill range may, after their launched pieces: their tokens are known.
+* A prompt tail and a prefill range may, after their launched chunks: their tokens are known.
 
-A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
+A chunk counts when it lands only if its sequence is still running under the same ticket. The chunk of a sequence that
 was cancelled, failed or stopped is dropped, and so is that of a preempted one: its token is chosen again, and is the
 same (I6).
 
 What a launched step may read or write must not return to the KV node before the step has landed, or another worker
 would write there: releases and slots wait for the steps that were in flight when they were ordered, and so do resumes,
 which follow their releases. This is the grace period of read-copy-update (McKenney and Slingwine 1998), with a landing
-for the quiescent state. Slots in the worker's own stock need not wait: the device runs steps in order. Sans-IO (I9).
+for the quiescent state. The worker's own free slots need not wait: the device runs steps in order. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
-from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import Outcome, ScheduledChunk, StepPlan
 from pillion.kernels.step import Float32, Sampled
 from pillion.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """Holds the plan of a step in flight. ``generations`` and ``siblings`` are those of each piece's sequence at the
-    launch; ``rows`` has, by seq_id, the row that chooses the sequence's own token."""
+    """Holds the plan of a step in flight. ``generations`` and ``parallel_samples`` are those of each chunk's sequence
+    at the launch; ``rows`` has, by seq_id, the row that chooses the sequence's own token."""
 
     plan: StepPlan
     generations: tuple[int, ...]
-    siblings: tuple[tuple[SiblingSpec, ...], ...]
+    parallel_samples: tuple[tuple[ParallelSampleSpec, ...], ...]
     rows: dict[int, int]
 
-    def counts(self, piece: SequencePiece, generation: int) -> bool:
-        """Returns whether the piece's sequence still waits for what the piece computes."""
-        sequence = piece.sequence
+    def counts(self, chunk: ScheduledChunk, generation: int) -> bool:
+        """Returns whether the chunk's sequence still waits for what the chunk computes."""
+        sequence = chunk.sequence
         return sequence.state is SequenceState.RUNNING and sequence.generation == generation
 
 
@@ -70,62 +70,68 @@ class InFlightSteps:
     def launched(self, plan: StepPlan) -> None:
         """Adds a launched step after all others."""
         rows, row = {}, 0
-        for piece in plan.pieces:
-            piece.sequence.launch(piece.count)
-            if piece.samples:
-                rows[piece.sequence.seq_id] = row
-                row += piece.samples + len(piece.sibling_seeds)
-        generations = tuple(piece.sequence.generation for piece in plan.pieces)
-        siblings = tuple(piece.sequence.siblings if piece.sibling_seeds else () for piece in plan.pieces)
-        self._steps.append(_LaunchedStep(plan, generations, siblings, rows))
+        for chunk in plan.scheduled:
+            chunk.sequence.launch(chunk.count)
+            if chunk.samples:
+                rows[chunk.sequence.seq_id] = row
+                row += chunk.samples + len(chunk.parallel_seeds)
+        generations = tuple(chunk.sequence.generation for chunk in plan.scheduled)
+        parallel_samples = tuple(
+            chunk.sequence.parallel_samples if chunk.parallel_seeds else () for chunk in plan.scheduled
+        )
+        self._steps.append(_LaunchedStep(plan, generations, parallel_samples, rows))
         self._launched += 1
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Returns whether a stream with a launched piece can decode the token that this piece chooses."""
+        """Returns whether a stream with a launched chunk can decode the token that this chunk chooses."""
         if sequence.num_proposed:
             return False
         return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 
-    def unknown(self, pieces: Seq[SequencePiece]) -> tuple[tuple[int, int], ...]:
-        """Returns (piece, row) for each of the next step's pieces whose token that row of the last step chooses."""
+    def unknown(self, scheduled: Seq[ScheduledChunk]) -> tuple[tuple[int, int], ...]:
+        """Returns (chunk, row) for each of the next step's chunks whose token that row of the last step chooses."""
         if not self._steps:
             return ()
         rows = self._steps[-1].rows
         return tuple(
-            (place, rows[piece.sequence.seq_id])
-            for place, piece in enumerate(pieces)
-            if piece.start == piece.sequence.num_tokens
+            (place, rows[chunk.sequence.seq_id])
+            for place, chunk in enumerate(scheduled)
+            if chunk.start == chunk.sequence.num_tokens
         )
 
-    def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[SequencePiece], Sampled]:
-        """Removes the step of ``plan``, which is the oldest one. Returns its pieces that count, and the tokens that
-        their sequences and siblings still wait for. A plan that was never launched counts whole."""
+    def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[ScheduledChunk], Sampled]:
+        """Removes the step of ``plan``, which is the oldest one. Returns its chunks that count, and the tokens that
+        their sequences and parallel samples still wait for. A plan that was never launched counts whole."""
         if not (self._steps and self._steps[0].plan is plan):
-            return plan.pieces, sampled
+            return plan.scheduled, sampled
         step = self._steps.popleft()
-        pieces: list[SequencePiece] = []
+        scheduled: list[ScheduledChunk] = []
         places: list[int] = []
         scores: list[TokenLogprob] = []
         vectors: list[Float32] = []
         row = scored = pooled = 0
-        for piece, generation, siblings in zip(plan.pieces, step.generations, step.siblings, strict=True):
-            if step.counts(piece, generation):
-                piece.sequence.land(piece.count)
-                pieces.append(piece)
-                places.extend(range(row, row + piece.samples))
-                first = row + piece.samples
-                places.extend(at for at, sibling in enumerate(siblings, first) if sibling in piece.sequence.siblings)
-                scores.extend(sampled.scored[scored : scored + piece.scores])
-                vectors.extend(sampled.pooled[pooled : pooled + piece.pools])
-            row += piece.samples + len(siblings)
-            scored += piece.scores
-            pooled += piece.pools
+        for chunk, generation, parallel_samples in zip(
+            plan.scheduled, step.generations, step.parallel_samples, strict=True
+        ):
+            if step.counts(chunk, generation):
+                chunk.sequence.land(chunk.count)
+                scheduled.append(chunk)
+                places.extend(range(row, row + chunk.samples))
+                first = row + chunk.samples
+                places.extend(
+                    at for at, sample in enumerate(parallel_samples, first) if sample in chunk.sequence.parallel_samples
+                )
+                scores.extend(sampled.scored[scored : scored + chunk.scores])
+                vectors.extend(sampled.pooled[pooled : pooled + chunk.pools])
+            row += chunk.samples + len(parallel_samples)
+            scored += chunk.scores
+            pooled += chunk.pools
         if len(vectors) < len(sampled.pooled):
             sampled = replace(sampled, pooled=tuple(vectors))
         if len(places) == row or not sampled.token_ids:
             # All tokens that the step chose are still waited for, or it chose none.
-            return pieces, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
-        return pieces, Sampled(
+            return scheduled, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
+        return scheduled, Sampled(
             tuple(sampled.token_ids[at] for at in places),
             tuple(sampled.logprobs[at] for at in places) if sampled.logprobs else (),
             tuple(scores),
@@ -160,16 +166,16 @@ class InFlightSteps:
         return bool(out.releases)
 
     def held_back_slots(self) -> list[int]:
-        """Returns slots that left the stock and are still leased to this worker."""
+        """Returns slots that are free no more and still leased to this worker."""
         return [slot for _, late in self._held_back for slot in late.give_back]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError where the sequences' counts differ from the launched steps."""
         in_flight: dict[int, int] = {}
         for step in self._steps:
-            for piece, generation in zip(step.plan.pieces, step.generations, strict=True):
-                if step.counts(piece, generation):
-                    in_flight[piece.sequence.seq_id] = in_flight.get(piece.sequence.seq_id, 0) + piece.count
+            for chunk, generation in zip(step.plan.scheduled, step.generations, strict=True):
+                if step.counts(chunk, generation):
+                    in_flight[chunk.sequence.seq_id] = in_flight.get(chunk.sequence.seq_id, 0) + chunk.count
         for sequence in sequences:
             if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
                 assert sequence.num_in_flight == in_flight.get(sequence.seq_id, 0), "tokens in flight do not add up"

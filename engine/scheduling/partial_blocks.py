@@ -3,12 +3,13 @@
     answer ends --> its whole blocks are committed, the slot of the partial one stays here, under the hash of the block
                     before it, with the block's tokens
     prompt joins, its chain ends with that hash --> as many tokens as agree are copied, and count as computed
-    memory is short, or too many are kept --> the slot that was used least recently goes back to the stock
+    memory is short, or too many are kept --> the slot that was used least recently goes back to the free slots
 
 Hashes name whole blocks, so the node knows nothing of a partial one: it is a leased slot of this worker's, which nobody
 else reads, and goes with the worker's epoch (I2, I4). Its tokens are compared, and the hash before them covers the
 root, so that adapters, salts and kinds of rotary embedding stay apart. The copy is made before the step that goes on
-with it, and the reader's own slot is written then (copy-on-write, as for siblings). What is gone is computed (I1).
+with it, and the reader's own slot is written then (copy-on-write, as for parallel samples). What is gone is computed
+(I1).
 
 The slots are at most ``--partial-block-percent`` of the pool, and are the first to go where a decode lacks a slot or
 the node asks for some back. Sans-IO (I9).
@@ -20,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pillion.engine.scheduling.block_chain import BlockChain
-from pillion.engine.scheduling.block_manager import SlotStock
+from pillion.engine.scheduling.block_manager import FreeSlots
 from pillion.engine.scheduling.sequence import Sequence
 
 
@@ -62,13 +63,13 @@ class PartialBlock(BlockChain):
 
 class PartialBlocks:
     """Holds the partial blocks of one scheduler by the hash of the block before each: at most ``most``, and more only
-    while they are read. Their slots come from the ``stock``, and return there."""
+    while they are read. Their slots come from the ``free_slots``, and return there."""
 
     lacking_blocks = 0
 
-    def __init__(self, most: int, stock: SlotStock) -> None:
+    def __init__(self, most: int, free_slots: FreeSlots) -> None:
         self._most = most
-        self._stock = stock
+        self._free_slots = free_slots
         # The one that was used least recently is the first.
         self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
 
@@ -88,21 +89,21 @@ class PartialBlocks:
             # Somebody is about to read the block that stands there.
             return
         kept = PartialBlock(sequence)
-        self._stock.give(kept.unused_slots)
+        self._free_slots.give(kept.unused_slots)
         self._kept[kept.parent_hash] = kept
         self._give_up(len(self._kept) - self._most, self._kept.values())
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Gives up to so many slots back to the stock. Returns False if it gave none."""
+        """Gives up to so many slots back to the free slots. Returns False if it gave none."""
         return self._give_up(blocks, self._kept.values())
 
     def _give_up(self, count: int, blocks: Iterable[PartialBlock]) -> bool:
-        """Returns up to ``count`` slots of these blocks to the stock, the first ones; those that are read stay. Returns
-        whether any went."""
+        """Returns up to ``count`` slots of these blocks to the free slots, the first ones; those that are read stay.
+        Returns whether any went."""
         gone = [kept for kept in blocks if not kept.is_read()][: max(0, count)]
         for kept in gone:
             del self._kept[kept.parent_hash]
-            self._stock.give((kept.slot,))
+            self._free_slots.give((kept.slot,))
         return bool(gone)
 
     def side_chains(self) -> Iterable[BlockChain]:

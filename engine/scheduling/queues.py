@@ -1,8 +1,8 @@
 """Holds the three queues of a scheduler, and decides the order in which it serves them.
 
     running    has one of the max_num_seqs places of a step: a decode, or a prompt tail that has begun
-    preempted  was running, or is a sibling of a sequence that was: it has a ticket, a new one or the one that it kept
-               when it gave its place to another tenant, and waits to run
+    preempted  was running, or is a parallel sample of a sequence that was: it has a ticket, a new one or the one that
+               it kept when it gave its place to another tenant, and waits to run
     waiting    has a ticket and has not begun
 
 Preempted and waiting sequences whose adapter is not there are passed over.

@@ -18,17 +18,18 @@ rules.
 :mod:`pillion.engine.scheduling.step_cost` decides how many tokens a step has.
 
 **Memory.** The slots of a prompt and its first generated token come with the adopted ticket; only decodes grow, by
-slots out of the stock. When the stock is empty a decode waits for the running lease call; when the node is exhausted, a
-victim is preempted (maybe the asking decode itself): it lets go of its ticket and resumes under a new one with the same
-tokens (I6). The next preemption waits until the one before has settled. The victim's committed blocks stay findable at
+slots out of the free ones. When no slot is free a decode waits for the running lease call; when the node is exhausted,
+a victim is preempted (maybe the asking decode itself): it lets go of its ticket and resumes under a new one with the
+same tokens (I6). The next preemption waits until the one before has settled. The victim's committed blocks stay
+findable at
 the node, in whatever tier the node keeps them: the victim is swapped out to there, and not to a copy of the worker's
 own.
 
-Several answers to one prompt are computed as one until the first token: :mod:`pillion.engine.scheduling.siblings`.
-What else a step has comes from collaborators, each of which a worker may lack. They return decisions, which the
-scheduler carries out, and nothing of theirs is called for a stream that needs none of them. Tokens that grammars force
-are proposed before guesses. After a step, a sequence goes back to where a state stands before a head gets the inputs of
-layers of its rows, which are computed again from there.
+Several answers to one prompt are computed as one until the first token:
+:mod:`pillion.engine.scheduling.parallel_samples`. What else a step has comes from collaborators, each of which a worker
+may lack. They return decisions, which the scheduler carries out, and nothing of theirs is called for a stream that
+needs none of them. Tokens that grammars force are proposed before draft tokens. After a step, a sequence goes back to
+where a state stands before a head gets the inputs of layers of its rows, which are computed again from there.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
+from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.engine.scheduling.grammars import Grammars, Verdict
-from pillion.engine.scheduling.guesses import Guesses
+from pillion.engine.scheduling.parallel_samples import ParallelSampling
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.queues import SchedulerQueues
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
-from pillion.engine.scheduling.siblings import Siblings
+from pillion.engine.scheduling.sequence import Ending, ParallelSampleSpec, Sequence, SequenceState
 from pillion.engine.scheduling.states import States
 from pillion.engine.scheduling.step_cost import TailRoom, TokenBudget
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
-from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
+from pillion.engine.scheduling.step_plan import Outcome, ScheduledChunk, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
 from pillion.kernels.step import MASK_LATE, Sampled
 from pillion.types import FinishReason, TokenLogprob
@@ -69,7 +70,7 @@ def scored_rows(vocab_size: int) -> int:
 
 
 class Scheduler:
-    """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``stock``,
+    """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``free_slots``,
     ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, and what it was given.
 
     Args:
@@ -88,7 +89,7 @@ class Scheduler:
         partial_blocks: keeps the last blocks of answers, if any.
         states: has the states of sequences, where the model's layers carry them.
         grammars: asks the grammars of answers, where sequences have some.
-        drafts: guesses next tokens, if the worker does.
+        drafts: draft tokens next tokens, if the worker does.
         adapters: has slots for the sequences' adapters, if the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
@@ -111,7 +112,7 @@ class Scheduler:
         partial_blocks: PartialBlocks | None = None,
         states: States | None = None,
         grammars: Grammars | None = None,
-        drafts: Guesses | None = None,
+        drafts: DraftTokens | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -125,7 +126,7 @@ class Scheduler:
                 f"decodes of --max-num-seqs {max_num_seqs}: its token budget of {max_num_batched_tokens} is too small"
             )
         self.blocks, self.block_size = blocks, blocks.block_size
-        self.in_flight, self.stock = blocks.in_flight, blocks.stock
+        self.in_flight, self.free_slots = blocks.in_flight, blocks.free_slots
         targets = (0.0, 0.0) if max_whole_tokens else (target_itl_s, target_itl_steps)
         even = even_steps and not max_whole_tokens
         self.budget = TokenBudget(
@@ -135,7 +136,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
         self._max_scored_rows = max_scored_rows
-        self._siblings = Siblings(self.queues, self.blocks)
+        self._parallel_samples = ParallelSampling(self.queues, self.blocks)
         self._starved = False
         self.partial_blocks, self.states, self.grammars = partial_blocks, states, grammars
         self.drafts, self.adapters = drafts, adapters
@@ -173,13 +174,13 @@ class Scheduler:
     def cancel(self, seq_id: int, now: float) -> None:
         """Ends a sequence that nobody listens to any more: it lets go of slots and ticket, and no update follows (I8).
 
-        Blocks that an ended stream is committing stay. A sibling that has not begun never will. Unknown ids are
+        Blocks that an ended stream is committing stay. A parallel sample that has not begun never will. Unknown ids are
         ignored.
         """
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             for parent in self.sequences.values():
-                parent.drop_sibling(seq_id)
+                parent.drop_parallel_sample(seq_id)
         elif not sequence.end_reported:
             sequence.report_end(now)
             self._abandon(sequence, now)
@@ -213,18 +214,18 @@ class Scheduler:
             self._close(sequence, now)
         else:
             self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
-        self._siblings.parent_answered(seq_id, self.sequences)
+        self._parallel_samples.parent_answered(seq_id, self.sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
         """Takes the node's answer to Outcome.lease_blocks: the slots that it has leased."""
         self.blocks.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
-        """Notes that the node asks for ``blocks`` slots of the stock back; what is beside sequences gives up its
+        """Notes that the node asks for ``blocks`` slots of the free ones back; what is beside sequences gives up its
         slots."""
         for one in self._side if blocks else ():
             one.yield_slots(blocks, now)
-        self.stock.recall(blocks)
+        self.free_slots.recall(blocks)
 
     def chain_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
         """Takes the node's answer to a ChainOrder; None where the node gave no ticket."""
@@ -275,28 +276,28 @@ class Scheduler:
             adapters.assign(now)
         if queues.yielding or queues.flows.several:
             queues.make_way(self.in_flight)
-        pieces = self._decodes(now)
-        sibling_pieces, copies = self._siblings.start_running(self.sequences)
-        pieces += [piece for piece in sibling_pieces if not self._keeps_back(piece.sequence, now)]
+        scheduled = self._decodes(now)
+        parallel_chunks, copies = self._parallel_samples.start_running(self.sequences)
+        scheduled += [chunk for chunk in parallel_chunks if not self._keeps_back(chunk.sequence, now)]
         most = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
         took_s = 0.0
-        if pieces and (self.drafts is not None or (self.grammars is not None and self.grammars.forces)):
-            pieces, took_s = self._with_proposals(pieces, prompt_tails, now)
+        if scheduled and (self.drafts is not None or (self.grammars is not None and self.grammars.forces)):
+            scheduled, took_s = self._with_proposals(scheduled, prompt_tails, now)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in queues.running)
             first = prompt_tails[0].next_start
-            room = self.budget.room(pieces, first, len(prompt_tails), streams=streams)
-            most = sum(piece.count for piece in pieces) + room.at(first)
-            tails = list(self._tail_pieces(prompt_tails, room, now))
-            pieces += tails
-            copies += [piece.sequence.take_copy() for piece in tails if piece.sequence.copy_first]
+            room = self.budget.room(scheduled, first, len(prompt_tails), streams=streams)
+            most = sum(chunk.count for chunk in scheduled) + room.at(first)
+            tails = list(self._tail_chunks(prompt_tails, room, now))
+            scheduled += tails
+            copies += [chunk.sequence.take_copy() for chunk in tails if chunk.sequence.copy_first]
         # A step's cost is measured without what it took to find proposals.
-        self.budget.begin(pieces, now + took_s, len(self.in_flight))
-        placements, slots = adapters.place(pieces) if adapters is not None and pieces else ((), None)
-        unknown = self.in_flight.unknown(pieces)
-        states = self.states.begin(pieces) if self.states is not None and pieces else None
-        return StepPlan(tuple(pieces), tuple(copies), most, unknown, placements, slots, states)
+        self.budget.begin(scheduled, now + took_s, len(self.in_flight))
+        placements, slots = adapters.place(scheduled) if adapters is not None and scheduled else ((), None)
+        unknown = self.in_flight.unknown(scheduled)
+        states = self.states.begin(scheduled) if self.states is not None and scheduled else None
+        return StepPlan(tuple(scheduled), tuple(copies), most, unknown, placements, slots, states)
 
     def launched(self, plan: StepPlan) -> None:
         """Notes that the plan just made is in flight, and is committed, or failed, after those before it."""
@@ -307,40 +308,40 @@ class Scheduler:
         seconds = self.budget.end(now, sampled.borrowed_s)
         if self.drafts is not None:
             self.drafts.stepped(plan, seconds)
-        pieces, counting = self.in_flight.landed(plan, sampled)
+        scheduled, counting = self.in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(counting.token_ids), iter(counting.logprobs), iter(counting.scored)
         vectors = iter(counting.pooled)
-        for piece in pieces:
-            sequence = piece.sequence
-            sequence.compute(piece.start, piece.start + piece.count, now)
+        for chunk in scheduled:
+            sequence = chunk.sequence
+            sequence.compute(chunk.start, chunk.start + chunk.count, now)
             if sequence.is_prefill and sequence.left_to_compute == 0:
                 self._close(sequence, now, commit_rest=True)
-            if piece.scores and not self._accept_scores(piece, tuple(islice(scores, piece.scores))):
-                for _ in range(piece.samples):
+            if chunk.scores and not self._accept_scores(chunk, tuple(islice(scores, chunk.scores))):
+                for _ in range(chunk.samples):
                     next(tokens), next(logprobs, None)
-                self._fail_broken(piece, piece.scores_end, tokens, logprobs, now)
+                self._fail_broken(chunk, chunk.scores_end, tokens, logprobs, now)
                 continue
-            if piece.pools:
-                sequence.pool(islice(vectors, piece.pools))
+            if chunk.pools:
+                sequence.pool(islice(vectors, chunk.pools))
             if sequence.is_prompt_only and sequence.left_to_compute == 0:
                 self._end_prompt(sequence, now)
-            if piece.samples:
-                self._accept_tokens(piece, tokens, logprobs, now)
+            if chunk.samples:
+                self._accept_tokens(chunk, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
                 self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         if self.states is not None:
-            self.states.landed(plan.pieces)
+            self.states.landed(plan.scheduled)
         if self._draft_chains is not None and sampled.states is not None:
-            self._draft_chains.landed(plan.pieces, sampled.states)
+            self._draft_chains.landed(plan.scheduled, sampled.states)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
         """Notes that the backend failed: the sequences of this batch fail, and those that hold the slots of adapters
         which the step was to place."""
         self.budget.end(now, ok=False)
-        for piece in self.in_flight.landed(plan, Sampled())[0]:
-            piece.sequence.drop_proposed()
-            self.fail(piece.sequence.seq_id, error, now)
+        for chunk in self.in_flight.landed(plan, Sampled())[0]:
+            chunk.sequence.drop_proposed()
+            self.fail(chunk.sequence.seq_id, error, now)
         for sequence in self.adapters.not_placed(plan.placements) if self.adapters is not None else ():
             self.fail(sequence.seq_id, error, now)
         return self.flush(now)
@@ -385,9 +386,9 @@ class Scheduler:
         """Returns the chains of blocks that are beside those of sequences."""
         return [chain for one in self._side for chain in one.side_chains()]
 
-    def _decodes(self, now: float) -> list[SequencePiece]:
-        """Returns a piece of one token for each running decode that has a slot for it."""
-        pieces = []
+    def _decodes(self, now: float) -> list[ScheduledChunk]:
+        """Returns a chunk of one token for each running decode that has a slot for it."""
+        scheduled = []
         self._starved = False
         for sequence in self.queues.to_decode():
             if sequence.state is not SequenceState.RUNNING:
@@ -404,11 +405,11 @@ class Scheduler:
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            # Siblings that have not begun wait for the next step: the mask of their first token was late.
-            siblings = () if sequence.num_in_flight else sequence.siblings
-            pieces.append(SequencePiece(sequence, start, 1, 1, tuple(sibling.seed for sibling in siblings)))
+            # Parallel samples that have not begun wait for the next step: the mask of their first token was late.
+            parallel_samples = () if sequence.num_in_flight else sequence.parallel_samples
+            scheduled.append(ScheduledChunk(sequence, start, 1, 1, tuple(sample.seed for sample in parallel_samples)))
         # A sequence that was planned first may have been preempted for a later one.
-        return [piece for piece in pieces if piece.sequence.state is SequenceState.RUNNING]
+        return [chunk for chunk in scheduled if chunk.sequence.state is SequenceState.RUNNING]
 
     def _keeps_back(self, sequence: Sequence, now: float) -> bool:
         """Returns whether no step can choose the sequence's next token now. Its grammar may have ended it."""
@@ -426,27 +427,27 @@ class Scheduler:
         return verdict is not Verdict.RUN
 
     def _with_proposals(
-        self, pieces: list[SequencePiece], prompt_tails: Seq[Sequence], now: float
-    ) -> tuple[list[SequencePiece], float]:
-        """Returns the decodes, lengthened by forced tokens and guesses, and how many seconds the guesses took."""
-        left = self.budget.room(pieces, 0, 0, least_tokens=0).at(0)
+        self, scheduled: list[ScheduledChunk], prompt_tails: Seq[Sequence], now: float
+    ) -> tuple[list[ScheduledChunk], float]:
+        """Returns the decodes, lengthened by forced tokens and drafts, and how many seconds the draft tokens took."""
+        left = self.budget.room(scheduled, 0, 0, least_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
         spare, took_s, grammars = left - self._owed(prompt_tails), 0.0, self.grammars
         if grammars is not None and grammars.forces:
-            spare -= grammars.force(pieces, spare)
+            spare -= grammars.force(scheduled, spare)
         if self.drafts is not None:
-            took_s = self.drafts.guess(pieces, spare, idle, now, cost=self.budget.cost, grammars=grammars)
-        return [piece.lengthened() for piece in pieces], took_s
+            took_s = self.drafts.draft_token(scheduled, spare, idle, now, cost=self.budget.cost, grammars=grammars)
+        return [chunk.lengthened() for chunk in scheduled], took_s
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Gives a decode one more slot, for which another sequence may be preempted. Returns False if there is none in
         this step."""
         while True:
-            slot = self.stock.take()
+            slot = self.free_slots.take()
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
-            if not self.stock.exhausted(now) or self.awaits_landing:
+            if not self.free_slots.exhausted(now) or self.awaits_landing:
                 return False
             if any(one.yield_slots(1, now) for one in self._side):
                 continue
@@ -458,8 +459,8 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _tail_pieces(self, prompt_tails: Seq[Sequence], room: TailRoom, now: float) -> Iterator[SequencePiece]:
-        """Yields pieces of the prompt tails in this order, cut to what there is ``room`` for: short tails are packed,
+    def _tail_chunks(self, prompt_tails: Seq[Sequence], room: TailRoom, now: float) -> Iterator[ScheduledChunk]:
+        """Yields chunks of the prompt tails in this order, cut to what there is ``room`` for: short tails are packed,
         and the last one is split."""
         rows_left = self._max_scored_rows
         for sequence in prompt_tails:
@@ -487,22 +488,29 @@ class Scheduler:
                 continue
             if sequence.step_ends and not self.whole_prompts:
                 wanted = sequence.cut_to_place(start, wanted)
-            piece = self._tail_piece(sequence, min(left, wanted), now)
-            rows_left -= piece.scores or bool(piece.pools and sequence.pooled_ids)
-            room.take(start, piece.count)
-            yield piece
+            chunk = self._tail_chunk(sequence, min(left, wanted), now)
+            rows_left -= chunk.scores or bool(chunk.pools and sequence.pooled_ids)
+            room.take(start, chunk.count)
+            yield chunk
 
-    def _tail_piece(self, sequence: Sequence, count: int, now: float) -> SequencePiece:
+    def _tail_chunk(self, sequence: Sequence, count: int, now: float) -> ScheduledChunk:
         if sequence.state is not SequenceState.RUNNING:
             self.queues.start_running(sequence)
         start = sequence.next_start
-        sequence.plan_piece(count, now)
+        sequence.plan_chunk(count, now)
         rows = sequence.rows_to_score(start, start + count)
         if sequence.pooled is not None:
-            return SequencePiece(sequence, start, count, 0, pools=rows)
+            return ScheduledChunk(sequence, start, count, 0, pools=rows)
         if sequence.is_prefill or sequence.is_prompt_only or start + count < sequence.num_tokens:
-            return SequencePiece(sequence, start, count, 0, scores=rows)
-        return SequencePiece(sequence, start, count, 1, tuple(sibling.seed for sibling in sequence.siblings), rows)
+            return ScheduledChunk(sequence, start, count, 0, scores=rows)
+        return ScheduledChunk(
+            sequence,
+            start,
+            count,
+            1,
+            tuple(sample.seed for sample in sequence.parallel_samples),
+            rows,
+        )
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
         """Returns how many tokens of a step proposals must leave to prompt tails: some, or all that the first tail
@@ -512,27 +520,27 @@ class Scheduler:
         return prompt_tails[0].left_to_compute if self.whole_prompts else MIN_TAIL_TOKENS
 
     def _accept_tokens(
-        self, piece: SequencePiece, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
+        self, chunk: ScheduledChunk, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
     ) -> None:
-        """Applies a piece's tokens: one, the proposed ones after it that are right, and the first tokens of
-        siblings."""
-        sequence, out = piece.sequence, self.blocks.out
+        """Applies a chunk's tokens: one, the proposed ones after it that are right, and the first tokens of
+        parallel samples."""
+        sequence, out = chunk.sequence, self.blocks.out
         proposed = sequence.num_proposed
         chosen: list[tuple[int, TokenLogprob | None]] = []
         if proposed:
             # Proposed tokens that are certain to be right have no rows of logits.
-            chosen += [(token, None) for token in sequence.proposed()[: proposed + 1 - piece.samples].tolist()]
-        chosen += [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
+            chosen += [(token, None) for token in sequence.proposed()[: proposed + 1 - chunk.samples].tolist()]
+        chosen += [(next(tokens), next(logprobs, None)) for _ in range(chunk.samples)]
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
         out.late_masks += chosen[-1][0] == MASK_LATE
         if proposed and not sequence.forced:
-            out.judged_guesses.append((proposed, max(accepted - 1, 0)))
+            out.judged_draft_tokens.append((proposed, max(accepted - 1, 0)))
         if not accepted:
             if chosen[0][0] == MASK_LATE:
-                for _ in piece.sibling_seeds:
+                for _ in chunk.parallel_seeds:
                     next(tokens), next(logprobs, None)
             else:
-                self._fail_broken(piece, sequence.num_tokens, tokens, logprobs, now)
+                self._fail_broken(chunk, sequence.num_tokens, tokens, logprobs, now)
             return
         if proposed and sequence.forced:
             out.forced_tokens += min(accepted, proposed)
@@ -543,16 +551,16 @@ class Scheduler:
         out.report_tokens(sequence, chosen[:accepted], reason, now)
         if reason is not None:
             self._close(sequence, now, commit_rest=True)
-        if sequence.siblings:
-            for sibling in sequence.take_siblings():
-                self._begin_sibling(sequence, sibling, next(tokens), next(logprobs, None), now)
+        if sequence.parallel_samples:
+            for sample in sequence.take_parallel_samples():
+                self._begin_parallel_sample(sequence, sample, next(tokens), next(logprobs, None), now)
 
-    def _accept_scores(self, piece: SequencePiece, scores: tuple[TokenLogprob, ...]) -> bool:
+    def _accept_scores(self, chunk: ScheduledChunk, scores: tuple[TokenLogprob, ...]) -> bool:
         """Reports how likely tokens of the prompt were. Returns False if the model's logits are no numbers."""
         if any(isnan(one.logprob) for one in scores):
             return False
-        piece.sequence.score(len(scores))
-        self.blocks.out.updates.append(Update(seq_id=piece.sequence.seq_id, prompt_logprobs=scores))
+        chunk.sequence.score(len(scores))
+        self.blocks.out.updates.append(Update(seq_id=chunk.sequence.seq_id, prompt_logprobs=scores))
         return True
 
     def _end_prompt(self, sequence: Sequence, now: float) -> None:
@@ -569,16 +577,16 @@ class Scheduler:
 
     def _fail_broken(
         self,
-        piece: SequencePiece,
+        chunk: ScheduledChunk,
         token: int,
         tokens: Iterator[int],
         logprobs: Iterator[TokenLogprob | None],
         now: float,
     ) -> None:
-        """Fails a sequence whose logits for ``token`` are no numbers; its siblings, whose tokens come from the same row
-        as its own, fail too."""
-        sequence = piece.sequence
-        for _ in sequence.take_siblings() if piece.sibling_seeds else ():
+        """Fails a sequence whose logits for ``token`` are no numbers; its parallel samples, whose tokens come from the
+        same row as its own, fail too."""
+        sequence = chunk.sequence
+        for _ in sequence.take_parallel_samples() if chunk.parallel_seeds else ():
             next(tokens), next(logprobs, None)
         error = (
             f"the model's logits for token {token} are not finite: its weights are damaged, or its arithmetic overflows"
@@ -591,19 +599,25 @@ class Scheduler:
         self.blocks.out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
         self._close(sequence, now, commit_rest=True)
 
-    def _begin_sibling(
-        self, parent: Sequence, sibling: SiblingSpec, token: int, logprob: TokenLogprob | None, now: float
+    def _begin_parallel_sample(
+        self,
+        parent: Sequence,
+        sample: ParallelSampleSpec,
+        token: int,
+        logprob: TokenLogprob | None,
+        now: float,
     ) -> None:
-        """Begins a sibling with its first token, chosen from its parent's logits; then it needs a ticket of its own."""
-        child = parent.sibling(sibling, now)
+        """Begins a parallel sample with its first token, chosen from its parent's logits; then it needs a ticket of its
+        own."""
+        child = parent.sample(sample, now)
         reason = child.append(token)
         if self.grammars is not None and parent.grammar is not None:
-            child.follow_grammar(parent.grammar.sibling())
+            child.follow_grammar(parent.grammar.sample())
             reason = self.grammars.accepted(child, (token,), reason)
         self.blocks.out.report_tokens(child, [(token, logprob)], reason, now, child.progress)
         if reason is None:
             self.sequences[child.seq_id] = child
-            self._siblings.order_ticket(parent, child)
+            self._parallel_samples.order_ticket(parent, child)
 
     def _join(self, sequence: Sequence, now: float) -> None:
         self.queues.join(sequence)
@@ -623,14 +637,15 @@ class Scheduler:
             self._close(sequence, now)
 
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
-        """Takes a sequence out of the queues; owned slots that will not be committed go back to the stock at once."""
+        """Takes a sequence out of the queues; owned slots that will not be committed go back to the free slots at
+        once."""
         self.queues.leave(sequence)
         if commit_rest and sequence.state is SequenceState.RUNNING:
             if self.partial_blocks is not None and not resume:
                 self.partial_blocks.keep(sequence)
             if self.states is not None:
                 self.states.keep(sequence)
-        self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
+        self.free_slots.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if self.states is not None:
             self.states.leave(sequence)
         if self.drafts is not None:
@@ -649,7 +664,7 @@ class Scheduler:
             self.blocks.order_commit(sequence, now)
             if sequence.in_commit:
                 return
-        self.stock.give(sequence.cut(sequence.num_committed))
+        self.free_slots.give(sequence.cut(sequence.num_committed))
         self.blocks.release(sequence.ticket_id)
         if sequence.resume_after:
             sequence.wait_for_ticket()

@@ -1,14 +1,13 @@
 """Represents one sequence of a worker, a decode stream or a prefill range: its tokens, its block table and how far each
 has come.
 
-    WAITING --first piece--> RUNNING --stop id, length, prefill range computed, cancel, failure--> CLOSING --settled-->
-    (gone)
+    WAITING --first chunk--> RUNNING --stop id, length, prefill range computed, cancel, error----> CLOSING --settled--> gone
                              ^     |  '--gave way to another tenant--> PREEMPTED              |
                              |     +--preempted (also from WAITING, PREEMPTED)-----------> CLOSING
-                 first piece |                                                               | settled
+                 first chunk |                                                               | settled
                         PREEMPTED <-- a new ticket was opened and adopted --------------- RESUMING
                                                                                              ^
-                   a sibling: another answer to its parent's prompt, with its own first token --+
+              a parallel sample: another answer to its parent's prompt, with its own first token --+
 
 Its blocks are a :class:`pillion.engine.scheduling.block_chain.BlockChain`.
 A CLOSING sequence waits for the node's answer to that run and for nothing else: it gave its owned slots back when
@@ -28,7 +27,7 @@ from itertools import islice
 
 import numpy as np
 
-from pillion.engine.drafts.acceptance import GuessRecord
+from pillion.engine.drafts.acceptance import DraftRecord
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
@@ -49,7 +48,7 @@ class SequenceState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SiblingSpec:
+class ParallelSampleSpec:
     """Describes another answer to a prompt: a stream of its own from its first token on, with its own seed."""
 
     seq_id: int
@@ -75,7 +74,7 @@ class SequenceProgress:
         last_token_s, longest_gap_s: when the last of these steps ended, and the longest time between two of them.
         preempted_s: when the sequence was preempted, each time.
         adapter_s: when its adapter was there for the first time.
-        guessed_tokens, accepted_tokens: guesses that steps have judged, and those of them that were right.
+        guessed_tokens, accepted_tokens: draft tokens that steps have judged, and those of them that were right.
     """
 
     arrived_s: float
@@ -127,8 +126,8 @@ class Sequence(BlockChain):
         chunk_ends: the ends of a prefill range's chunks, each of which is acknowledged when it is committed; the last
             one is the range's end. A step may compute several chunks. Empty for a stream.
         priority: smaller is more urgent (:mod:`pillion.priority`).
-        siblings: further answers to the prompt that have not begun: they do with this sequence's first token. Empty for
-            a prefill range.
+        parallel_samples: further answers to the prompt that have not begun: they do with this sequence's first token.
+            Empty for a prefill range.
         scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
             scored.
         adapter: digest of the adapter that the sequence runs with; "" for the model alone.
@@ -160,7 +159,7 @@ class Sequence(BlockChain):
     max_model_len: int = 0
     chunk_ends: tuple[int, ...] = ()
     priority: int = 0
-    siblings: tuple[SiblingSpec, ...] = ()
+    parallel_samples: tuple[ParallelSampleSpec, ...] = ()
     scored_tokens: int = 0
     adapter: str = ""
     pooled: range | None = None
@@ -194,7 +193,7 @@ class Sequence(BlockChain):
         self._acked_chunks = 0
         # This says whether the sequence's end was reported, or nobody listens to the sequence any more.
         self.end_reported = False
-        # This is the sequence whose prompt this sibling shares, until the prompt's KV is copied or found.
+        # This is the sequence whose prompt this parallel sample shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
         # The grammar that the answer follows.
         self.grammar: GrammarState | None = None
@@ -218,7 +217,8 @@ class Sequence(BlockChain):
         if self.pooled is not None:
             self.num_scored, self.score_end = self.pooled.start, self.pooled.stop
         self._rows_sum: Float32 | None = None
-        # These tokens stand after the sequence's own for one step: guesses, or what its grammar forces, which is right.
+        # These tokens stand after the sequence's own for one step: draft tokens, or what its grammar forces, which is
+        # right.
         self.num_proposed, self.forced = 0, False
         # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
         # then not chosen: a step that was launched under an older number is void for it.
@@ -232,9 +232,9 @@ class Sequence(BlockChain):
         self.extend_hashes(self.num_tokens)
 
     @cached_property
-    def guesses(self) -> GuessRecord:
-        """Gives what is remembered of the stream's guesses. It is made when it is first asked for."""
-        return GuessRecord()
+    def draft_tokens(self) -> DraftRecord:
+        """Gives what is remembered of the stream's draft tokens. It is made when it is first asked for."""
+        return DraftRecord()
 
     def wait_for(self, work_s: float) -> None:
         """Takes the place in line of a prompt that would take ``work_s`` seconds by itself. A stream that had tokens
@@ -244,16 +244,16 @@ class Sequence(BlockChain):
         streams = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.prompt_tokens)
         self.prompt_order = self.queue_order if streams else prompt_order(self.queue_order, work_s)
 
-    def sibling(self, sibling: SiblingSpec, now: float) -> Sequence:
+    def sample(self, sample: ParallelSampleSpec, now: float) -> Sequence:
         """Makes a sequence of the same prompt without a ticket, which is RESUMING."""
         assert self.sampling is not None
         child = replace(
             self,
             holding=Holding(0, (), ()),
             now=now,
-            seq_id=sibling.seq_id,
-            sampling=replace(self.sampling, seed=sibling.seed),
-            siblings=(),
+            seq_id=sample.seq_id,
+            sampling=replace(self.sampling, seed=sample.seed),
+            parallel_samples=(),
             scored_tokens=self.prompt_tokens - 1,
             hashes=self.block_hashes(0, self.prompt_tokens // self.block_size),
         )
@@ -281,7 +281,7 @@ class Sequence(BlockChain):
         self.decoding = False
         # These say whether full blocks are still committed, and whether the sequence resumes, when CLOSING ends.
         self.commit_rest = self.resume_after = False
-        # These (source, target) slots are to be copied before the next piece runs.
+        # These (source, target) slots are to be copied before the next chunk runs.
         self.copy_first: tuple[int, int] | None = None
 
     def start_running(self) -> None:
@@ -315,7 +315,7 @@ class Sequence(BlockChain):
         self.end_reported = True
         self.progress.ended_s = now
 
-    def plan_piece(self, count: int, now: float) -> None:
+    def plan_chunk(self, count: int, now: float) -> None:
         """Notes, when ``count`` more tokens of the prompt are scheduled, the time if they are the first ones of the
         sequence or of chunks."""
         progress = self.progress
@@ -348,24 +348,25 @@ class Sequence(BlockChain):
         self.decoding = self.left_to_compute == 1
 
     def share_prompt(self) -> None:
-        """Notes that a sibling's copy of the prompt's partial block is scheduled: its prompt counts as computed."""
+        """Notes that a parallel sample's copy of the prompt's partial block is scheduled: its prompt counts as
+        computed."""
         self.num_computed = self.prompt_tokens
 
     def share(self, tokens: int, slot: int) -> None:
         """Notes that the KV of the next ``tokens`` tokens, less than a block's, is in ``slot``, which is to be copied
-        before the sequence's next piece runs: they count as computed."""
+        before the sequence's next chunk runs: they count as computed."""
         self.copy_first = slot, self.slots(self.num_committed, self.num_committed + 1)[0]
         self.num_computed += tokens
         self.progress.tail_tokens = max(0, self.progress.tail_tokens - tokens)
 
     def take_copy(self) -> tuple[int, int]:
-        """Returns the (source, target) slots to copy before the next piece, which is scheduled now."""
+        """Returns the (source, target) slots to copy before the next chunk, which is scheduled now."""
         assert self.copy_first is not None
         copy, self.copy_first = self.copy_first, None
         return copy
 
     def start_decoding(self) -> None:
-        """Notes that the KV of a sibling's whole prompt is there, so that its next piece is a decode."""
+        """Notes that the KV of a parallel sample's whole prompt is there, so that its next chunk is a decode."""
         self.decoding = True
 
     def cut_to_place(self, start: int, count: int) -> int:
@@ -430,7 +431,7 @@ class Sequence(BlockChain):
         if accepted:
             self.progress.tokens_came(now)
         if proposed and not self.forced:
-            # The order matters: a reader on another thread never sees more right guesses than judged ones.
+            # The order matters: a reader on another thread never sees more right draft tokens than judged ones.
             self.progress.accepted_tokens += max(accepted - 1, 0)
             self.progress.guessed_tokens += len(proposed)
         self.extend_hashes(self.num_computed)
@@ -488,18 +489,18 @@ class Sequence(BlockChain):
         """Notes that the sequence is in no queue any more."""
         self.awaits_adapter, self.adapter_slot = False, -1
 
-    def take_siblings(self) -> tuple[SiblingSpec, ...]:
-        """Returns the siblings that begin now, and empties the list of those that have not begun."""
-        siblings, self.siblings = self.siblings, ()
-        return siblings
+    def take_parallel_samples(self) -> tuple[ParallelSampleSpec, ...]:
+        """Returns the parallel samples that begin now, and empties the list of those that have not begun."""
+        parallel_samples, self.parallel_samples = self.parallel_samples, ()
+        return parallel_samples
 
-    def drop_sibling(self, seq_id: int) -> None:
-        """Forgets a sibling that has not begun; other ids are ignored."""
-        if self.siblings:
-            self.siblings = tuple(sibling for sibling in self.siblings if sibling.seq_id != seq_id)
+    def drop_parallel_sample(self, seq_id: int) -> None:
+        """Forgets a parallel sample that has not begun; other ids are ignored."""
+        if self.parallel_samples:
+            self.parallel_samples = tuple(sample for sample in self.parallel_samples if sample.seq_id != seq_id)
 
     def leave_parent(self) -> Sequence | None:
-        """Forgets the parent, which the sibling needs no longer, and returns it; None where that has happened
+        """Forgets the parent, which the parallel sample needs no longer, and returns it; None where that has happened
         already."""
         parent, self.parent = self.parent, None
         return parent
@@ -532,7 +533,7 @@ class Sequence(BlockChain):
 
     @property
     def next_start(self) -> int:
-        """Gives the position where the sequence's next piece starts: after everything that is computed or in a launched
+        """Gives the position where the sequence's next chunk starts: after everything that is computed or in a launched
         step."""
         return self.num_computed + self.num_in_flight
 

@@ -2,23 +2,24 @@
 kept where texts may go on.
 
     ticket --as many slots more as three states take--> joined: they leave the block table
-    step   --a state that stands where the piece begins is read, a free one is written--> landed
+    step   --a state that stands where the chunk begins is read, a free one is written--> landed
     landed --some of its tokens do not count, so no state stands where the sequence does--> it computes again from an
              older one (Sequence.compute_from)
     at the last whole block of a prompt, of an answer, of a prefill range and of what a preempted sequence has, and
     where texts part (state_places)
            --with its last block's commit--> the state is committed behind it
 
-So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask that
-was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies. Where a text
-goes on from no state it is computed from its beginning.
+So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong draft token, or after a
+mask that was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies.
+Where a text goes on from no state it is computed from its beginning.
 
 Where steps run ahead, as those of a prefill worker of several stages do, each reads what the one before will have
 written. A state that no step to come reads, and that is not to be kept, may be overwritten meanwhile: each process of
 the worker runs the steps in their order.
 
 Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
-block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some, and
+block, until the next one is whole. Where it was committed, slots of the free ones take its place, if there are some,
+and
 where there are none nothing more is kept: memory comes first, and a state that is not kept is computed (I1).
 docs/decisions/states.md has the reasons. Sans-IO (I9).
 """
@@ -37,7 +38,7 @@ from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.state_places import StatePlaces
-from pillion.engine.scheduling.step_plan import CommitOrder, SequencePiece
+from pillion.engine.scheduling.step_plan import CommitOrder, ScheduledChunk
 from pillion.kernels.step import StateSlots
 from pillion.kvstore.hashing import state_page
 
@@ -107,15 +108,15 @@ class WorkingStates(BlockChain):
         """Gives the number of states whose slots are leased to this worker."""
         return len(self.owned_slots()) // self._pages
 
-    def begin(self, piece: SequencePiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the slots that a step with this piece reads and writes; those to read are -1 where the piece begins
+    def begin(self, chunk: ScheduledChunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the slots that a step with this chunk reads and writes; those to read are -1 where the chunk begins
         the text."""
         every = (*self.standing, *self._written)
-        read = next((one for one in every if one.tokens == piece.start and one.slots), None)
-        assert read is not None or not piece.start, f"no state stands after {piece.start} tokens"
+        read = next((one for one in every if one.tokens == chunk.start and one.slots), None)
+        assert read is not None or not chunk.start, f"no state stands after {chunk.start} tokens"
         if not self.free:
             self._free_one(read)
-        written = Standing(piece.start + piece.count, self.free.pop())
+        written = Standing(chunk.start + chunk.count, self.free.pop())
         self._written.append(written)
         return (-1,) * self._pages if read is None else read.slots, written.slots
 
@@ -176,7 +177,7 @@ class States:
     def __init__(self, pages: int, blocks: BlockManager) -> None:
         self._pages = pages
         self._blocks = blocks
-        self._stock = blocks.stock
+        self._free_slots = blocks.free_slots
         blocks.beside_blocks = STATES * pages
         blocks.state_pages = pages
         self._working: dict[int, WorkingStates] = {}
@@ -187,7 +188,7 @@ class States:
     def join(self, sequence: Sequence) -> None:
         """Takes the slots for states of a sequence that has joined the queues."""
         assert bool(sequence.state_slots) == bool(sequence.num_committed), "a chain without its state"
-        # The parent's state stands behind the prompt, so a sibling computes what it has not found.
+        # The parent's state stands behind the prompt, so a parallel sample computes what it has not found.
         sequence.leave_parent()
         slots = sequence.cut(sequence.num_blocks - STATES * self._pages)
         self._working[sequence.seq_id] = WorkingStates(sequence, slots, self._pages)
@@ -207,17 +208,17 @@ class States:
         """Lets go of the states of a sequence that has left the queues."""
         working = self._working.pop(sequence.seq_id, None)
         if working is not None:
-            self._stock.give(working.owned_slots())
+            self._free_slots.give(working.owned_slots())
 
-    def begin(self, pieces: Seq[SequencePiece]) -> StateSlots:
-        """Returns the slots of states that a step of these pieces reads and writes."""
-        places = [self._working[piece.sequence.seq_id].begin(piece) for piece in pieces]
+    def begin(self, scheduled: Seq[ScheduledChunk]) -> StateSlots:
+        """Returns the slots of states that a step of these chunks reads and writes."""
+        places = [self._working[chunk.sequence.seq_id].begin(chunk) for chunk in scheduled]
         reads, writes = (np.array(slots, np.int32) for slots in zip(*places, strict=True))
         return StateSlots(reads, writes)
 
-    def landed(self, pieces: Seq[SequencePiece]) -> None:
-        """Notes that all results of a step of these pieces are applied."""
-        for sequence in (piece.sequence for piece in pieces):
+    def landed(self, scheduled: Seq[ScheduledChunk]) -> None:
+        """Notes that all results of a step of these chunks are applied."""
+        for sequence in (chunk.sequence for chunk in scheduled):
             working = self._working.get(sequence.seq_id)
             if working is None or sequence.state is not SequenceState.RUNNING:
                 continue
@@ -241,9 +242,9 @@ class States:
         self._keep(sequence, state)
 
     def _complete(self, working: WorkingStates) -> None:
-        """Gives a sequence its third state again, after one was committed, where the stock has slots for it."""
-        if working.own_states < STATES and len(self._stock) >= self._pages + self._blocks.needed_blocks:
-            taken = [self._stock.take() for _ in range(self._pages)]
+        """Gives a sequence its third state again, after one was committed, where there are free slots for it."""
+        if working.own_states < STATES and len(self._free_slots) >= self._pages + self._blocks.needed_blocks:
+            taken = [self._free_slots.take() for _ in range(self._pages)]
             working.free.append(tuple(slot for slot in taken if slot is not None))
 
     @property
@@ -252,11 +253,11 @@ class States:
         return self._pages * sum(working.own_states < STATES for working in self._working.values())
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Gives third states' slots back to the stock, so many or more. Returns False if there were none."""
+        """Gives third states' slots back to the free slots, so many or more. Returns False if there were none."""
         given = 0
         for working in self._working.values():
             if given < blocks and working.own_states == STATES and working.free:
-                self._stock.give(working.free.pop())
+                self._free_slots.give(working.free.pop())
                 given += self._pages
         return given > 0
 
@@ -278,7 +279,7 @@ class States:
                 orders.append(chain.order(0.0))
             elif not same or not sequence.may_commit or chain.ticket_id in releases:
                 del self._leaving[chain.seq_id]
-                self._stock.give(chain.cut(0))
+                self._free_slots.give(chain.cut(0))
         return orders
 
     def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> bool:
@@ -294,7 +295,7 @@ class States:
         if not refusal:
             self._blocks.accept(chain, slots)
         elif not read:
-            self._stock.give(chain.cut(0))
+            self._free_slots.give(chain.cut(0))
         return True
 
     def side_chains(self) -> Iterable[BlockChain]:

@@ -26,7 +26,7 @@ from pillion.engine.scheduling.step_model import (
     StepModel,
     seconds_beside,
 )
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 # What the cost of a step depends on, in the order of SCALES and divided by them. A fit has so few numbers that plain
 # Python is several times as fast as calls of a library, and a fit comes between two steps, when all cores wait.
@@ -68,15 +68,15 @@ LONGEST_STEP_S = 0.3
 LEAST_SUITABLE_TOKENS, MOST_SUITABLE_TOKENS = 512, 8192
 
 
-def features(pieces: Seq[SequencePiece]) -> Features:
+def features(scheduled: Seq[ScheduledChunk]) -> Features:
     """Returns what the cost of a step depends on, in the order of SCALES and scaled. Each row whose logits are needed
-    counts like a sequence, because the rows of guesses come in addition to those of their sequences."""
+    counts like a sequence, because the rows of draft tokens come in addition to those of their sequences."""
     tokens = rows = reads = 0
     pairs = 0.0
-    for piece in pieces:
-        start, count = piece.start, piece.count
+    for chunk in scheduled:
+        start, count = chunk.start, chunk.count
         tokens += count
-        rows += piece.samples or 1
+        rows += chunk.samples or 1
         reads += start + count
         pairs += count * (start + (count + 1) / 2)
     return 1.0, tokens / SCALES[1], rows / SCALES[2], reads / SCALES[3], pairs / SCALES[4]
@@ -97,7 +97,7 @@ class TailRoom:
         """Returns how many tokens of a prompt tail that begins at ``start`` fit."""
         if self._model is None:
             return self.tokens
-        fitting = self._model.tail_tokens(self._left_s - self._model.piece_s(start), start, self.tokens)
+        fitting = self._model.tail_tokens(self._left_s - self._model.chunk_s(start), start, self.tokens)
         return min(self.tokens, max(fitting, self._least_tokens))
 
     def take(self, start: int, count: int) -> None:
@@ -106,7 +106,7 @@ class TailRoom:
         self._least_tokens = max(0, self._least_tokens - count)
         if self._model is not None:
             middle = start + (count + 1) / 2
-            self._left_s -= self._model.piece_s(start) + count * self._model.tail_token_s(middle)
+            self._left_s -= self._model.chunk_s(start) + count * self._model.tail_token_s(middle)
 
 
 class StepCost:
@@ -143,8 +143,8 @@ class StepCost:
         return StepModel._make(self._unscaled(self._factor))
 
     def row_seconds(self, context: float) -> float:
-        """Returns the seconds of one more row with logits, a guess, after ``context`` tokens of a sequence that is in
-        the step."""
+        """Returns the seconds of one more row with logits, a draft token, after ``context`` tokens of a sequence that
+        is in the step."""
         model = self.model
         return model.tail_token_s(context) + model.sequence_s
 
@@ -166,7 +166,7 @@ class StepCost:
         learnt = own_s = seconds + borrowed_s
         if self.steps >= RECENT_STEPS and expected > 0:
             learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
-        # A step with more tokens than sequences and guesses has a chunk. The features are divided by the time that the
+        # A step with more tokens than sequences and drafts has a chunk. The features are divided by the time that the
         # step took, so that short steps count as much as long ones.
         has_chunk = found[1] > found[2]
         self._sums[has_chunk].add([one / learnt for one in found], self._fading)
@@ -191,16 +191,16 @@ class StepCost:
         self._weights = _not_negative(squares, products)
 
     def seconds_beside(
-        self, decodes: Seq[SequencePiece], target_steps: float, waiting: int, streams: int, start: int, most: int
+        self, decodes: Seq[ScheduledChunk], target_steps: float, waiting: int, streams: int, start: int, most: int
     ) -> float:
         """Returns the seconds that a step may take which has tokens of a prompt tail at ``start``, at most ``most``,
         beside ``decodes`` (:func:`pillion.engine.scheduling.step_model.seconds_beside`)."""
         model, plain_s = self.model, self.predict(features(decodes))
-        piece_s = model.piece_s(start)
-        longest_s = plain_s + piece_s + most * model.tail_token_s(start + most / 2)
-        return seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + piece_s, longest_s)
+        chunk_s = model.chunk_s(start)
+        longest_s = plain_s + chunk_s + most * model.tail_token_s(start + most / 2)
+        return seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + chunk_s, longest_s)
 
-    def room(self, seconds: float, decodes: Seq[SequencePiece], tokens: int, least_tokens: int) -> TailRoom:
+    def room(self, seconds: float, decodes: Seq[ScheduledChunk], tokens: int, least_tokens: int) -> TailRoom:
         """Returns what is left for prompt tails beside ``decodes`` in a step of ``seconds``."""
         return TailRoom(tokens, least_tokens, seconds - self.predict(features(decodes)), self.model)
 
@@ -306,7 +306,7 @@ class TokenBudget:
 
     def room(
         self,
-        decodes: Seq[SequencePiece],
+        decodes: Seq[ScheduledChunk],
         start: int,
         waiting: int = 1,
         *,
@@ -316,9 +316,9 @@ class TokenBudget:
         """Returns what is left for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
 
         Where the tokens are for a draft model, no tail waits. ``streams`` counts those that run, where some have no
-        piece in this step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
+        chunk in this step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
         """
-        used = sum(piece.count for piece in decodes)
+        used = sum(chunk.count for chunk in decodes)
         most = self.max_tokens - used
         streams = max(streams, len(decodes))
         # No target limits a prompt tail while no stream runs, and one in plain steps never limits a draft model, which
@@ -341,13 +341,13 @@ class TokenBudget:
         seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
         return cost.room(seconds, (), most, int(self.max_tokens * LEAST_EVEN_SHARE))
 
-    def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
-        """Notes that a step of these pieces starts after ``in_flight`` others; younger steps than those never began. A
+    def begin(self, scheduled: Seq[ScheduledChunk], now: float, in_flight: int = 0) -> None:
+        """Notes that a step of these chunks starts after ``in_flight`` others; younger steps than those never began. A
         step that scores a prompt teaches nothing, because its rows of logits are not among the features."""
-        if pieces:
+        if scheduled:
             while len(self._running) > in_flight:
                 self._running.pop()
-            self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
+            self._running.append((features(scheduled), now, not any(chunk.scores for chunk in scheduled)))
 
     def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> float:
         """Notes that the oldest step has ended, and the next one runs from now. On the worker's own cores the step

@@ -40,8 +40,8 @@ class StepModel(NamedTuple):
         ``context_tokens``."""
         return self.step_s + streams * (self.token_s + self.sequence_s) + context_tokens * (self.read_s + self.pair_s)
 
-    def piece_s(self, start: int) -> float:
-        """Returns the seconds that a piece of a prompt tail adds to a step besides those of its tokens: for one more
+    def chunk_s(self, start: int) -> float:
+        """Returns the seconds that a chunk of a prompt tail adds to a step besides those of its tokens: for one more
         sequence, and for reading the KV before ``start``."""
         return self.sequence_s + self.read_s * start
 
@@ -81,7 +81,7 @@ def seconds_beside(
     this one included: ``target_steps`` times ``plain_s``, or longer, as BACKLOG_WEIGHT and LEAST_THROUGHPUT say.
 
     ``plain_s`` is what a step takes that only decodes the streams, and ``longest_s`` what the largest step would take.
-    ``fixed_s``, what a step costs by itself and each piece of a tail, is no work. To share time by the number of those
+    ``fixed_s``, what a step costs by itself and each chunk of a tail, is no work. To share time by the number of those
     who want it maximizes the sum of the logarithms of what all get (Kelly's proportional fairness, 1997)."""
     target_s = target_steps * plain_s
     fair_s = plain_s * (1 + BACKLOG_WEIGHT * (waiting - 0.5) / streams)

@@ -16,24 +16,24 @@ from pillion.types import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class SequencePiece:
+class ScheduledChunk:
     """Describes tokens start .. start + count of one sequence, to be computed in one step.
 
     Attributes:
-        samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
+        samples: rows at the end of the chunk whose logits choose tokens; the row of position p chooses that of p + 1.
             With 0 none does. Above 1 the tokens after the first of these rows are proposed, and the sequence holds them
             after its own until the step's commit has judged them. Tokens that are certain need no rows.
         sibling_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
-        scores: number of rows of the piece that score the prompt's next token; the last one is that of position
+        scores: number of rows of the chunk that score the prompt's next token; the last one is that of position
             ``scores_end`` - 1.
-        pools: number of rows of the piece that are added to a text's vector; the last one is that of the same position.
+        pools: number of rows of the chunk that are added to a text's vector; the last one is that of the same position.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: int
-    sibling_seeds: tuple[int, ...] = ()
+    parallel_seeds: tuple[int, ...] = ()
     scores: int = 0
     pools: int = 0
 
@@ -42,15 +42,15 @@ class SequencePiece:
         """Gives the position after the last one whose row is scored or pooled."""
         return min(self.start + self.count, self.sequence.score_end)
 
-    def lengthened(self) -> SequencePiece:
-        """Returns the piece, lengthened by the tokens that are proposed after it, if the sequence's own token is
+    def lengthened(self) -> ScheduledChunk:
+        """Returns the chunk, lengthened by the tokens that are proposed after it, if the sequence's own token is
         known."""
         sequence, proposed = self.sequence, self.sequence.num_proposed
         if not proposed or sequence.num_in_flight:
             return self
         # Tokens that are certain need logits only where their log probabilities are reported.
         rows = 0 if sequence.forced and not sequence.reports_logprobs else proposed
-        return SequencePiece(sequence, self.start, self.count + proposed, self.samples + rows)
+        return ScheduledChunk(sequence, self.start, self.count + proposed, self.samples + rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,17 @@ class StepPlan:
     """Describes one step: decodes first, then prompt tails, oldest first.
 
     Attributes:
-        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a sibling
-            that is about to write after it (copy-on-write).
-        budget_tokens: the step's token budget, which the pieces may leave unused.
-        unknown: (piece, row) of decodes whose token is what that row of the launched step chooses, counted as in its
+        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a parallel
+            sample that is about to write after it (copy-on-write).
+        budget_tokens: the step's token budget, which the chunks may leave unused.
+        unknown: (chunk, row) of decodes whose token is what that row of the launched step chooses, counted as in its
             Sampled.
         placements: (slot, packed adapter) pairs that the backend gets before anything runs.
-        adapters: int32, the slot of the adapter of each piece's sequence, or -1; None where no piece has one.
-        states: where the states of the pieces' sequences are; None in a model without them.
+        adapters: int32, the slot of the adapter of each chunk's sequence, or -1; None where no chunk has one.
+        states: where the states of the chunks' sequences are; None in a model without them.
     """
 
-    pieces: tuple[SequencePiece, ...] = ()
+    scheduled: tuple[ScheduledChunk, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     budget_tokens: int = 0
     unknown: tuple[tuple[int, int], ...] = ()
@@ -79,18 +79,18 @@ class StepPlan:
     @property
     def awaits_tokens(self) -> bool:
         """Says whether a choice of this step depends on tokens that the launched step chooses."""
-        return any(self.pieces[place].sequence.reads_history for place, _ in self.unknown)
+        return any(self.scheduled[place].sequence.reads_history for place, _ in self.unknown)
 
     @property
     def num_tokens(self) -> int:
-        """Gives the number of tokens of all pieces, which is never above the budget (I5)."""
-        return sum(piece.count for piece in self.pieces)
+        """Gives the number of tokens of all chunks, which is never above the budget (I5)."""
+        return sum(chunk.count for chunk in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Holds a sequence's new tokens, and its end. ``progress`` comes with the end, and with a sibling's first token.
-    ``prompt_logprobs`` are those of the prompt's next tokens, and come in updates of their own."""
+    """Holds a sequence's new tokens, and its end. ``progress`` comes with the end, and with a parallel sample's first
+    token. ``prompt_logprobs`` are those of the prompt's next tokens, and come in updates of their own."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
@@ -151,11 +151,12 @@ class Outcome:
     Attributes:
         chunks: the chunks that were committed before the prefill range came.
         releases: tickets whose hold this worker lets go.
-        give_back: slots that leave the stock.
+        give_back: slots that leave the free slots.
         lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
         adapter_orders: digests of adapters to be read and packed; :meth:`Scheduler.adapter_loaded` or
             :meth:`Scheduler.adapter_failed` takes each answer.
-        hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a sibling.
+        hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a parallel
+            sample.
         judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
         load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a
@@ -172,7 +173,7 @@ class Outcome:
     chain_orders: list[ChainOrder] = field(default_factory=list)
     adapter_orders: list[str] = field(default_factory=list)
     hurry: bool = False
-    judged_guesses: list[tuple[int, int]] = field(default_factory=list)
+    judged_draft_tokens: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
     forced_tokens: int = 0
     late_masks: int = 0

@@ -83,16 +83,16 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
     # by the system.
     max_tokens = max(flags.step_budget_tokens, whole_prompt_tokens(flags, prepared))
     rows = StageRows.create(stages, ranks, max_tokens, hidden_bytes(config))
-    meetings = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
+    rank_memories = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
     order = loading_order(flags, threads, max_tokens=max_tokens)
     pairs: Pairs = [[socket.socketpair() for _ in range(ranks)] for _ in range(stages - 1)]
     link = StageLink(StagePlace.of(0, stages, ranks), rows, *_beside(StagePlace.of(0, stages, ranks), pairs))
-    processes = StageProcesses(stages, ranks, worker_label(flags), _StageMemory(link, meetings))
+    processes = StageProcesses(stages, ranks, worker_label(flags), _StageMemory(link, rank_memories))
 
     def each(process: int) -> list[int]:
         place = StagePlace.of(process, stages, ranks)
         sockets = [one.fileno() for one in _beside(place, pairs) if one is not None]
-        return [rows.fd, *sockets, *(memory.fd for memory in meetings[place.stage : place.stage + 1])]
+        return [rows.fd, *sockets, *(memory.fd for memory in rank_memories[place.stage : place.stage + 1])]
 
     try:
         with processes.loading(order, each=each):
@@ -100,7 +100,7 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
             for sock in (end for between in pairs for pair in between for end in pair):
                 if sock is not pairs[0][0][0]:
                     sock.close()
-            own = _share(flags, prepared, threads, link, *meetings[:1])
+            own = _share(flags, prepared, threads, link, *rank_memories[:1])
     except BaseException:
         processes.close()
         raise
@@ -114,18 +114,18 @@ class _StageMemory:
     """Holds what all processes of a worker have in common; implements
     :class:`pillion.engine.ranks.rank_processes.AbortableMemory`."""
 
-    def __init__(self, link: StageLink, meetings: Sequence[RankMemory]) -> None:
-        self._link, self._meetings = link, meetings
+    def __init__(self, link: StageLink, rank_memories: Sequence[RankMemory]) -> None:
+        self._link, self._rank_memories = link, rank_memories
 
     def abort(self) -> None:
         """Ends every wait for another rank of a stage, and those of this process for another stage."""
         self._link.abort()
-        for memory in self._meetings:
+        for memory in self._rank_memories:
             memory.abort()
 
     def close(self) -> None:
         self._link.close()
-        for memory in self._meetings:
+        for memory in self._rank_memories:
             memory.close()
 
 
@@ -144,16 +144,16 @@ def load_stage(
     rows = StageRows(os.dup(rows_fd), stages, ranks, order["max_tokens"], row_bytes)
     before = socket.socket(fileno=os.dup(next(given))) if place.stage else None
     after = socket.socket(fileno=os.dup(next(given))) if place.stage < stages - 1 else None
-    meetings = [RankMemory.open(os.dup(descriptor)) for descriptor in given]
+    rank_memories = [RankMemory.open(os.dup(descriptor)) for descriptor in given]
     link = StageLink(place, rows, before, after)
-    return _share(flags, prepared, order["threads"], link, *meetings), _StageMemory(link, meetings)
+    return _share(flags, prepared, order["threads"], link, *rank_memories), _StageMemory(link, rank_memories)
 
 
 def _share(
-    flags: WorkerFlags, prepared: PreparedModel, threads: int, link: StageLink, meeting: RankMemory | None = None
+    flags: WorkerFlags, prepared: PreparedModel, threads: int, link: StageLink, rank_memory: RankMemory | None = None
 ) -> StageShare:
-    """Makes a process's backend, with its share of the worker's ``threads``. ``meeting`` is the memory of the stage's
-    ranks, where it has several. Raises ConfigError."""
+    """Makes a process's backend, with its share of the worker's ``threads``. ``rank_memory`` is the memory of the
+    stage's ranks, where it has several. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember
     from pillion.engine.ranks.rank_processes import STEP_SILENCE_MS
     from pillion.engine.stages.cpu_stage import CpuStageBackend, CpuStageRankBackend
@@ -164,9 +164,9 @@ def _share(
     share = core_share(flags) if place.rank == 0 else None
     share = replace(share, borrows=False) if share is not None else None
     tell_of_kernels(model, threads, share)
-    if meeting is None or not isinstance(shard, RankShard):
+    if rank_memory is None or not isinstance(shard, RankShard):
         return CpuStageBackend(model, threads, cores, share, link)
-    return CpuStageRankBackend(model, threads, cores, share, link, RankMember(shard, meeting, STEP_SILENCE_MS))
+    return CpuStageRankBackend(model, threads, cores, share, link, RankMember(shard, rank_memory, STEP_SILENCE_MS))
 
 
 def hidden_bytes(config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
 
-# Guesses by these methods need no model beside the worker's own.
+# Draft tokens by these methods need no model beside the worker's own.
 LOOKED_UP = ("ngram", "suffix")
 
 
@@ -30,8 +30,8 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
             yield f"{size} with --kv-cache-dtype {flags.kv_cache_dtype}"
         if flags.enable_lora:
             yield f"{size} with --enable-lora"
-        if method := _model_that_guesses(flags):
-            yield f"{size} with guesses by the method {method}"
+        if method := _model_that_drafts(flags):
+            yield f"{size} with drafts by the method {method}"
 
 
 def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
@@ -44,11 +44,11 @@ def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
         yield f"--tensor-parallel-size {flags.tensor_parallel_size} on GPUs"
     if flags.pipeline_parallel_size > 1:
         yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} on GPUs"
-    if method := _model_that_guesses(flags):
+    if method := _model_that_drafts(flags):
         yield f"--speculative-config with the method {method} on a GPU"
 
 
-def _model_that_guesses(flags: WorkerFlags) -> str:
-    """Returns the method of guessing, if it needs a model beside the worker's own, or ""."""
+def _model_that_drafts(flags: WorkerFlags) -> str:
+    """Returns the method of drafting, if it needs a model beside the worker's own, or ""."""
     method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
     return "" if method in LOOKED_UP else method

@@ -11,8 +11,8 @@ node while memory is short, and gets none where the node has less of the prompt 
 A submit comes while a prefill worker is still at work on its prefill range: this worker then waits at the KV node for
 the blocks that the prefill range will commit, so the node's answer is the whole hand-off.
 
-A submit's siblings are streams from its first token on. If the submit ends before that, they end with it, and only its
-own key gets a delta.
+A submit's parallel samples are streams from its first token on. If the submit ends before that, they end with it, and
+only its own key gets a delta.
 
 All updates of a stream since the last message are merged into one delta, so a slow gateway costs one entry per stream;
 one message carries all streams' deltas of a step.
@@ -32,7 +32,7 @@ from opentelemetry.context import Context
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
-from pillion.engine.scheduling.sequence import Sequence, SequenceProgress, SiblingSpec
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record, record_stream
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
@@ -82,34 +82,34 @@ class MemoryShort(Overloaded):
 
 
 class _DecodeStream:
-    """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its siblings. It
-    receives the tokens of its sequence."""
+    """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its parallel samples.
+    It receives the tokens of its sequence."""
 
-    def __init__(self, session: DecodeSession, trace: Context, key: int, sibling: SiblingSpec) -> None:
-        """``key`` names the stream on the connection, ``sibling`` on the worker."""
+    def __init__(self, session: DecodeSession, trace: Context, key: int, sample: ParallelSampleSpec) -> None:
+        """``key`` names the stream on the connection, ``sample`` on the worker."""
         self.session = session
         self.trace = trace
         self.key = key
-        self.sibling = sibling
-        self.seq_id = sibling.seq_id
-        self.siblings: tuple[_DecodeStream, ...] = ()
+        self.sample = sample
+        self.seq_id = sample.seq_id
+        self.parallel_samples: tuple[_DecodeStream, ...] = ()
         self.timer: asyncio.TimerHandle | None = None
-        # This is set from the moment in which the ticket is asked for; a sibling has none.
+        # This is set from the moment in which the ticket is asked for; a parallel sample has none.
         self.tickets: Tickets | None = None
         self.generated = 0
-        # The gateway knows of this many of the stream's guesses.
-        self.told_guesses = 0
+        # The gateway knows of this many of the stream's draft tokens.
+        self.told_draft_tokens = 0
         # The step thread writes the progress, and this class only reads it.
         self.progress: SequenceProgress | None = None
 
     def tell_timings(self, new_tokens: int) -> bool:
         """Returns whether a delta that is not the last one has timings, because a stream that the gateway ends has no
-        last delta. The delta of the first tokens has timings, and so has one before which guesses were judged. They
+        last delta. The delta of the first tokens has timings, and so has one before which drafts were judged. They
         then count as told."""
         if self.progress is None:
             return False
-        told, self.told_guesses = self.told_guesses, self.progress.guessed_tokens
-        return told < self.told_guesses or self.generated == new_tokens
+        told, self.told_draft_tokens = self.told_draft_tokens, self.progress.guessed_tokens
+        return told < self.told_draft_tokens or self.generated == new_tokens
 
     def on_begun(self) -> None:
         self.session.tell_begun(self.key)
@@ -166,9 +166,9 @@ class DecodeSession:
     async def submit(self, submit: Submit) -> None:
         """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
-        keys = (submit.key, *(sibling.key for sibling in submit.siblings))
+        keys = (submit.key, *(sample.key for sample in submit.siblings))
         if len(set(keys)) < len(keys):
-            raise InvalidRequest("a submit and its siblings need a key each")
+            raise InvalidRequest("a submit and its parallel samples need a key each")
         for key in keys:
             if key in self._streams or key in self._pending:
                 raise InvalidRequest(f"key {key} is in use on this connection")
@@ -176,16 +176,16 @@ class DecodeSession:
         try:
             worker.check_open()
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
-            if _pooled_rows(submit) is not None and not worker.gives_vectors:
+            if _pooling_rows(submit) is not None and not worker.gives_vectors:
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes in stages")
-            if _pooled_rows(submit) is None and self._limits.vectors_alone:
+            if _pooling_rows(submit) is None and self._limits.vectors_alone:
                 raise InvalidRequest(f"{worker.component_id} generates nothing: it is a {worker.role} worker")
-            if (_pooled_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:
+            if (_pooling_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:
                 raise InvalidRequest(
                     f"{worker.model.prepared.name} generates nothing: it has no head that chooses tokens"
                 )
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
-                raise InvalidRequest("only a prompt without an answer has siblings")
+                raise InvalidRequest("only a prompt without an answer has parallel samples")
             if not submit.awaited_blocks:
                 # A ticket that the worker opens may evict blocks, which is not done for a stream that gets no place.
                 self._check_room(len(keys))
@@ -195,8 +195,8 @@ class DecodeSession:
             self._fail(submit.key, error)
             return
         stream = self._open(submit, submit.key, submit.sampling.seed)
-        siblings = [self._open(submit, sibling.key, sibling.seed) for sibling in submit.siblings]
-        stream.siblings = tuple(siblings)
+        parallel_samples = [self._open(submit, sample.key, sample.seed) for sample in submit.siblings]
+        stream.parallel_samples = tuple(parallel_samples)
         task = asyncio.create_task(self._start(stream, submit))
         # A stream that waits takes its place when it has all that it waits for.
         self._adopting[task] = 0 if waits else len(keys)
@@ -359,11 +359,13 @@ class DecodeSession:
     def _begin(
         self, stream: _DecodeStream, submit: Submit, holding: Holding
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
-        """Returns the sequence of a stream that has waited, with those of its siblings that are still there. Raises
-        Overloaded where the worker has no room for them."""
-        stream.siblings = tuple(sibling for sibling in stream.siblings if self._streams.get(sibling.key) is sibling)
+        """Returns the sequence of a stream that has waited, with those of its parallel samples that are still there.
+        Raises Overloaded where the worker has no room for them."""
+        stream.parallel_samples = tuple(
+            sample for sample in stream.parallel_samples if self._streams.get(sample.key) is sample
+        )
         if _waits(submit):
-            self._check_room(1 + len(stream.siblings))
+            self._check_room(1 + len(stream.parallel_samples))
         sampling, vocab_size = sampling_from_pb(submit.sampling), self._worker.model.backend.vocab_size
         sequence = Sequence(
             holding,
@@ -379,10 +381,10 @@ class DecodeSession:
             max_model_len=self._worker.max_model_len,
             rope_shift=self._worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
             priority=bounded(submit.priority),
-            siblings=tuple(other.sibling for other in stream.siblings),
+            parallel_samples=tuple(other.sample for other in stream.parallel_samples),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
-            pooled=_pooled_rows(submit),
+            pooled=_pooling_rows(submit),
             pooled_ids=tuple(submit.pooled_ids),
             second_from=submit.second_from,
             keeps_blocks=not self._worker.model.whole_texts,
@@ -391,18 +393,18 @@ class DecodeSession:
             bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
-        return sequence, {one.seq_id: one for one in (stream, *stream.siblings)}
+        return sequence, {one.seq_id: one for one in (stream, *stream.parallel_samples)}
 
     def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
         trace = telemetry.from_traceparent(submit.traceparent)
-        stream = self._streams[key] = _DecodeStream(self, trace, key, SiblingSpec(self._worker.next_id(), seed))
+        stream = self._streams[key] = _DecodeStream(self, trace, key, ParallelSampleSpec(self._worker.next_id(), seed))
         if submit.timeout_ms:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
         return stream
 
     def _drop(self, key: int) -> _DecodeStream | None:
-        """Remove a stream; siblings that have not begun go with their stream, without a delta."""
+        """Remove a stream; parallel samples that have not begun go with their stream, without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None
@@ -411,9 +413,9 @@ class DecodeSession:
         if stream.tickets is not None and stream.progress is None:
             stream.tickets.stop_waiting(stream.seq_id)
         if not stream.generated:
-            for sibling in stream.siblings:
-                if self._drop(sibling.key) is not None:
-                    self._worker.epoch.cancel(sibling.seq_id)
+            for sample in stream.parallel_samples:
+                if self._drop(sample.key) is not None:
+                    self._worker.epoch.cancel(sample.seq_id)
         return stream
 
     def _time_out(self, key: int) -> None:
@@ -445,7 +447,7 @@ def _waits(submit: Submit) -> bool:
     return bool(submit.awaited_blocks) or not submit.ticket_id
 
 
-def _pooled_rows(submit: Submit) -> range | None:
+def _pooling_rows(submit: Submit) -> range | None:
     """Returns the positions whose rows' mean is the stream's vector; None where no vector is wanted."""
     if submit.pooled_rows:
         return range(submit.pooled_first, submit.pooled_first + submit.pooled_rows)
@@ -507,7 +509,7 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
-    pooled = _pooled_rows(submit)
+    pooled = _pooling_rows(submit)
     if pooled is not None and pooled.stop > submit.prompt_tokens:
         yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
     if submit.second_from >= max(submit.prompt_tokens, 1):

@@ -55,7 +55,7 @@ class Heartbeats:
         on_lost: called once, when the epoch is fenced.
         on_fail: called with a reason, once, when the worker may not go on at all.
         on_renewed: called when the term is renewed.
-        on_recall: called with the number of slots of the stock that the node asks back.
+        on_recall: called with the number of slots of the free ones that the node asks back.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class StepCycle:
         plan = self._scheduler.schedule(time.monotonic())
         # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
         yield self._scheduler.flush(time.monotonic())
-        launched = bool(plan.pieces)
+        launched = bool(plan.scheduled)
         stays = self._launch_step(plan) if launched else len(self._in_flight) - 1
         self.busy = bool(self._in_flight)
         while len(self._in_flight) > max(stays, 0):
@@ -153,7 +153,7 @@ class StepCycle:
         except BackendLost:
             raise
         except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.pieces))
+            log.exception("a step of %d sequences failed", len(plan.scheduled))
             failure = error
         self._last_end_s = time.monotonic()
         self._on_step(plan, self._last_end_s - began_s, failure is None)

@@ -47,9 +47,9 @@ class StepMeter:
         return {"steps": duration.count, "steps_ms": round(duration.total * 1000, 3), **tokens}
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Counts the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""
+        """Counts the preemptions, judged draft tokens, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)
-        for made, right in outcome.judged_guesses:
+        for made, right in outcome.judged_draft_tokens:
             for counter in (*self._accepted[:right], *self._wasted[right:made]):
                 counter.add(1)
         self._forced.add(outcome.forced_tokens)
@@ -61,15 +61,15 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
     """Returns the tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone
     are more."""
     used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE, FORCED), 0)
-    for piece in plan.pieces:
-        sequence = piece.sequence
+    for chunk in plan.scheduled:
+        sequence = chunk.sequence
         if sequence.is_prefill:
-            used[PREFILL] += piece.count
+            used[PREFILL] += chunk.count
         elif not sequence.decoding:
-            used[TAIL] += piece.count
+            used[TAIL] += chunk.count
         else:
             used[DECODE] += 1
-            used[FORCED if sequence.forced else SPECULATIVE] += piece.count - 1
+            used[FORCED if sequence.forced else SPECULATIVE] += chunk.count - 1
     used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
     return used
 

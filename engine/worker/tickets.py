@@ -53,11 +53,11 @@ class Tickets:
         self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 
     async def adopt(
-        self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
+        self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, draft_blocks: int = 1
     ) -> tuple[Holding, bytes]:
         """Adopts a ticket and leases what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
 
-        ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Other workers
+        ``draft_blocks`` are leased with the first call; only where that is too few is there a second one. Other workers
         commit the blocks before ``awaited_blocks``: what lies after them is leased at once, and the caller goes on
         with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
         The holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
@@ -69,7 +69,7 @@ class Tickets:
         """
         await self._claim(ticket_id)
         try:
-            after = end_block - awaited_blocks if awaited_blocks else guess_blocks
+            after = end_block - awaited_blocks if awaited_blocks else draft_blocks
             first = await self._node.adopt(self._epoch, ticket_id, after)
             self._check_open()
         except PillionError as error:

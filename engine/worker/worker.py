@@ -113,7 +113,7 @@ class WorkerParts:
     Attributes:
         make_scheduler: makes the scheduler of an epoch over a pool of so many slots.
         grammars: compiles the grammars of requests.
-        drafts: guesses tokens, by a model of its own or without.
+        drafts: drafts tokens, by a model of its own or without.
         make_adapters: makes what brings adapters to the worker.
     """
 
@@ -351,7 +351,7 @@ class Worker:
         Args:
             needs: what is made ready first.
             hold: adopts or opens the ticket, by the epoch's tickets.
-            begin: makes the sequence once its ticket is held, with the listeners of it and of its siblings.
+            begin: makes the sequence once its ticket is held, with the listeners of it and of its parallel samples.
         """
         grammar = await self.made_ready(needs)
         if not wanted():

@@ -171,7 +171,7 @@ class WorkerEpoch:
         last_hash: bytes,
     ) -> SequenceProgress:
         """Runs a sequence with a ticket that :attr:`tickets` adopted; ``last_hash`` is that of its chain's last block.
-        ``listeners`` get its updates and those of its siblings, by seq_id, until one has an ending.
+        ``listeners`` get its updates and those of its parallel samples, by seq_id, until one has an ending.
 
         Raises NotFound if the chain holds other tokens than it has, because KV of another prompt is never read,
         or tokens that are yet to be scored, and Unavailable where the epoch has ended."""
@@ -235,7 +235,7 @@ class WorkerEpoch:
         self.tickets.retire()
         self._cancel_tasks()
         for seq_id in tuple(self.listeners):
-            # A sibling may have gone with its stream meanwhile.
+            # A parallel sample may have gone with its stream meanwhile.
             listener = self._forget(seq_id)
             if listener is not None:
                 listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
@@ -321,7 +321,7 @@ class WorkerEpoch:
         tokens = self._meter.count_step(plan, seconds, ok)
         # A step with tokens of prompts may delay the decodes in it, which is worth a span.
         if self._traced and (tokens[TAIL] or tokens[PREFILL]):
-            now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
+            now_s, seq_ids = time.monotonic(), [chunk.sequence.seq_id for chunk in plan.scheduled]
             with contextlib.suppress(RuntimeError):
                 # This is posted before the outcome, so that no listener has left yet.
                 self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
@@ -332,7 +332,7 @@ class WorkerEpoch:
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         backend = self._model.backend
-        sequences = (piece.sequence for piece in plan.pieces)
+        sequences = (chunk.sequence for chunk in plan.scheduled)
         begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
         if begun:
             # Listeners learn that a step begins before it runs, so that a request that kills this process in the step

@@ -27,7 +27,7 @@ from functools import partial
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.giving_way import choose, held_by
-from pillion.gateway.admission.tenants import OPEN, BoundMet, HeldBound, Tenant
+from pillion.gateway.admission.tenants import OPEN, BoundMet, ConcurrencyLimit, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns, YieldingRequests
 
 # A refused client may try again after this time where nothing is known of how fast answers end.
@@ -54,8 +54,8 @@ class Admission:
         fleet: Callable[[str], DecodeFleet] = lambda model: DecodeFleet(),
         clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
-        self._requests = HeldBound("max_inflight_requests", "requests", max_requests, of_prompts=False)
-        self._tokens = HeldBound("max_inflight_tokens", "prompt tokens", max_tokens, of_prompts=True)
+        self._requests = ConcurrencyLimit("max_inflight_requests", "requests", max_requests, of_prompts=False)
+        self._tokens = ConcurrencyLimit("max_inflight_tokens", "prompt tokens", max_tokens, of_prompts=True)
         self._slots = slots
         self._fleet = fleet
         self._clock = clock
@@ -187,7 +187,7 @@ class Admission:
         for queue in self._queues.values():
             queue.turns.check_integrity()
 
-    def _make_room(self, bound: HeldBound, permit: AdmissionPermit, amount: int) -> None:
+    def _make_room(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
         """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
         if bound.met(permit.tenant, amount) is None:
             return
@@ -212,7 +212,7 @@ class Admission:
             if permit.weight:
                 self._tokens.give_back(permit.tenant.name, permit.weight)
 
-    def _retry_after_ms(self, bound: HeldBound, met: BoundMet) -> int:
+    def _retry_after_ms(self, bound: ConcurrencyLimit, met: BoundMet) -> int:
         """Returns about how long it takes until so much of a bound is free as is lacking: requests leave as fast as of
         late, and a tenant's are the share of them that it has in the gateway."""
         answers = met.lacking * self.requests / max(1, bound.total)

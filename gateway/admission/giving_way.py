@@ -18,17 +18,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pillion.gateway.admission.tenants import BoundMet, HeldBound
+from pillion.gateway.admission.tenants import BoundMet, ConcurrencyLimit
 from pillion.gateway.admission.turns import AdmissionPermit, YieldingRequests
 
 
-def held_by(permit: AdmissionPermit, bound: HeldBound) -> int:
+def held_by(permit: AdmissionPermit, bound: ConcurrencyLimit) -> int:
     """Returns how much of a bound a request holds."""
     return permit.weight if bound.of_prompts else permit.answers
 
 
 def choose(
-    yielding: YieldingRequests, bound: HeldBound, permit: AdmissionPermit, amount: int
+    yielding: YieldingRequests, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int
 ) -> list[AdmissionPermit] | BoundMet:
     """Returns the requests that give way, so that ``permit`` has room for so much more of a bound; the bound that is
     met where there are not enough."""
@@ -52,7 +52,7 @@ def choose(
 
 
 def _next(
-    bound: HeldBound,
+    bound: ConcurrencyLimit,
     permit: AdmissionPermit,
     amount: int,
     met: BoundMet,

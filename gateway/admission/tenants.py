@@ -118,7 +118,7 @@ class BoundMet:
 
 
 @dataclass(slots=True)
-class HeldBound:
+class ConcurrencyLimit:
     """Counts one kind of thing that all requests in the gateway hold together, of which there may be ``whole``.
 
     Attributes:

@@ -41,7 +41,7 @@ ANTHROPIC_ERRORS = ErrorForm(
     "AnthropicError",
     {
         "type": "object",
-        "description": "What an error's body holds at Anthropic's door.",
+        "description": "What an error's body holds at Anthropic's API.",
         "properties": {
             "type": {"enum": ["error"], "description": "What this object is."},
             "error": {

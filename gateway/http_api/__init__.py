@@ -6,7 +6,7 @@ http_call.py         one call: its body, its response, the client that goes away
 asked_address.py     the address and the path of a proxy under which clients ask the port
 request_bodies.py    a body as it comes: inflated, and without images that no model sees (no I/O)
 http_errors.py       errors as OpenAI's and Anthropic's clients know them
-model_calls.py       calls that a model answers, at any of the doors: their deltas, and the pace of writes
+model_calls.py       calls that a model answers, at any of the APIs: their deltas, and the pace of writes
 output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
 openai_api.py        handlers of OpenAI's endpoints
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first, unless it is one of sampling

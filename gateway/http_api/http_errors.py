@@ -1,4 +1,4 @@
-"""Writes errors as clients know them: a status and a JSON object, in OpenAI's form or in that of another door."""
+"""Writes errors as clients know them: a status and a JSON object, in OpenAI's form or in that of another API."""
 
 from __future__ import annotations
 

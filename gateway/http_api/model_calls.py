@@ -1,6 +1,6 @@
 """Answers the calls for which a model generates text, of every HTTP API: whole, or as server-sent events.
 
-body --> read by the door --> first delta --> status and headers --> events of the door's writer ... its last events
+body --> read by the API --> first delta --> status and headers --> events of the API's writer ... its last events
             | 4xx with a param   | 4xx, 5xx                           | the error as an event
 
 The status is sent with the first delta, so that a refusal is a status and not an event. But proxies hang up on a stream

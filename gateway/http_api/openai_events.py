@@ -494,7 +494,7 @@ def _whole_call(parts: Sequence[ToolCallDelta], custom: bool) -> dict[str, Any]:
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """Returns a call's usage under OpenAI's names. The number of cached tokens is always there; the numbers by tier, of
-    tokens of reasoning and of guessed tokens are left out where they are 0."""
+    tokens of reasoning and of draft tokens are left out where they are 0."""
     details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     if usage.guessed_tokens:
         details["accepted_prediction_tokens"] = usage.accepted_tokens

@@ -1,6 +1,6 @@
 """Defines the fields of OpenAI's requests, with those that vLLM adds, and judges the fields of every body.
 
-A field's type says what becomes of it, in the bodies of all doors and in the objects within them:
+A field's type says what becomes of it, in the bodies of all APIs and in the objects within them:
 
 Ignored[...]  it is accepted without effect, because it cannot change the answer; a header of the answer names it
 Raw           it is refused by its name, because ignoring it would change the answer; a value that asks for what happens
@@ -49,17 +49,17 @@ from pillion.types import SAMPLING_OPTIONS
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-def sampling_body(door: str) -> Any:
-    """Makes a struct of the sampling values that the bodies of one API (``door``) have, all of which may be left
+def sampling_body(api: str) -> Any:
+    """Makes a struct of the sampling values that the bodies of one API (``api``) have, all of which may be left
     out."""
-    mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if door in one.doors)
+    mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if api in one.apis)
     values = [(name, (Int if one.whole else float) | None, None) for name, one in mine]
     return msgspec.defstruct("SamplingBody", values, kw_only=True, forbid_unknown_fields=True)
 
 
-def sampling_of(body: msgspec.Struct, door: str) -> dict[str, Any]:
+def sampling_of(body: msgspec.Struct, api: str) -> dict[str, Any]:
     """Returns a body's sampling values by their names in SamplingParams."""
-    return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if door in one.doors}
+    return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if api in one.apis}
 
 
 if TYPE_CHECKING:

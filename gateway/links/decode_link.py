@@ -113,11 +113,11 @@ class DecodeLink:
         return self._commands is not None
 
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
-        """Starts a stream, and one for each sibling; returns their keys, which are set in ``submit``.
+        """Starts a stream, and one for each parallel sample; returns their keys, which are set in ``submit``.
 
-        ``sinks`` are called with the deltas of the stream, and of each sibling. The last delta that a sink gets has a
-        finish reason or an error; after ``cancel`` a sink gets no delta. An error before the first token goes to the
-        first sink alone, except that a lost connection is told to all sinks.
+        ``sinks`` are called with the deltas of the stream, and of each parallel sample. The last delta that a sink gets
+        has a finish reason or an error; after ``cancel`` a sink gets no delta. An error before the first token goes to
+        the first sink alone, except that a lost connection is told to all sinks.
 
         Raises Unavailable where the worker is not connected, and Overloaded where too many commands wait to be sent.
         """

@@ -71,7 +71,7 @@ LEAST_SEEN = 1e-3
 def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float:
     """Returns the seconds that each queued token takes, where a step computes ``step_tokens`` queued tokens and would
     cost ``step_s`` without them."""
-    return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.piece_s(ASSUMED_POSITION)) / step_tokens
+    return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.chunk_s(ASSUMED_POSITION)) / step_tokens
 
 
 class PromptLengths(NamedTuple):
@@ -305,12 +305,12 @@ class DecodeSide(NamedTuple):
         target_s, target_steps = component.target_itl_ms / 1000, component.target_itl_steps
         each_s = model.tail_token_s(end)
         if target_s and streams and each_s:
-            fitting = (target_s - base_s - model.piece_s(end)) / each_s
+            fitting = (target_s - base_s - model.chunk_s(end)) / each_s
             room = queue_room = min(free, max(fitting, MIN_TAIL_TOKENS))
         elif target_steps and streams and each_s:
             # Each step is priced as if it computed nothing but the streams' decodes and one prompt tail, so that a
             # busier worker never looks cheaper.
-            tail_s = model.piece_s(max(end, ASSUMED_POSITION))
+            tail_s = model.chunk_s(max(end, ASSUMED_POSITION))
             plain_s = base_s + tail_s
             fixed_s, longest_s = model.step_s + tail_s, plain_s + most * each_s
 
@@ -357,7 +357,7 @@ class DecodeSide(NamedTuple):
             return seconds, 0.0
         has_target = self.component.target_itl_ms or self.component.target_itl_steps
         piece = min(tokens, self.room if has_target else self.most)
-        step_s = self.base_s + self.model.piece_s(self.end) + piece * self.model.tail_token_s(self.end)
+        step_s = self.base_s + self.model.chunk_s(self.end) + piece * self.model.tail_token_s(self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
 
     def _steps_s(self, steps: float, start: int, end: int) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, Internal
 from pillion.gateway.pooling.pooling_files import Vector, read_json
-from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows, Pooling
+from pillion.gateway.request.admitted_request import LAST_ROW, Pooling, PoolingRows
 
 MAX_LABEL_CHARS = 512
 
@@ -48,7 +48,7 @@ class LabelForm:
 
     labels: tuple[str, ...] = ()
     activation: Activation = Activation.SOFTMAX
-    rows: PooledRows = LAST_ROW
+    rows: PoolingRows = LAST_ROW
 
     def values(self, row: Vector, activated: bool) -> Vector:
         """Returns the probabilities [labels] of a row of logits, or these themselves. Raises Internal for a row of
@@ -86,12 +86,12 @@ def read_label_form(folder: Path) -> LabelForm:
     return LabelForm(_names(path, config.get("id2label"), count), Activation(named), label_rows(config))
 
 
-def label_rows(config: Mapping[str, Any]) -> PooledRows:
+def label_rows(config: Mapping[str, Any]) -> PoolingRows:
     """Returns what the row of a classifier's request is."""
     if is_encoder(config):
-        return PooledRows(pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS)
+        return PoolingRows(pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS)
     padding = config.get("pad_token_id")
-    return PooledRows(padding_id=padding if type(padding) is int else None)
+    return PoolingRows(padding_id=padding if type(padding) is int else None)
 
 
 def _names(path: Path, named: Any, count: int) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.label_forms import label_rows, sigmoid
 from pillion.gateway.pooling.pooling_files import Vector, modules_of, prompts_of, read_json, tokenizer_bound
-from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
+from pillion.gateway.request.admitted_request import LAST_ROW, PoolingRows
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
@@ -86,7 +86,7 @@ class PairForm:
 
     kind: ScoreKind = ScoreKind.COSINE
     text: PairText = PairText.JOINED
-    rows: PooledRows = LAST_ROW
+    rows: PoolingRows = LAST_ROW
     activated: bool = True
     instruction: str = ""
     max_tokens: int | None = None
@@ -163,7 +163,7 @@ def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> P
         if config.get("model_type") != _QWEN3:
             raise ConfigError(f"{folder}: its chat template has no roles query and document; --chat-template gives one")
         text = PairText.QWEN3
-    return replace(form, kind=ScoreKind.TOKENS, text=text, rows=PooledRows(logits_of=ids))
+    return replace(form, kind=ScoreKind.TOKENS, text=text, rows=PoolingRows(logits_of=ids))
 
 
 def _knows_pairs(template: str) -> bool:

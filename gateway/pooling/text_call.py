@@ -25,7 +25,7 @@ from pillion.gateway.admission.shared_quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pooling_files import Vector
-from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
+from pillion.gateway.request.admitted_request import LAST_ROW, PoolingRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import too_long
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
@@ -80,7 +80,7 @@ class TextCall:
     cut_tokens: int | None = None
     deadline: float | None = None
     parent: otel_context.Context | None = None
-    pooled: PooledRows = LAST_ROW
+    pooled: PoolingRows = LAST_ROW
 
     def __post_init__(self) -> None:
         if self.cut_tokens == CUT_TO_MODEL:

@@ -32,7 +32,7 @@ from pillion.gateway.pooling.pair_forms import (
 )
 from pillion.gateway.pooling.pooling_files import Vector, VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
-from pillion.gateway.request.admitted_request import PooledRows
+from pillion.gateway.request.admitted_request import PoolingRows
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
 # An error names at most so many of a checkpoint's prompts.
@@ -125,7 +125,7 @@ class GatewayVectors:
         if form.width is not None:
             _check_dimensions(dimensions, form.width)
         before = _prompt_of(form, prompt_name)
-        pooled = PooledRows(pooling=form.pooling)
+        pooled = PoolingRows(pooling=form.pooling)
         call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent, pooled)
         asked = await in_turns([_request_of(call, form, before, one) for one in requests])
         found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
@@ -168,7 +168,7 @@ class GatewayVectors:
             cut = await in_turns([_first_tokens(call, pair.document, document_tokens) for pair in pairs])
             pairs = [replace(pair, document=document) for pair, document in zip(pairs, cut, strict=True)]
         if form.kind is ScoreKind.COSINE:
-            call.pooled = PooledRows(pooling=vectors.pooling)
+            call.pooled = PoolingRows(pooling=vectors.pooling)
             scores, found = await _cosines(call, vectors, pairs, shared)
         else:
             call.pooled = form.rows

@@ -51,7 +51,7 @@ class ReadAhead:
         """Puts a request in line that has to wait for its turn. Returns what takes it out again."""
         number = next(self._numbers)
         # A prompt whose tokens are scored, or whose vector has the rows of several tokens, is computed whole.
-        whole = admitted.sampling.prompt_logprobs is not None or admitted.pooled_rows is not None
+        whole = admitted.sampling.prompt_logprobs is not None or admitted.pooling_rows is not None
         if len(self._line) < MAX_IN_LINE and not whole:
             self._line[number] = admitted
             self._begin()

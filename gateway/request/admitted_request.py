@@ -38,7 +38,7 @@ class Pooling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PooledRows:
+class PoolingRows:
     """Says what a request ends with that generates nothing.
 
     Attributes:
@@ -74,7 +74,7 @@ class PooledRows:
 
 
 # The vector of a text is by default that of its last token.
-LAST_ROW = PooledRows()
+LAST_ROW = PoolingRows()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class AdmittedRequest:
     adapter_rank: int = 0
     virtual_tokens: int = 0
     background: bool = False
-    pooled: PooledRows | None = None
+    pooled: PoolingRows | None = None
     kept_tokens: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     flow: Flow = NO_FLOW
@@ -148,7 +148,7 @@ class AdmittedRequest:
         return self.prompt[self.virtual_tokens :]
 
     @property
-    def pooled_rows(self) -> range | None:
+    def pooling_rows(self) -> range | None:
         """Gives the positions whose rows' mean is the vector; None where it is the last token's row alone, for which
         cached blocks are used, or where no vector is wanted."""
         return None if self.pooled is None else self.pooled.positions(self.prompt, self.virtual_tokens)

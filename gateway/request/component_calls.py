@@ -359,7 +359,7 @@ class ComponentCalls:
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
         """Submits the stream; posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are
-        the calls of the answers that ``action.siblings`` names."""
+        the calls of the answers that ``action.parallel_samples`` names."""
         admitted, attempt, plan = self._admitted, action.attempt, action.plan
         worker, left_s = plan.decode.component_id, admitted.left_s()
         submit = Submit(
@@ -385,7 +385,7 @@ class ComponentCalls:
             flow=flow_to_pb(admitted.flow),
         )
         if admitted.pooled is not None:
-            rows = admitted.pooled_rows
+            rows = admitted.pooling_rows
             submit.pooled = rows is None
             submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
             submit.pooled_ids.extend(admitted.pooled.logits_of)

@@ -110,8 +110,8 @@ class TicketAdopted(AttemptEvent, frozen=True):
 
 
 class TokensSampled(AttemptEvent, frozen=True):
-    """The decode worker sampled ``token_ids``, in order. ``timings`` come with the first tokens, and where guesses were
-    judged; ``logprobs`` has one entry for each token where the client asked for them."""
+    """The decode worker sampled ``token_ids``, in order. ``timings`` come with the first tokens, and where draft tokens
+    were judged; ``logprobs`` has one entry for each token where the client asked for them."""
 
     token_ids: tuple[int, ...]
     timings: DecodeTimings | None = None
@@ -235,14 +235,14 @@ class SubmitDecode(AttemptAction, frozen=True):
     Attributes:
         hold: the gateway's ticket; None: the worker opens one.
         awaited_blocks: blocks that a RunPrefill sent at the same time commits; the worker waits for them at the node.
-        siblings: indexes of the answers whose streams begin with this submit.
+        parallel samples: indexes of the answers whose streams begin with this submit.
         scored_tokens: tokens after the prompt's first one whose log probability is not wanted from this attempt.
     """
 
     plan: RequestPlan
     hold: TicketHold | None
     awaited_blocks: int = 0
-    siblings: tuple[int, ...] = ()
+    parallel_samples: tuple[int, ...] = ()
     scored_tokens: int = 0
 
 

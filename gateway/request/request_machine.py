@@ -231,10 +231,10 @@ class RequestMachine:
 
     def usage(self) -> Usage:
         """Counts the tokens of prompt and answer so far."""
-        guessed, accepted = self._timeline.guesses
+        drafted, accepted = self._timeline.draft_tokens
         cached = max(0, self._timeline.cached_tokens - self._virtual_tokens)
         found = Usage(len(self.prompt) - self._virtual_tokens, cached, len(self.emitted))
-        return replace(found, guessed_tokens=guessed, accepted_tokens=accepted) if guessed else found
+        return replace(found, guessed_tokens=drafted, accepted_tokens=accepted) if drafted else found
 
     def timings(self, now: float) -> Timings:
         """Says where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
@@ -536,20 +536,20 @@ class _Timeline:
         self.first_token: float | None = None
         self.ended: float | None = None
         self.decode: DecodeTimings | None = None
-        # These are guesses of earlier attempts, and those of them that were right.
-        self.guesses_before = 0, 0
+        # These are draft tokens of earlier attempts, and those of them that were right.
+        self.draft_tokens_before = 0, 0
 
     @property
-    def guesses(self) -> tuple[int, int]:
-        """Gives the guessed tokens of all attempts, as far as workers have told of them, and those that were right."""
-        guessed, accepted = self.guesses_before
+    def draft_tokens(self) -> tuple[int, int]:
+        """Gives the draft tokens of all attempts, as far as workers have told of them, and those that were right."""
+        drafted, accepted = self.draft_tokens_before
         if self.decode is None:
-            return guessed, accepted
-        return guessed + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
+            return drafted, accepted
+        return drafted + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
 
     def retry(self) -> None:
         """Notes, for the request's timings, that the attempt is over and another one follows."""
-        self.guesses_before, self.decode = self.guesses, None
+        self.draft_tokens_before, self.decode = self.draft_tokens, None
 
     def find(self, plan: RequestPlan) -> None:
         """Notes how many tokens the first attempt found cached, before anything was computed for this request."""
@@ -578,7 +578,7 @@ class _Timeline:
         """Returns the timings so far; common.proto describes them (Timings)."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
-        guessed, accepted = self.guesses
+        drafted, accepted = self.draft_tokens
         prefill = plan.prefill.component_id if plan and plan.prefill and self.chunks else ""
 
         def since_arrival_ms(moment: float | None) -> float:
@@ -600,7 +600,7 @@ class _Timeline:
             prefill_worker=prefill,
             decode_worker=plan.decode.component_id if plan else "",
             plan_reason=plan.reason if plan else "",
-            guessed_tokens=guessed,
+            guessed_tokens=drafted,
             accepted_tokens=accepted,
         )
 
@@ -614,7 +614,7 @@ class ParallelSamples:
     others. Of all the actions they return, at most one is Fail.
 
         answer 0, the leader                                         answers 1, 2, ..., which follow
-        SubmitDecode, with a sibling for each follower           -->  LeaderSubmitted
+        SubmitDecode, with a sample for each follower           -->  LeaderSubmitted
         LookUp, OpenTicket, after a loss before the first token  -->  LeaderRetried
         Emit, its first token                                    -->  LeaderStarted
 
@@ -648,7 +648,7 @@ class ParallelSamples:
         return sum((replace(one, prompt_tokens=0, cached_tokens=0) for one in others), first)
 
     def timings(self, now: float) -> Timings:
-        """Returns the leader's timings, with the time until the last answer's end, and all answers' guesses."""
+        """Returns the leader's timings, with the time until the last answer's end, and all answers' draft tokens."""
         found = [machine.timings(now) for machine in self.machines]
         return replace(
             found[0],
@@ -670,7 +670,7 @@ class ParallelSamples:
         caused: Event
         match action:
             case ev.SubmitDecode():
-                action = structs.replace(action, siblings=following)
+                action = structs.replace(action, parallel_samples=following)
                 caused = ev.LeaderSubmitted(action.attempt, action.plan)
             case ev.LookUp() | ev.OpenTicket():
                 caused = ev.LeaderRetried(action.attempt)

@@ -245,7 +245,7 @@ class RequestRunner:
                 self._outbox.score(logprobs)
                 self._wake()
             case ev.SubmitDecode():
-                calls.submit(action, [self._calls[sibling] for sibling in action.siblings])
+                calls.submit(action, [self._calls[sample] for sample in action.parallel_samples])
             case ev.Finish():
                 self.vector = action.vector
                 self._finish(index, action.reason)
@@ -392,7 +392,7 @@ def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
     )
     # The first answer brings the prompt's log probabilities, for all of them.
     scores = index == 0 and admitted.sampling.prompt_logprobs is not None
-    if admitted.pooled_rows is not None:
+    if admitted.pooling_rows is not None:
         # The rows of cached tokens are not there, so all tokens from the first of these rows on are computed.
         scores = True
     if resume is None:

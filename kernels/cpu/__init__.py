@@ -7,7 +7,7 @@ user's machine. docs/cpu.md draws the layouts and explains how a step runs.
     adapters/     what adapters add to products
     ranks/        sums over the processes that share a model
     products/     matrix products with packed weights, mixture of experts
-    few_bits/     products with weights in few bits
+    quantized/     products with quantized weights
     states/       layers that carry a state from token to token
     attention/    paged attention: the layout of the KV pool, the plan of a step, the kernels
 

@@ -1,4 +1,4 @@
-"""Defines a matrix in few bits: every reader of a checkpoint makes it, and every packer of a backend takes it.
+"""Defines a quantized matrix: every reader of a checkpoint makes it, and every packer of a backend takes it.
 
     a checkpoint's layout --engine/checkpoints--> QuantizedMatrix --packing--> a backend's own layout
 
@@ -101,7 +101,7 @@ class RowCodes:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """Holds a matrix [N outputs, K inputs] in few bits.
+    """Holds a matrix [N outputs, K inputs] quantized.
 
     Attributes:
         coding: a key of ``CODINGS``.
@@ -164,12 +164,12 @@ class QuantizedMatrix:
         return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, order=None)
 
 
-# A checkpoint has a matrix in floating point or in few bits.
+# A checkpoint has a matrix in floating point or quantized.
 Matrix = torch.Tensor | QuantizedMatrix
 
 
 def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a matrix [N, K] in floating point, whether it is in few bits or not."""
+    """Returns a matrix [N, K] in floating point, whether it is quantized or not."""
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
@@ -205,7 +205,7 @@ def select_columns(matrix: Matrix, index: range) -> Matrix:
 def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
     """Returns the matrix [N, inputs] for some of its inputs, with the same values.
 
-    A matrix in few bits stays so, with smaller groups where need be, unless its columns are in an order that mixes
+    A quantized matrix stays so, with smaller groups where need be, unless its columns are in an order that mixes
     these inputs with others; then it becomes float32.
     """
     order = matrix.order if isinstance(matrix, QuantizedMatrix) else None
@@ -221,7 +221,7 @@ def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
 def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Stacks matrices of equal K along their outputs.
 
-    Matrices in few bits stay so where one coding and one group hold them all exactly; in all other cases every part
+    Quantized matrices stay so where one coding and one group hold them all exactly; in all other cases every part
     becomes floating point of type ``dtype``.
     """
     if len(parts) == 1:

@@ -38,7 +38,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 class Linear:
     """Multiplies rows by a matrix [out, in] and adds a bias [out], if there is one. It is immutable.
 
-    A matrix in few bits is only carried, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
+    A quantized matrix is only carried, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
     makes one that torch multiplies by.
     """
 

@@ -19,12 +19,12 @@ from itertools import takewhile
 
 from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.memory.memory import PoolMemory, block_checksum, copy_bytes, until_over
-from pillion.kvstore.tiers.tiers import BlockName, KeptBlocks, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, TierBlocks, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 
 
-class HostTier(KeptBlocks[BlockName]):
+class HostTier(TierBlocks[BlockName]):
     """Implements :class:`pillion.kvstore.tiers.tiers.BufferTier` in host memory. Raises ConfigError if not even one
     block fits.
 

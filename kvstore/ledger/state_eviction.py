@@ -43,7 +43,7 @@ MAX_PARTINGS = 16_384
 
 
 @dataclass(slots=True, eq=False)
-class KeptState:
+class StoredState:
     """Represents a state that is in the pool.
 
     Attributes:
@@ -58,8 +58,8 @@ class KeptState:
 
     behind: Block
     pages: list[Block] = field(default_factory=list)
-    before: KeptState | None = None
-    after: set[KeptState] = field(default_factory=set)
+    before: StoredState | None = None
+    after: set[StoredState] = field(default_factory=set)
     missing: int = 0
     found: bool = False
     kind: int = 0
@@ -104,14 +104,14 @@ class StateEviction:
         self._max_pages = 0
         # The known pages: those without protection. A whole state is idle if its last page is one.
         self._known: set[Block] = set()
-        self._idle: OrderedDict[KeptState, None] = OrderedDict()
+        self._idle: OrderedDict[StoredState, None] = OrderedDict()
         self._idle_pages = 0
         # These known blocks have no child, and are no last page of a whole state. Those in front leave first.
         self._useless: OrderedDict[Block, None] = OrderedDict()
-        self._by_block: dict[Block, KeptState] = {}
-        self._by_page: dict[Block, KeptState] = {}
+        self._by_block: dict[Block, StoredState] = {}
+        self._by_page: dict[Block, StoredState] = {}
         # These states have no other one before them on their chains.
-        self._first: set[KeptState] = set()
+        self._first: set[StoredState] = set()
         # Whether the pool's model has states.
         self._in_use = False
         # By the number of a kind: its counts, and its share when a state last lost its protection.
@@ -241,7 +241,7 @@ class StateEviction:
     def __iter__(self) -> Iterator[Block]:
         """Iterates over the known blocks as if each that is yielded was evicted."""
         gone: dict[Block, None] = {}
-        states: dict[KeptState, None] = {}
+        states: dict[StoredState, None] = {}
         pages = self._idle_pages
         useless = deque(self._useless)
         fewer: Counter[Block] = Counter()
@@ -270,7 +270,7 @@ class StateEviction:
         if len(self._partings) > MAX_PARTINGS:
             self._partings.popitem(last=False)
 
-    def _wake(self, state: KeptState) -> None:
+    def _wake(self, state: StoredState) -> None:
         """Notes that a state is idle no more, or is whole no more."""
         if state in self._idle:
             del self._idle[state]
@@ -289,7 +289,7 @@ class StateEviction:
             return False
         return not block.page or self._by_page[block].missing > 0
 
-    def _worst(self, gone: Container[KeptState], fewer: Mapping[Block, int]) -> KeptState:
+    def _worst(self, gone: Container[StoredState], fewer: Mapping[Block, int]) -> StoredState:
         """Returns the idle state that saves the least, as if those that are ``gone`` were, and blocks had so many
         children ``fewer``."""
         least, worst, rank = 0.0, None, 0
@@ -307,7 +307,7 @@ class StateEviction:
         assert worst is not None, "no state is idle"
         return worst
 
-    def _saved(self, state: KeptState, gone: Container[KeptState], fewer: Mapping[Block, int]) -> float:
+    def _saved(self, state: StoredState, gone: Container[StoredState], fewer: Mapping[Block, int]) -> float:
         """Returns how many blocks a state saves for each that it frees."""
         before = state.before
         while before is not None and (before in gone or before.missing):
@@ -316,34 +316,34 @@ class StateEviction:
         # Its pages are one of the children.
         return gap / (len(state.pages) + (gap if state.behind.children - fewer.get(state.behind, 0) == 1 else 0))
 
-    def _before(self, block: Block) -> KeptState | None:
+    def _before(self, block: Block) -> StoredState | None:
         """Returns the last state before a block's end on its chain."""
         at = block.parent
         while at is not None and at not in self._by_block:
             at = at.parent
         return None if at is None else self._by_block[at]
 
-    def _begun(self, behind: Block) -> KeptState:
+    def _begun(self, behind: Block) -> StoredState:
         """Files a state whose first page comes."""
-        state = self._by_block[behind] = KeptState(behind)
+        state = self._by_block[behind] = StoredState(behind)
         state.before = self._before(behind)
-        siblings = self._first if state.before is None else state.before.after
+        parallel_samples = self._first if state.before is None else state.before.after
         # The first page is one of the children.
         if behind.children > 1:
-            state.after = {other for other in siblings if _stands_after(other.behind, behind)}
-            siblings -= state.after
+            state.after = {other for other in parallel_samples if _stands_after(other.behind, behind)}
+            parallel_samples -= state.after
             for other in state.after:
                 other.before = state
-        siblings.add(state)
+        parallel_samples.add(state)
         return state
 
-    def _ended(self, state: KeptState) -> None:
+    def _ended(self, state: StoredState) -> None:
         """Forgets a state whose last page has gone."""
         self.evicted_states += 1
         del self._by_block[state.behind]
-        siblings = self._first if state.before is None else state.before.after
-        siblings.remove(state)
-        siblings |= state.after
+        parallel_samples = self._first if state.before is None else state.before.after
+        parallel_samples.remove(state)
+        parallel_samples |= state.after
         for other in state.after:
             other.before = state.before
 

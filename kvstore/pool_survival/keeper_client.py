@@ -32,7 +32,7 @@ KEEPER_TIMEOUT_S = 5.0
 
 
 @dataclass
-class KeptDescriptors:
+class KeeperDescriptors:
     """Holds the descriptors that the keeper has under one name: of a pool's memories, and of processes (pidfds) with
     the place that each has in the pool. The object that has them closes them."""
 
@@ -54,7 +54,7 @@ class PoolKeeper:
         self._path = socket_path
         self._connection: socket.socket | None = None
 
-    def take(self, name: str) -> KeptDescriptors | None:
+    def take(self, name: str) -> KeeperDescriptors | None:
         """Returns the descriptors that the keeper has under ``name``, which it still keeps, or None if it has none."""
         sock, reply, descriptors = self._ask(KeeperHello(action="take", name=name), ())
         sock.close()
@@ -62,7 +62,7 @@ class PoolKeeper:
             close_all(descriptors)
             return None
         processes = zip(reply.places, descriptors[reply.memories :], strict=True)
-        return KeptDescriptors(descriptors[: reply.memories], list(processes))
+        return KeeperDescriptors(descriptors[: reply.memories], list(processes))
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
         """Makes the keeper keep these descriptors under ``name``, in place of those it has: the pool's memories, and

@@ -171,9 +171,9 @@ class SurvivingBlocks:
 
     def _forget(self, entry: SurvivingBlock) -> None:
         del self.pending[entry.hash]
-        siblings = self._children[entry.parent]
-        del siblings[entry.hash]
-        if not siblings:
+        parallel_samples = self._children[entry.parent]
+        del parallel_samples[entry.hash]
+        if not parallel_samples:
             del self._children[entry.parent]
 
     def _write(self, block: Block) -> None:

@@ -42,7 +42,7 @@ from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import until_over
 from pillion.kvstore.memory.segment import map_shared
-from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors, PoolKeeper
+from pillion.kvstore.pool_survival.keeper_client import KeeperDescriptors, PoolKeeper
 from pillion.kvstore.pool_survival.keeper_messages import MAX_KEPT_PROCESSES, MIN_KEPT_MEMORIES
 from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment
 from pillion.kvstore.pool_survival.slot_table import POOL_ID_BYTES, WORD_BYTES, SlotTable, SurvivingBlock, table_bytes
@@ -124,7 +124,7 @@ class SurvivingPool:
         return made
 
     @classmethod
-    def found(cls, kept: KeptDescriptors, shards: int) -> SurvivingPool | None:
+    def found(cls, kept: KeeperDescriptors, shards: int) -> SurvivingPool | None:
         """Returns the pool of an earlier life in ``kept``, or None if there is none. The pool has ``shards`` memories
         on GPUs. What it does not need of ``kept`` is closed."""
         with contextlib.ExitStack() as undo:

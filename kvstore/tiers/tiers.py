@@ -127,7 +127,7 @@ class FarTier(Tier, Protocol):
         at least those that stand far down the chain. The call is bounded in time, and may be cancelled."""
 
 
-class KeptBlocks(Generic[Kept]):
+class TierBlocks(Generic[Kept]):
     """Holds the blocks that a tier has, by hash, the least recently used first.
 
     Attributes:
@@ -157,7 +157,7 @@ class KeptBlocks(Generic[Kept]):
                 self._kept.move_to_end(block_hash)
 
 
-class MediumTier(KeptBlocks[Kept]):
+class MediumTier(TierBlocks[Kept]):
     """Represents a tier on a medium that may fail, and whose blocks are read into targets. ``medium`` names it in the
     log."""
 

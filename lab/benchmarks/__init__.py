@@ -14,7 +14,7 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   `cpu_attention` (the CPU kernels), `gpt_oss` (a step of its shape beside a streaming read), `cpu_limits` (what a
   processor can do at most), `lora` (adapters in the CPU kernels), `ranks` and `stages` (tensor and pipeline
   parallelism on one host), `structured` and `wide_vocabulary` (answers of a given shape), `quantization` (the
-  accuracy of int8 and int4, on `shuffled_model`), `drafts` and `eagle_head` (guessed tokens, and a head that is
+  accuracy of int8 and int4, on `shuffled_model`), `drafts` and `eagle_head` (draft tokens, and a head that is
   trained for it), `kernel_share` (a service beside its kernels alone, and where the rest goes), `cpu_service`,
   `peers`, `llama_stream` and `closed_loop` (other servers beside Pillion), `pooling` (vectors beside streams), `gpu`
   (everything that needs a GPU).

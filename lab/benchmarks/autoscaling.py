@@ -74,7 +74,7 @@ class ScalingRule:
 CHART_RULE = ScalingRule(0.0, 15.0, 300.0, 60.0, 0.2)
 
 
-class HeldScaler:
+class RuleScaler:
     """One kind's number of workers under a rule."""
 
     def __init__(self, rule: ScalingRule, least: int, most: int) -> None:
@@ -247,7 +247,7 @@ def run(
     """Simulate one day; return the figures. Without ``wish`` the fleet stays as large as it is."""
     world = FleetWorld(fleet_config(args, sizes))
     fleet = ScaledFleet(world, start_s)
-    held = {kind: HeldScaler(rule, 1, args.most) for kind in KINDS}
+    held = {kind: RuleScaler(rule, 1, args.most) for kind in KINDS}
     world.send(requests)
     last_s = requests[-1].at_s
     ticks = 0

@@ -1,4 +1,4 @@
-"""Products with weights in few bits beside bfloat16 and beside a streaming read of the same bytes.
+"""Products with quantized weights beside bfloat16 and beside a streaming read of the same bytes.
 
 A program is the products of some layers of Llama-3.2-1B's shape, one matrix after the other, as a step runs them: with
 one row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet
@@ -23,12 +23,12 @@ from lab.benchmarks.cpu_limits import PeakDots, ReadAll
 from lab.benchmarks.cpu_steps import PEAK_ROUNDS
 from lab.benchmarks.report import show_table
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, KINDS
-from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packing import panel_bytes
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, KINDS
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool

@@ -22,8 +22,8 @@ from lab.benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS
 from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from pillion.kernels.cpu.runtime.program import Operation
 from pillion.kernels.step import StepBatch
 

@@ -31,7 +31,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
-from pillion.engine.backends.cpu.cpu_weights import HeldMatrices, MatrixPacker
+from pillion.engine.backends.cpu.cpu_weights import InMemoryMatrices, MatrixPacker
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.weights import load_final_norm, load_layer
@@ -189,9 +189,9 @@ _COLUMNS = (
 )
 
 
-def random_weights(config: ModelConfig) -> HeldMatrices:
+def random_weights(config: ModelConfig) -> InMemoryMatrices:
     """Returns packed weights, in which layers with a state after the first one are copies of it."""
-    held, source, wide = HeldMatrices(), RandomTensors(config), torch.bfloat16
+    held, source, wide = InMemoryMatrices(), RandomTensors(config), torch.bfloat16
     packer = MatrixPacker(held, config, whole_model(config), "bf16")
     with torch.inference_mode():
         held.tensor("embedding", torch.zeros(config.vocab_size, config.hidden_size, dtype=wide))

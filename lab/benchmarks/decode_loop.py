@@ -42,7 +42,7 @@ class DecodeLoop:
         number and the sequence of each stream before it is added."""
         self.backend, self.block_size = backend, block_size
         manager = BlockManager(block_size)
-        asked = Grammars(manager.stock) if grammars else None
+        asked = Grammars(manager.free_slots) if grammars else None
         self.scheduler = Scheduler(blocks=manager, max_num_batched_tokens=4096, max_num_seqs=batch, grammars=asked)
         draw = np.random.default_rng(batch)
         blocks = (context + MAX_TOKENS // batch) // block_size + 2

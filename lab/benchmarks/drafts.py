@@ -1,11 +1,11 @@
-"""What guessed tokens gain: the offline engine with each method of guessing beside the same engine without any.
+"""What draft tokens gain: the offline engine with each method of drafting beside the same engine without any.
 
 Every engine answers the same prompts in turn, so that what else runs on the machine slows all of them; a method's gain
 is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *greedy*,
 the likeliest stories; *repeating*, a function that stands three times in the prompt, and that the model writes again;
 *again*, the stories of the first round, which only a method that remembers answers can know. In all but *again* each
-round has a salt of its own, so none finds another one's answers. *Saved* are the tokens that a guess brought, and that
-took no step of their own.
+round has a salt of its own, so none finds another one's answers. *Saved* are the tokens that a draft token brought, and
+that took no step of their own.
 The answers of all methods must be the same, token by token.
 """
 
@@ -62,7 +62,7 @@ def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tupl
 
 
 def shares(found: Sequence[RequestOutput]) -> tuple[int, int]:
-    """Return how many tokens were guessed for these answers, and how many of them were right."""
+    """Return how many tokens were drafted for these answers, and how many of them were right."""
     timings = [one.timings for one in found if one.timings is not None]
     return sum(one.guessed_tokens for one in timings), sum(one.accepted_tokens for one in timings)
 
@@ -70,7 +70,7 @@ def shares(found: Sequence[RequestOutput]) -> tuple[int, int]:
 def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Return each method's figures for one text and number of streams."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    guessed, accepted = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)
+    drafted, accepted = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)
     # The first round warms up, and is what is answered again.
     for number in range(rounds + 1):
         said = None
@@ -83,16 +83,16 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
             if number:
                 rates[name].append(streams * tokens / seconds)
                 new, right = shares(found)
-                guessed[name] += new
+                drafted[name] += new
                 accepted[name] += right
     return {
         name: {
             "tokens_per_s": statistics.median(rates[name]),
             "ratio": statistics.median(mine / off for mine, off in zip(rates[name], rates[OFF], strict=True)),
             "ratio_of_best": max(rates[name]) / max(rates[OFF]),
-            "guessed_share": guessed[name] / (rounds * streams * tokens),
+            "drafted_share": drafted[name] / (rounds * streams * tokens),
             "saved_share": accepted[name] / (rounds * streams * tokens),
-            "accepted_share": accepted[name] / guessed[name] if guessed[name] else 0.0,
+            "accepted_share": accepted[name] / drafted[name] if drafted[name] else 0.0,
         }
         for name in engines
     }
@@ -101,14 +101,14 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
 def show(rows: dict[str, dict[str, Any]], title: str) -> None:
     """Print the figures as a table."""
     table = Table(title=title)
-    for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "guessed", "right", "saved"):
+    for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "drafted", "right", "saved"):
         table.add_column(heading, justify="left" if heading in ("text", "method") else "right")
     for key, methods in rows.items():
         text, streams = key.rsplit(" ", 1)
         for name, row in methods.items():
             table.add_row(
                 *(text, streams, name, f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}"),
-                *(f"{row['ratio_of_best']:.2f}", f"{row['guessed_share']:.0%}", f"{row['accepted_share']:.0%}"),
+                *(f"{row['ratio_of_best']:.2f}", f"{row['drafted_share']:.0%}", f"{row['accepted_share']:.0%}"),
                 f"{row['saved_share']:.0%}",
             )
     show_table(table)
@@ -118,8 +118,8 @@ def main() -> None:
     """Measure, print a table, write results/drafts.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft-model", default="", help="also guess with this model (method draft_model)")
-    parser.add_argument("--eagle-head", default="", help="also guess with this EAGLE-3 head (method eagle3)")
+    parser.add_argument("--draft-model", default="", help="also draft with this model (method draft_model)")
+    parser.add_argument("--eagle-head", default="", help="also draft with this EAGLE-3 head (method eagle3)")
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="of the draft model and the head")
     parser.add_argument("--methods", nargs="*", choices=[name for name in CONFIGS if name != OFF])
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
@@ -144,7 +144,7 @@ def main() -> None:
     finally:
         for llm in engines.values():
             llm.close()
-    show(rows, f"guessed tokens: {args.model}, {args.threads} threads, answers of {args.tokens} tokens")
+    show(rows, f"draft tokens: {args.model}, {args.threads} threads, answers of {args.tokens} tokens")
     path = save(
         "drafts", {"model": pathlib.Path(args.model).name, "threads": args.threads, "tokens": args.tokens, "rows": rows}
     )

@@ -1,13 +1,13 @@
-"""A small EAGLE-3 head, trained in minutes on a model's own answers; and what its guesses lose without context.
+"""A small EAGLE-3 head, trained in minutes on a model's own answers; and what its draft tokens lose without context.
 
     python -m lab.benchmarks.eagle_head FOLDER && python -m lab.benchmarks.drafts --eagle-head FOLDER
 
 The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its
 last layer. It learns what the model expects after each token of its answers, half of them sampled and half greedy
-unless --temperatures says otherwise: by the model's states, and, as where it guesses on, by its own (the training-time
-test of EAGLE-3). Right guesses are counted on texts that it has not seen, by how many entries are after a guess: a
-head whose chain begins with a prompt's tail has only those of the tail. Guesses are chosen as a worker chooses them,
-with the noise of the guessed token.
+unless --temperatures says otherwise: by the model's states, and, as where it drafts on, by its own (the training-time
+test of EAGLE-3). Right draft tokens are counted on texts that it has not seen, by how many entries are after a draft
+token: a head whose chain begins with a prompt's tail has only those of the tail. Draft tokens are chosen as a worker
+chooses them, with the noise of the draft token.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class TrainedHead(nn.Module):
 
 def seen(entries: int, number: int, context: int) -> torch.Tensor:
     """bool [entries, (number + 1) * entries]: entry i of pass ``number`` sees true entries up to i, of which the last
-    ``context``, and the one entry of each pass since that its own guess is behind."""
+    ``context``, and the one entry of each pass since that its own draft token is behind."""
     i, k = torch.arange(entries)[:, None], torch.arange(entries)
     true = (k <= i) & (k > i - context)
     return torch.cat((true, *(k == i for _ in range(number))), 1)
@@ -181,7 +181,7 @@ def answered(
 
 
 def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: int, first: int) -> torch.Tensor:
-    """The guesses of the text's tokens from ``first`` on, as a worker chooses them by a head's logits."""
+    """The draft tokens of the text's tokens from ``first`` on, as a worker chooses them by a head's logits."""
     wide = torch.full((len(logits), vocab_size), -torch.inf)
     wide[:, ids] = logits
     count = len(logits)
@@ -190,10 +190,10 @@ def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: 
     return torch.tensor(sample(wide, rows).token_ids)
 
 
-def right_guesses(
+def right_draft_tokens(
     head: TrainedHead, ids: torch.Tensor, texts: list[Answered], context: int, passes: int
 ) -> list[float]:
-    """The share of an answer's tokens at each place of a guess that are right, given those before them."""
+    """The share of an answer's tokens at each place of a draft that are right, given those before them."""
     right, tried = [0] * passes, [0] * passes
     with torch.inference_mode():
         for text in texts:
@@ -205,14 +205,14 @@ def right_guesses(
                 following = text.tokens[1 + number :][: len(states)]
                 states, logits = head(states, following, cache, seen(len(states), number, context))
                 tried[number] += int(good.sum())
-                guesses = chosen(text, logits, ids, len(head.embedding), 2 + number)
-                good &= guesses == text.tokens[2 + number :][: len(states)]
+                draft_tokens = chosen(text, logits, ids, len(head.embedding), 2 + number)
+                good &= draft_tokens == text.tokens[2 + number :][: len(states)]
                 right[number] += int(good.sum())
     return [mine / max(all_, 1) for mine, all_ in zip(right, tried, strict=True)]
 
 
 def loss_of(head: TrainedHead, target_rows: torch.Tensor, text: Answered, passes: int) -> torch.Tensor:
-    """How far the head's guesses at each place are from what the model expects there; later places count less."""
+    """How far the head's draft tokens at each place are from what the model expects there; later places count less."""
     expected = (text.outputs @ target_rows.T).float().softmax(-1)
     with torch.autocast("cpu", torch.bfloat16):
         states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())
@@ -233,7 +233,7 @@ def train(
     limit_s: float,
     passes: int,
 ) -> None:
-    """Has the head expect what the model does, place after place of a guess, for so many seconds."""
+    """Has the head expect what the model does, place after place of a draft, for so many seconds."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     rows, began_s, done, losses = target_head[ids], time.monotonic(), 0.0, [0.0]
     while done < 1:
@@ -295,14 +295,14 @@ def main() -> None:
     write_head(args.folder, config, {**tensors, "d2t": ids - torch.arange(len(ids))})
     shares = {
         f"{temperature:g}": {
-            str(context): right_guesses(
+            str(context): right_draft_tokens(
                 head, ids, [one for one in held_out if one.temperature == temperature], context, 3
             )
             for context in CONTEXTS
         }
         for temperature in args.temperatures
     }
-    table = Table("temperature", "entries", "first", "second", "third", title="right guesses by entries after them")
+    table = Table("temperature", "entries", "first", "second", "third", title="right drafts by entries after them")
     for temperature, of_context in shares.items():
         for context, found in of_context.items():
             table.add_row(temperature, context, *(f"{share:.0%}" for share in found))

@@ -29,7 +29,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
-from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
+from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, InMemoryMatrices, MatrixPacker
 from pillion.engine.checkpoints.checkpoint import decoder_tensors
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -86,12 +86,12 @@ class RandomTensors:
     """Random tensors in the place of a checkpoint's; matrices of experts are in MXFP4."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._spellings = decoder_tensors(config)
+        self._checkpoint_names = decoder_tensors(config)
         self._random = torch.Generator().manual_seed(0)
 
     def has(self, key: str) -> bool:
         """Return whether the model has a tensor of that name."""
-        return key in self._spellings
+        return key in self._checkpoint_names
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a plain tensor."""
@@ -108,14 +108,14 @@ class RandomTensors:
         return QuantizedMatrix("fp4_e2m1", codes, torch.exp2(exponents.float()), MXFP4_GROUP)
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        spelling = self._spellings[key][0]
-        shapes = [one.shape if one.part is None else one.shape[1:] for one in spelling]
+        stacked = self._checkpoint_names[key][0]
+        shapes = [one.shape if one.part is None else one.shape[1:] for one in stacked]
         return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
-def random_weights(config: ModelConfig, dtype: str) -> HeldMatrices:
+def random_weights(config: ModelConfig, dtype: str) -> InMemoryMatrices:
     """Return packed weights, whose layers after the first one are copies of it."""
-    held, source, wide = HeldMatrices(), RandomTensors(config), DTYPES[dtype]
+    held, source, wide = InMemoryMatrices(), RandomTensors(config), DTYPES[dtype]
     packer = MatrixPacker(held, config, whole_model(config), WIDE_KINDS[dtype])
     with torch.inference_mode():
         # What takes room while it is packed comes first.
@@ -131,7 +131,7 @@ def random_weights(config: ModelConfig, dtype: str) -> HeldMatrices:
     return held
 
 
-def copy_layer(held: HeldMatrices, layer: int) -> None:
+def copy_layer(held: InMemoryMatrices, layer: int) -> None:
     """Make ``layer`` a copy of the first one, in memory of its own."""
     prefix = f"layers.{layer}."
     for name in [name for name in held.tensors if name.startswith("layers.0.")]:

@@ -171,7 +171,7 @@ def main() -> None:
     """Measure, print tables, write results/lora-KERNELS.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--quantized", action="store_true", help="the model in the few bits of its file")
+    parser.add_argument("--quantized", action="store_true", help="the model in the quantized weights of its file")
     parser.add_argument("--dtype", default="auto", choices=DTYPE_CHOICES)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rank", type=int, default=16)

@@ -95,7 +95,7 @@ def ids_of(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(*TOKEN_RANGE) for _ in range(count)]
 
 
-class KeptConnection:
+class PersistentConnection:
     """An HTTP/1.1 connection that is kept for one caller's calls, one after the other."""
 
     def __init__(self, url: str) -> None:
@@ -136,7 +136,7 @@ async def run_load(
     counting = asyncio.Event()
 
     async def texts() -> None:
-        connection = KeptConnection(system.texts_url)
+        connection = PersistentConnection(system.texts_url)
         stack.callback(connection.close)
         while True:
             body = {"model": system.model, "input": ids_of(draw, tokens), "encoding_format": "base64"}
@@ -147,7 +147,7 @@ async def run_load(
                 figures.texts_s.append(time.perf_counter() - begin)
 
     async def stream() -> None:
-        connection = KeptConnection(system.streams_url)
+        connection = PersistentConnection(system.streams_url)
         stack.callback(connection.close)
         while True:
             last, body = 0.0, stream_body(system.model, ids_of(draw, STREAM_PROMPT_TOKENS))

@@ -36,7 +36,7 @@ from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
-from pillion.engine.ranks.rank_meeting import RankMeeting
+from pillion.engine.ranks.rank_collective import RankCollective
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
@@ -64,12 +64,12 @@ class SharedPool(CpuStepBench):
 class RankBench:
     """One rank: its share of the model and its end of gloo. Every process runs the same calls in the same order."""
 
-    def __init__(self, prepared: PreparedModel, member: RankMember, pool: int, meeting: str) -> None:
+    def __init__(self, prepared: PreparedModel, member: RankMember, pool: int, collective: str) -> None:
         torch.set_num_threads(1)
         isa = choose_isa("auto", host_features())
         assert isa is not None
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=member.shard.rank, world_size=member.shard.size
+            "gloo", init_method=f"file://{collective}", rank=member.shard.rank, world_size=member.shard.size
         )
         model = load_cpu_model(prepared, BLOCK_SIZE, isa, shard=member.shard)
         self.steps = SharedPool(CpuRankBackend(model, 1, member=member), pool)
@@ -85,9 +85,9 @@ class RankBench:
         backend, model = self.steps.backend, self.steps.backend.model
         backend.forward(self.steps.decode(rows, BLOCK_SIZE))
         builder = rank_builder(model)
-        meeting = RankMeeting(model.shard, builder.config, builder.layout.num_kv_heads)
+        collective = RankCollective(model.shard, builder.config, builder.layout.num_kv_heads)
         summed = builder.hidden, builder.rows_of, builder.when
-        return backend.again([meeting.sum(*summed, add=True)[1] for _ in range(SUMS_EACH)])
+        return backend.again([collective.sum(*summed, add=True)[1] for _ in range(SUMS_EACH)])
 
     def gloo_sums(self, rows: int) -> Callable[[], None]:
         """SUMS_EACH sums by gloo, each with its addition."""
@@ -152,11 +152,11 @@ def _compared(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def run(rank: int, args: argparse.Namespace, memory: int, pool: int, meeting: str) -> dict[str, Any]:
+def run(rank: int, args: argparse.Namespace, memory: int, pool: int, collective: str) -> dict[str, Any]:
     """A rank's process. Rank 0 returns what was measured."""
     prepared = prepare(ModelFlags(model=str(plain_folder(args.model)), dtype=args.dtype))
     shard = RankShard.of(load_config(prepared.folder), rank, RANKS)
-    bench = RankBench(prepared, RankMember(shard, RankMemory.open(memory)), pool, meeting)
+    bench = RankBench(prepared, RankMember(shard, RankMemory.open(memory)), pool, collective)
     whole = kernels_bench(prepared, RANKS) if rank == 0 else None
     return {"steps": measure_steps(bench, whole, args.rounds), "sums": measure_sums(bench, args.rounds)}
 
@@ -176,10 +176,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         # The other rank is forked before this process has threads.
         other = multiprocessing.get_context("fork").Process(
-            target=run, args=(1, args, memory.fd, pool, f"{folder}/meeting"), daemon=True
+            target=run, args=(1, args, memory.fd, pool, f"{folder}/collective"), daemon=True
         )
         other.start()
-        found = run(0, args, memory.fd, pool, f"{folder}/meeting")
+        found = run(0, args, memory.fd, pool, f"{folder}/collective")
         other.join()
     show(found)
     if not args.no_save:

@@ -108,7 +108,7 @@ class PillionServer:
 
 
 class VllmServer:
-    """vLLM's OpenAI door, streamed."""
+    """vLLM's OpenAI API, streamed."""
 
     def __init__(self, url: str) -> None:
         self._url = url

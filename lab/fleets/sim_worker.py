@@ -34,7 +34,7 @@ from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ScheduledChunk, StepPlan, Update
 from pillion.kernels.step import Sampled
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.priority import NO_FLOW, Flow
@@ -237,7 +237,7 @@ class SimWorker:
     def _load_now(self) -> WorkerLoad:
         if self._run is None:
             return self._load
-        grown = self._run.ended(self._clock.now) * len(self._run.plan.pieces)
+        grown = self._run.ended(self._clock.now) * len(self._run.plan.scheduled)
         return msgspec.structs.replace(self._load, context_tokens=self._load.context_tokens + grown)
 
     def _begin_beating(self) -> None:
@@ -261,7 +261,7 @@ class SimWorker:
         prefill_range = not job.answer_tokens
         total = job.tokens // size if prefill_range else job.tokens // size + 1
         if self._settings.macro_steps and not prefill_range:
-            # One slot more than needed is given, so that the scheduler's stock of slots never looks short.
+            # One slot more than needed is given, so that the scheduler never looks short of free slots.
             total = (job.tokens + job.answer_tokens) // size + 2
         chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
         holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
@@ -324,18 +324,18 @@ class SimWorker:
         self._cancelled.clear()
         plan = self._scheduler.schedule(self._clock.now)
         self._hear(self._scheduler.flush(self._clock.now))
-        if plan.pieces:
+        if plan.scheduled:
             self._busy = True
             self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> None:
         self._began_s = self._clock.now
-        count, found = self._plain_steps(plan), list(features(plan.pieces))
+        count, found = self._plain_steps(plan), list(features(plan.scheduled))
         if count < 2:
             seconds, after_s = self._noise().seconds(self._cost_s(found))
             self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, after_s))
             return
-        now, streams = self._clock.now, len(plan.pieces)
+        now, streams = self._clock.now, len(plan.scheduled)
         run = StepRun(plan, [], [])
         # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so the
         # result equals that of features().
@@ -371,12 +371,12 @@ class SimWorker:
         queues = self._scheduler.queues
         # Where tenants share the worker, whoever waits may have its turn after any step.
         idle = not (queues.waiting or queues.preempted) or not (queues.free_seqs or queues.flows.several)
-        if not idle or len(plan.pieces) != len(queues.running):
+        if not idle or len(plan.scheduled) != len(queues.running):
             return 0
         least = MAX_RUN_STEPS
-        for piece in plan.pieces:
-            stream = piece.sequence
-            if not stream.decoding or piece.count != 1 or piece.samples != 1:
+        for chunk in plan.scheduled:
+            stream = chunk.sequence
+            if not stream.decoding or chunk.count != 1 or chunk.samples != 1:
                 return 0
             least = min(least, stream.most_tokens - stream.num_tokens - 1)
         return least
@@ -412,14 +412,14 @@ class SimWorker:
         ends_s = run.ends_s[:count]
         if count > 1:
             ids = np.full(count - 1, TOKEN, dtype=np.int32)
-            for piece in run.plan.pieces:
-                piece.sequence.propose(ids, forced=True)
-        pieces = tuple(SequencePiece(piece.sequence, piece.start, count, 1) for piece in run.plan.pieces)
-        plan = replace(run.plan, pieces=pieces)
+            for chunk in run.plan.scheduled:
+                chunk.sequence.propose(ids, forced=True)
+        scheduled = tuple(ScheduledChunk(chunk.sequence, chunk.start, count, 1) for chunk in run.plan.scheduled)
+        plan = replace(run.plan, scheduled=scheduled)
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
         self.steps += count
         self._note_work(ends_s[-1])
-        outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
+        outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(scheduled)), ends_s[-1])
         self._note_places(plan)
         self._hear(outcome, ends_s, gaps)
 
@@ -430,7 +430,7 @@ class SimWorker:
         self._busy = False
         self.steps += 1
         self._note_work(self._clock.now)
-        sampled = Sampled((TOKEN,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
+        sampled = Sampled((TOKEN,) * sum(chunk.samples for chunk in plan.scheduled), borrowed_s=borrowed_s)
         outcome = self._scheduler.commit(plan, sampled, self._clock.now)
         self._note_places(plan)
         self._hear(outcome)
@@ -442,7 +442,7 @@ class SimWorker:
 
     def _note_places(self, plan: StepPlan) -> None:
         """Has the states kept that stand after a step where they are to be kept."""
-        for sequence in (piece.sequence for piece in plan.pieces) if self._settings.states is not None else ():
+        for sequence in (chunk.sequence for chunk in plan.scheduled) if self._settings.states is not None else ():
             job = self._jobs.get(sequence.seq_id)
             if job is None or job.places is None or sequence.state is not SequenceState.RUNNING:
                 continue

@@ -173,19 +173,19 @@ class Checker:
         return found
 
     def _leases(self, node: Life) -> Iterator[str]:
-        """Yields a finding for leased slots that are in neither the stock nor the features of a worker, and for
+        """Yields a finding for leased slots that are in neither the free slots nor the features of a worker, and for
         holders that are still fenced."""
-        stocks = {}
+        free = {}
         for life in self._lives.values():
             if life.is_worker and life.runs:
                 epoch = life.component.worker.epoch
                 scheduler = epoch._steps.scheduler
                 chains = [chain.owned_slots() for chain in scheduler.side_chains()]
-                stocks[epoch.number] = set().union(scheduler.stock.slots, *chains)
+                free[epoch.number] = set().union(scheduler.free_slots.slots, *chains)
         for holder in node.component.pool.ledger.holders.values():
-            lost = set(holder.leased) - stocks.get(holder.epoch, set())
+            lost = set(holder.leased) - free.get(holder.epoch, set())
             if lost:
-                yield f"{node.name}: slots {sorted(lost)} are leased to {holder.name} and in no stock"
+                yield f"{node.name}: slots {sorted(lost)} are leased to {holder.name} and free nowhere"
             if holder.fenced:
                 yield f"{node.name}: {holder.name} is fenced still"
 

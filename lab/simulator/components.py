@@ -96,13 +96,15 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
     if role == "prefill":
         prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_prefills=64)
         return await start_prefill(prefill, backend_factory=factory, turn=turn)
-    guesses = SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
+    draft_tokens = (
+        SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
+    )
     decode = DecodeFlags(
         **flags,
         max_num_batched_tokens=shape.step_tokens,
         max_num_seqs=shape.max_seqs,
         max_waiting_seqs=64,
-        speculative_config=guesses,
+        speculative_config=draft_tokens,
         # Pools are small.
         partial_block_percent=5,
     )

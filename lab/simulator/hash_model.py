@@ -5,7 +5,7 @@ memory.
     token after p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
     its log probability = a hash of cell p and of the token         the likeliest ones: of cell p alone
 
-Where it ``repeats``, three tokens of four are the next one of a short cycle, so that guesses by looking back in the
+Where it ``repeats``, three tokens of four are the next one of a short cycle, so that drafts by looking back in the
 text are often right, and often wrong.
 
 A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
@@ -138,7 +138,7 @@ class StepCosts:
         return took_s
 
 
-class HashPiece(NamedTuple):
+class HashChunk(NamedTuple):
     """Represents what a step computes of one sequence: ``tokens``, which begin at the position ``first``, of a context
     that has ``length`` positions after the step."""
 
@@ -148,11 +148,11 @@ class HashPiece(NamedTuple):
     length: int
 
 
-def _pieces_of(batch: StepBatch) -> Iterator[HashPiece]:
+def _pieces_of(batch: StepBatch) -> Iterator[HashChunk]:
     starts, tokens, tables = batch.query_starts.tolist(), batch.token_ids.tolist(), batch.block_tables.tolist()
     for row, length in enumerate(batch.context_lens.tolist()):
         own = tokens[starts[row] : starts[row + 1]]
-        yield HashPiece(tables[row], own, length - len(own), length)
+        yield HashChunk(tables[row], own, length - len(own), length)
 
 
 class HashStep:
@@ -166,7 +166,7 @@ class HashStep:
         self.copies = tuple(copies)
         self.rows = rows
         self.lands_s = 0.0
-        self.pieces = tuple(_pieces_of(batch))
+        self.scheduled = tuple(_pieces_of(batch))
         self.slots = self._slots(backend.layout.block_size)
         self._backend = backend
 
@@ -179,10 +179,10 @@ class HashStep:
     def _slots(self, size: int) -> tuple[set[int], set[int]]:
         """Returns the slots that a step reads, and those that it writes."""
         reads, writes = {source for source, _ in self.copies}, {target for _, target in self.copies}
-        for piece in self.pieces:
-            last = -(-piece.length // size)
-            writes.update(piece.table[piece.first // size : last])
-            reads.update(piece.table[:last])
+        for chunk in self.scheduled:
+            last = -(-chunk.length // size)
+            writes.update(chunk.table[chunk.first // size : last])
+            reads.update(chunk.table[:last])
         return reads - writes, writes
 
 
@@ -263,7 +263,7 @@ class HashBackend:
     def _run(self, step: HashStep) -> Sampled:
         size, cells = self.layout.block_size, self._cells
         after: list[tuple[int, int]] = []
-        for table, tokens, first, _ in step.pieces:
+        for table, tokens, first, _ in step.scheduled:
             cell = self._read(table, first)
             for position, token in enumerate(tokens, first):
                 if token < 0:

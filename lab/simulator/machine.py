@@ -30,7 +30,7 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.client.attachment import CONNECT_RETRY_S, RENEW_PAUSE_S
 from pillion.kvstore.memory.domain import Division, HostDomain
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
-from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors
+from pillion.kvstore.pool_survival.keeper_client import KeeperDescriptors
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.wire.attach import AttachHello, AttachReply
 
@@ -84,10 +84,10 @@ class SimKeeper:
         self._kept = kept
         self._lost = True
 
-    def take(self, name: str) -> KeptDescriptors | None:
+    def take(self, name: str) -> KeeperDescriptors | None:
         """Returns the segments that an earlier life of the node has handed to the keeper."""
         found = self._kept.get(name)
-        return None if found is None else _KeptNumbers(list(found), [])
+        return None if found is None else _NumberDescriptors(list(found), [])
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
         """Keeps a node's segments, so that they outlive it."""
@@ -101,7 +101,7 @@ class SimKeeper:
         """Does nothing, because there is no connection."""
 
 
-class _KeptNumbers(KeptDescriptors):
+class _NumberDescriptors(KeeperDescriptors):
     def close(self) -> None:
         """Does nothing, because segments are numbers here, and no descriptors of this process."""
 

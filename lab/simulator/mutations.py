@@ -15,9 +15,9 @@ from unittest import mock
 
 from lab.simulator.step_driver import VirtualStepLoop
 from pillion.engine.scheduling.in_flight import InFlightSteps, _LaunchedStep
+from pillion.engine.scheduling.parallel_samples import ParallelSampling
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.siblings import Siblings
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker.heartbeat import EpochTerm
@@ -277,14 +277,14 @@ MUTATIONS: dict[str, Mutation] = {
     "an abandoned ticket stays": _instead(NodeClient, "_abandon", _nothing),
     "what an abandoned call has leased stays leased": _instead(Ledger, "release", _released_by_number),
     "a step has one token too many": _instead(TokenBudget, "left", _one_more_token),
-    "all guesses are right": _instead(Sequence, "accept", _proposals_are_right),
+    "all draft tokens are right": _instead(Sequence, "accept", _proposals_are_right),
     "the hand-off waits for nothing": _instead(Pool, "await_chain", _awaits_nothing),
     "fetched blocks land in each other's slots, and are not verified": _slots_crossed,
     "the loser of a commit gives its slot away at once": _instead(Ledger, "_seal", _commit_twice),
     "a ticket opens without its pin": _instead(Ledger, "admit", _admitted_unpinned),
     "a dead worker's slots are kept": _instead(Ledger, "gone", _dead_workers_stay),
-    "a sibling's half block is not copied": _instead(Siblings, "start_running", _no_copies),
-    "the KV of wrong guesses counts": _instead(Sequence, "accept", _rejected_stay),
+    "a parallel sample's half block is not copied": _instead(ParallelSampling, "start_running", _no_copies),
+    "the KV of wrong draft tokens counts": _instead(Sequence, "accept", _rejected_stay),
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
     "salts do not keep caches apart": _salt_ignored,
     "a replay scores its prompt anew": _instead(

@@ -116,7 +116,7 @@ class ClusterShape:
 
     @property
     def repeats(self) -> bool:
-        """Says whether the model's answers repeat themselves, so that guesses are often right."""
+        """Says whether the model's answers repeat themselves, so that drafts are often right."""
         return bool(self.drafter)
 
     def processes(self) -> tuple[str, ...]:

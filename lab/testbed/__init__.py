@@ -16,7 +16,7 @@
 - `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
 - `tiny_model` writes small random checkpoints into Hugging Face folders.
 - `scripted_model` writes checkpoints whose answers are written beforehand, with calls of tools.
-- `draft_models` makes draft models of a model's first layers, and models that such drafts guess well.
+- `draft_models` makes draft models of a model's first layers, and models that such drafts draft well.
 - `eagle_heads` makes random EAGLE-3 heads for a model.
 - `random_adapter` makes random LoRA adapters in the form that backends take.
 - `plain_model` makes a plain Hugging Face folder of a GGUF file, such as the demo model's, for other programs.

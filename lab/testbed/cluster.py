@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 120.0
 # With this heartbeat timeout no component is taken for lost because the machine is busy, or because a test holds a
 # process.
 PATIENT_MS = int(2 * WITHIN_S * 1000)
-# A decode worker passes this point once for each step. Unless tokens are guessed, a step gives a stream one token at
+# A decode worker passes this point once for each step. Unless tokens are drafted, a step gives a stream one token at
 # most, so the number of passings is certain; whether the tokens of earlier steps have left the worker is not.
 AMID_STEPS = "decode, before a launch"
 # A worker is held this long for the sake of streams that may begin meanwhile, before it goes on for some steps: first

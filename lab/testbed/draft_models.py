@@ -28,7 +28,7 @@ def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathl
 
 def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, factor: float) -> pathlib.Path:
     """Write the model of ``folder`` with the outputs of each layer after the first ``loud`` ones scaled by ``factor``,
-    so that a draft of the first layers guesses most tokens right; return ``into``."""
+    so that a draft of the first layers drafts most tokens right; return ``into``."""
     config, tensors = _read(folder, into)
     for name, tensor in tensors.items():
         if _layer(name) >= loud and name.endswith(ADDED):

@@ -246,7 +246,7 @@ def message_of(message: Message, where: str) -> ChatMessage:
 
 
 def _text_of_parts(parts: Sequence[Any], where: str) -> str:
-    """Returns the text of a content that came in parts, joined as the HTTP door joins them. Raises InvalidRequest,
+    """Returns the text of a content that came in parts, joined as the HTTP API joins them. Raises InvalidRequest,
     which names ``where``, for images and all else that is no text."""
     texts = []
     for number, part in enumerate(parts):

@@ -143,13 +143,13 @@ STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of 
 ACCEPTED = _counter(
     "pillion.step.accepted_tokens",
     "{token}",
-    "Guessed tokens that were right, by place in the guess, from 0.",
+    "Draft tokens that were right, by place among those of a step, from 0.",
     "position",
 )
 WASTED = _counter(
     "pillion.step.wasted_tokens",
     "{token}",
-    "Guessed tokens that were wrong, or after a wrong one, by place in the guess, from 0.",
+    "Draft tokens that were wrong, or after a wrong one, by place among those of a step, from 0.",
     "position",
 )
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")

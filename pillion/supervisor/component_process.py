@@ -64,7 +64,7 @@ EXIT_HURRIED = 130
 # In a gateway a thread that reads a large body lets the event loop go on after this time. With Python's 5 ms each look
 # of the loop at the system would cost every client 5 ms while such bodies come.
 GATEWAY_SWITCH_INTERVAL_S = 0.0005
-# A process may have this many open files if the system's hard limit lets it. Both doors of a gateway hold up to 4,096
+# A process may have this many open files if the system's hard limit lets it. Both APIs of a gateway hold up to 4,096
 # connections each, and shells and service managers begin with a soft limit of 1,024: above it no client gets in.
 MAX_OPEN_FILES = 65_536
 

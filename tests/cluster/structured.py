@@ -1,6 +1,6 @@
 """Answers of a given shape under everything that may happen to them, with real processes.
 
-    {shape} x {split policy} x {answers} x {guesses} x {prefix} x {trouble}
+    {shape} x {split policy} x {answers} x {draft tokens} x {prefix} x {trouble}
 
 Each case's answers are valid, and token by token and log probability by log probability those of an undisturbed run;
 the undisturbed run's log probabilities are those of the masked distribution, by transformers and a matcher of the
@@ -56,12 +56,12 @@ from pillion.types import (
     ToolOptions,
 )
 from tests.support.covering import covering_rows
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.patches import PATCH, PATCHED
 
 POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 ANSWERS = (1, 4)
-GUESSES = (True, False)
+DRAFT_TOKENS = (True, False)
 PREFIXES = ("miss", "hit")
 # What is killed amid all answers. A prefill worker has its part of a prompt behind it by then, so one dies at its first
 # launch for these prompts instead.
@@ -78,8 +78,8 @@ MAX_TOKENS = 600
 TOKENS_BEFORE_KILL = 8
 CROWD, CROWD_TOKENS = 14, 900
 # How many of the decode worker's steps are between two looks whether all answers are in their middle, and whether the
-# crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases. With guesses
-# a step gives an answer five tokens at most, of some two hundred.
+# crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases. With draft
+# tokens a step gives an answer five tokens at most, of some two hundred.
 STEPS_BETWEEN_LOOKS, CROWDED_SHARE = 4, 0.75
 RESULT_WITHIN_S = 300.0
 # A supervisor gives up where a component dies too often. These are of as many kinds as there are.
@@ -188,16 +188,16 @@ class StructuredCase:
     shape: str
     policy: str
     answers: int
-    guesses: bool
+    draft_tokens: bool
     prefix: str
     trouble: str
 
     def __str__(self) -> str:
-        guesses = "guesses" if self.guesses else "no guesses"
-        return f"{self.shape} / {self.policy} / n={self.answers} / {guesses} / {self.prefix} / {self.trouble}"
+        draft_tokens = "draft_tokens" if self.draft_tokens else "no draft tokens"
+        return f"{self.shape} / {self.policy} / n={self.answers} / {draft_tokens} / {self.prefix} / {self.trouble}"
 
 
-_DIMENSIONS = (tuple(SHAPES), POLICIES, ANSWERS, GUESSES, PREFIXES, TROUBLES)
+_DIMENSIONS = (tuple(SHAPES), POLICIES, ANSWERS, DRAFT_TOKENS, PREFIXES, TROUBLES)
 
 
 def full_matrix() -> list[StructuredCase]:
@@ -436,9 +436,9 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool) -> Iterator[StructuredCluster]:
+def structured_cluster(folder: pathlib.Path, model: pathlib.Path, draft_tokens: bool) -> Iterator[StructuredCluster]:
     """Run a cluster, and a further gateway process for each policy but the first."""
-    flags = (*FLAGS, "--speculative-config", str(guessing(4))) if guesses else FLAGS
+    flags = (*FLAGS, "--speculative-config", str(speculative(4))) if draft_tokens else FLAGS
     flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
     with served(folder, str(model), *flags, faults=True) as running, contextlib.ExitStack() as stack:
         gateways = {policy: GatewayProcess(running, policy) for policy in POLICIES[1:]}
@@ -509,7 +509,9 @@ class GatewayProcess:
 
 def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[StructuredCase]]]]:
     """Yields groups of cases that run at once, by clusters; few enough of them have a kill."""
-    for guesses, mine in itertools.groupby(sorted(cases, key=lambda case: case.guesses), key=lambda case: case.guesses):
+    for draft_tokens, mine in itertools.groupby(
+        sorted(cases, key=lambda case: case.draft_tokens), key=lambda case: case.draft_tokens
+    ):
         batches: list[list[StructuredCase]] = []
         in_order = sorted(mine, key=lambda case: TROUBLES.index(case.trouble))
         for _, same in itertools.groupby(in_order, key=lambda case: case.trouble):
@@ -517,7 +519,7 @@ def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[
         kills = [batch for batch in batches if batch[0].trouble in KILLED]
         others = [batch for batch in batches if batch[0].trouble not in KILLED]
         for part in _chunks(kills, KILLS_PER_CLUSTER) or [[]]:
-            yield guesses, others + part
+            yield draft_tokens, others + part
             others = []
 
 
@@ -548,10 +550,10 @@ def run_structured(cases: Sequence[StructuredCase]) -> list[tuple[StructuredCase
     with tempfile.TemporaryDirectory(prefix="pil-") as root:
         model = save_thinking_model(pathlib.Path(root, "tiny"))
         oracle = MaskedOracle(model)
-        for number, (guesses, batches) in enumerate(sessions(cases)):
+        for number, (draft_tokens, batches) in enumerate(sessions(cases)):
             folder = pathlib.Path(root, str(number))
             folder.mkdir()
-            with structured_cluster(folder, model, guesses) as cluster:
+            with structured_cluster(folder, model, draft_tokens) as cluster:
                 for case in itertools.chain.from_iterable(batches):
                     key = case.shape, case.answers
                     if key not in wanted:

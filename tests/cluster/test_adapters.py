@@ -32,7 +32,7 @@ from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
 from tests.support.adapters import adapted_model, make_adapter, make_virtual
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache
 
@@ -45,7 +45,7 @@ GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64"),
     *("--decode-workers", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
-    *("--speculative-config", str(guessing(3)), "--allow-runtime-lora-updating"),
+    *("--speculative-config", str(speculative(3)), "--allow-runtime-lora-updating"),
 )
 Tokens = Callable[[str, list[int], int], Any]
 
@@ -114,8 +114,8 @@ def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster
     settled(cluster)
 
 
-def test_siblings_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
-    """Guesses, too: the decode workers make some in every test here."""
+def test_parallel_samples_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
+    """Draft tokens, too: the decode workers make some in every test here."""
     ids = byte_prompt(63, 90)
     with Client(cluster.target) as client:
         for cached in (False, True):

@@ -19,8 +19,8 @@ BODIES = pathlib.Path(__file__).parents[1] / "clients" / "bodies"
 BLOCK, TURNS = 16, 12
 WORD = {"type": "string", "pattern": '^[a-z"]{120}$'}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
-# Each door's own fields of a tool, and of the wish that it is called.
-DOORS: dict[str, tuple[dict[str, Any], Any]] = {
+# Each API's own fields of a tool, and of the wish that it is called.
+APIS: dict[str, tuple[dict[str, Any], Any]] = {
     "claude_code": ({"name": "run", "input_schema": SCHEMA}, {"type": "any", "disable_parallel_tool_use": True}),
     "codex": ({"type": "function", "name": "run", "parameters": SCHEMA}, "required"),
     "opencode": ({"type": "function", "function": {"name": "run", "parameters": SCHEMA}}, "required"),
@@ -48,7 +48,7 @@ async def test_turns_find_the_turns_before_them(tmp_path: pathlib.Path) -> None:
         node = {"kv_pool_bytes": 64 * 2**20}
         async with running_components(pathlib.Path(short), model=model, node=node) as components:
             await until("the gateway to know the worker's model", components.client.models)
-            for name, (tool, choice) in DOORS.items():
+            for name, (tool, choice) in APIS.items():
                 sent = json.loads((BODIES / f"{name}.json").read_text())
                 sent["body"] |= {"model": "tiny", "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
                 if name == "claude_code":

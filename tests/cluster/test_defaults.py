@@ -1,5 +1,5 @@
 """What holds where a client says nothing: a model's own sampling values, and the room that a context has left, at every
-door. The model recommends temperature 0, so that its answers are greedy wherever its recommendation is heard."""
+API. The model recommends temperature 0, so that its answers are greedy wherever its recommendation is heard."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ async def batched(client: openai.AsyncOpenAI) -> str:
     return str(written["response"]["body"]["choices"][0]["message"]["content"])
 
 
-async def test_the_model_s_own_temperature_holds_at_every_door(components: Components, tiny: pathlib.Path) -> None:
+async def test_the_model_s_own_temperature_holds_at_every_api(components: Components, tiny: pathlib.Path) -> None:
     client = components.client
     greedy = await text_of(client.chat(CHAT, temperature=0, max_tokens=TOKENS))
     plain = await text_of(client.generate(PROMPT, temperature=0, max_tokens=TOKENS))
-    # Equal answers cannot come of a common seed: none is given, and each door draws its own.
+    # Equal answers cannot come of a common seed: none is given, and each API draws its own.
     assert await text_of(client.chat(CHAT, max_tokens=TOKENS)) == greedy
     assert await text_of(client.generate(PROMPT, max_tokens=TOKENS)) == plain
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}

@@ -216,16 +216,16 @@ def test_new_keys_are_seen_by_both(cluster: ServedCluster, keys_file: pathlib.Pa
     wait_for("the key in every process", known)
 
 
-def door_clients(key: str) -> tuple[openai.OpenAI, anthropic.Anthropic]:
+def api_clients(key: str) -> tuple[openai.OpenAI, anthropic.Anthropic]:
     url = f"http://127.0.0.1:{HTTP_PORT}"
     usual: Any = {"api_key": KEYS[key], "max_retries": 0, "timeout": 100}
     return openai.OpenAI(base_url=f"{url}/v1", **usual), anthropic.Anthropic(base_url=url, **usual)
 
 
-def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
+def test_the_other_apis_answer_their_clients(cluster: ServedCluster) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 5, "messages": MESSAGES}
     to_respond: Any = {"model": "tiny", "max_output_tokens": 100, "input": MESSAGES}
-    responses, messages = door_clients("free")
+    responses, messages = api_clients("free")
     with responses, messages:
         parsed = responses.responses.parse(**to_respond, text_format=Sky)
         assert isinstance(parsed.output_parsed, Sky)
@@ -241,7 +241,7 @@ def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
         assert prompt_tokens > 64
 
         def cached(salt: str) -> tuple[int, int]:
-            """Return how many tokens of the prompt each door finds."""
+            """Return how many tokens of the prompt each API finds."""
             extra = {"cache_salt": salt}
             message = messages.messages.create(**asked, extra_body=extra)
             response = responses.responses.create(**{**to_respond, "max_output_tokens": 5}, extra_body=extra)
@@ -249,16 +249,16 @@ def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
             assert response.usage is not None
             return message.usage.cache_read_input_tokens or 0, response.usage.input_tokens_details.cached_tokens
 
-        # The doors find what the others have left, and nobody finds it by another salt.
+        # The APIs find what the others have left, and nobody finds it by another salt.
         first, second = cached("one")
         assert (first, second > 48) == (0, True)
         assert cached("one") == (second, second)
         assert cached("two")[0] == 0
 
 
-def test_tenants_and_quotas_hold_at_the_other_doors(cluster: ServedCluster) -> None:
+def test_tenants_and_quotas_hold_at_the_other_apis(cluster: ServedCluster) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 1, "messages": MESSAGES, "extra_body": {"cache_salt": "one"}}
-    responses, messages = door_clients("once")
+    responses, messages = api_clients("once")
     with responses, messages:
         # Another tenant has the same words and the same salt in the cache, and its only request in a minute finds none.
         assert messages.messages.create(**asked).usage.cache_read_input_tokens == 0
@@ -269,12 +269,12 @@ def test_tenants_and_quotas_hold_at_the_other_doors(cluster: ServedCluster) -> N
             responses.responses.create(model="tiny", input="x")
         with pytest.raises(openai.RateLimitError):
             responses.chat.completions.create(model="tiny", messages=MESSAGES)
-    other, anthropics = door_clients("late")
+    other, anthropics = api_clients("late")
     with other, anthropics, pytest.raises(anthropic.AuthenticationError):
         anthropics.with_options(api_key="wrong").messages.create(**asked)
 
 
-def test_batches_take_lines_of_every_door_and_shapes(cluster: ServedCluster) -> None:
+def test_batches_take_lines_of_every_api_and_shapes(cluster: ServedCluster) -> None:
     chat = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
     shape = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER["schema"]}}
     response = {"model": "tiny", "max_output_tokens": 100, "input": "Rome?", "text": {"format": WEATHER}}
@@ -283,7 +283,7 @@ def test_batches_take_lines_of_every_door_and_shapes(cluster: ServedCluster) -> 
         "/v1/responses": [response, wrong],
         "/v1/chat/completions": [chat | {"response_format": shape, "seed": n} for n in range(2)],
     }
-    client, _ = door_clients("free")
+    client, _ = api_clients("free")
     with client:
         for url, asked in bodies.items():
             lines = [{"custom_id": f"c{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(asked)]

@@ -50,7 +50,7 @@ GREEDY = byte_prompt(1, 500)
 KINDS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "greedy": (GREEDY, {"temperature": 0.0}),
     "sampled": (byte_prompt(2, 400), {"temperature": 1.0, "seed": 7, "logprobs": 2}),
-    "siblings": (byte_prompt(3, 300), {"n": 3, "temperature": 1.0, "seed": 5}),
+    "parallel_samples": (byte_prompt(3, 300), {"n": 3, "temperature": 1.0, "seed": 5}),
     "adapter": (byte_prompt(4, 300), {"model": "red", "temperature": 0.0}),
 }
 TOKENS = 60

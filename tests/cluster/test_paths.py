@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPe
 from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, Delta
 from tests.support.components import Components, running_components
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.oracle import Oracle, first_difference
 
 EPSILON = 1e-3
@@ -34,10 +34,10 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "constant budget": ({}, {}),
     "small budget": ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, {"split_policy": "colocated"}),
     "target": ({"target_itl_ms": 5.0}, {"split_policy": "colocated"}),
-    "guesses": ({"speculative_config": guessing(5)}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
-    "guesses, small budget": (
+    "draft_tokens": ({"speculative_config": speculative(5)}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
+    "draft tokens, small budget": (
         {
-            "speculative_config": guessing(5, "suffix"),
+            "speculative_config": speculative(5, "suffix"),
             "max_num_batched_tokens": 24,
             "max_num_seqs": 4,
             "target_itl_ms": 5.0,
@@ -88,7 +88,8 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
         for again in (False, True):
-            # All run at once with two answers each, so that prompt tails, decodes, siblings and drafts share steps.
+            # All run at once with two answers each, so that prompt tails, decodes, parallel samples and drafts share
+            # steps.
             streams = [
                 ask(components.client, prompt, temperature=0.0, n=2, cache_salt=f"{number}")
                 for number, prompt in enumerate(PROMPTS)
@@ -110,8 +111,8 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
     found = []
     for decode, slots in (
         ({}, 2000),
-        ({"speculative_config": guessing(5)}, 2000),
-        ({"speculative_config": guessing(3, "suffix"), "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
+        ({"speculative_config": speculative(5)}, 2000),
+        ({"speculative_config": speculative(3, "suffix"), "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
     ):
         async with components_on(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
             assert components.kvnode.pool.ledger.num_slots == slots
@@ -127,7 +128,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
 async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
     folder: pathlib.Path, oracle: Oracle
 ) -> None:
-    async with components_on(folder, decode={"speculative_config": guessing(4)}) as components:
+    async with components_on(folder, decode={"speculative_config": speculative(4)}) as components:
         for prompt in PROMPTS:
             deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
             ids = torch.tensor([list(prompt)])

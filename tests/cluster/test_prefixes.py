@@ -1,4 +1,4 @@
-"""Prompts computed ahead and pinned, on the real parts with a small pool: pressure, tenants, doors, another gateway."""
+"""Prompts computed ahead and pinned, on the real parts with a small pool: pressure, tenants, APIs, another gateway."""
 
 from __future__ import annotations
 

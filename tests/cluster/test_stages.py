@@ -217,9 +217,11 @@ async def test_workers_of_every_shape_prefill_for_a_decode_worker(tmp_path: path
             workers[name] = await start_prefill(PrefillFlags(**every, **own, **sizes, **budget))
             stack.push_async_callback(workers[name].stop, 0.0)
         own = {"component_id": "decode", "listen": f"unix:{folder}/decode.sock"}
-        # Guesses are the decode worker's, and meet blocks of stages.
-        guesses = {"speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')}
-        workers["decode"] = await start_decode(DecodeFlags(**every, **own, **guesses))
+        # Draft tokens are the decode worker's, and meet blocks of stages.
+        draft_tokens = {
+            "speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
+        }
+        workers["decode"] = await start_decode(DecodeFlags(**every, **own, **draft_tokens))
         stack.push_async_callback(workers["decode"].stop, 0.0)
         shown = GatewayFlags(**shape_of(model))
         prepared = prepare(shown)

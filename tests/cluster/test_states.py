@@ -34,7 +34,7 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16M
 CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
 TOKENS, HELD_AT_STEP = 24, 12
 RED = "red"
-# An answer is asked for again at most so often, until some of its tokens were guessed.
+# An answer is asked for again at most so often, until some of its tokens were drafted.
 MOST_ASKED = 50
 AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
@@ -160,26 +160,26 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
 
 
 @pytest.mark.long
-def test_guesses_change_no_token(tmp_path: pathlib.Path) -> None:
-    """Guessed tokens that were wrong leave no trace in a state, also where a decode worker dies amid answers."""
+def test_draft_tokens_change_no_token(tmp_path: pathlib.Path) -> None:
+    """Draft tokens that were wrong leave no trace in a state, also where a decode worker dies amid answers."""
     folder = make_model(tmp_path / "model", HYBRIDS["lfm2"])[0]
-    guessing = "--speculative-config", '{"method": "suffix", "num_speculative_tokens": 4}'
+    drafting = "--speculative-config", '{"method": "suffix", "num_speculative_tokens": 4}'
     looping = [tokens_of(12, 7) * 4, *PROMPTS]
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *CHUNKED, *guessing, split_policy="colocated", faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *drafting, split_policy="colocated", faults=True) as cluster,
     ):
         answers = HybridAnswers(folder, cluster)
         answers.check(looping)
-        # The measured costs decide how much is guessed, for one stream the most.
-        guessed = right = 0
+        # The measured costs decide how much is drafted, for one stream the most.
+        drafted = right = 0
         for _ in range(MOST_ASKED):
             for delta in answers.check(looping[:1]):
                 assert delta.usage is not None
-                guessed, right = guessed + delta.usage.guessed_tokens, right + delta.usage.accepted_tokens
+                drafted, right = drafted + delta.usage.guessed_tokens, right + delta.usage.accepted_tokens
             if right:
                 break
-        assert 0 < right <= guessed
+        assert 0 < right <= drafted
         cluster.arm(HELD_AT_STEP // 2, signal.SIGKILL)
         answers.check(looping, kill=True)
         wait_for("all slots back", cluster.idle)
@@ -188,15 +188,15 @@ def test_guesses_change_no_token(tmp_path: pathlib.Path) -> None:
 @pytest.mark.long
 @needs_kernels
 def test_ranks_go_on_from_states_of_stages(tmp_path: pathlib.Path) -> None:
-    """A prefill worker of two stages and a decode worker of two ranks, with hits, guesses, several answers to a prompt,
-    and the death of each worker."""
+    """A prefill worker of two stages and a decode worker of two ranks, with hits, draft tokens, several answers to a
+    prompt, and the death of each worker."""
     folder = make_model(tmp_path / "model", HYBRIDS["qwen3-next"])[0]
     processes = "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1", "--pipeline-parallel-size", "2"
-    guessing = "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'
+    drafting = "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'
     prompts, whole = [tokens_of(12, 7) * 12, *PROMPTS], [128, *WHOLE]
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *CHUNKED, *processes, *guessing, faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *processes, *drafting, faults=True) as cluster,
     ):
         answers = HybridAnswers(folder, cluster)
         first = answers.check(prompts)

@@ -1,5 +1,5 @@
 """Models with states whatever comes together: prompts that share any part of what came before, split policies, several
-answers to one, a pool that is too small for all of them, a draft model or a head that guesses, and kills at named
+answers to one, a pool that is too small for all of them, a draft model or a head that drafts, and kills at named
 points. Each answer is transformers'."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KILLS = (
     "kvnode, after a ticket",
 )
 CHUNK_TOKENS, MAX_MODEL_LEN = 32, 512
-# An answer is asked for again at most so often, until some of its tokens were guessed; memory for guesses may come
+# An answer is asked for again at most so often, until some of its tokens were drafted; memory for draft tokens may come
 # late.
 MOST_ASKED = 50
 
@@ -91,14 +91,14 @@ async def _read(client: AsyncClient, one: DrawnRequest) -> list[Delta]:
     return [delta async for delta in client.generate(list(one.prompt), **options)]
 
 
-def guessed(last: list[Delta]) -> int:
-    """Returns how many tokens were guessed for these answers."""
+def drafted(last: list[Delta]) -> int:
+    """Returns how many tokens were drafted for these answers."""
     return sum(delta.usage.guessed_tokens for delta in last if delta.usage is not None)
 
 
-def guessing(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
-    """Returns the value of --speculative-config for guesses of a random head, which are wrong, or of the model itself,
-    which are right and whose states are beside those of the streams."""
+def drafting(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
+    """Returns the value of --speculative-config for draft tokens of a random head, which are wrong, or of the model
+    itself, which are right and whose states are beside those of the streams."""
     draft = save_head(folder, model, state_layers=(0, 1, 2)) if method == "eagle3" else model
     return json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})
 
@@ -115,7 +115,7 @@ def folder() -> Iterator[pathlib.Path]:
 
 async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short form, in this process and without kills."""
-    # So that the machine's speed does not decide whether anything is guessed.
+    # So that the machine's speed does not decide whether anything is drafted.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
@@ -124,8 +124,8 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
     async with contextlib.AsyncExitStack() as stack:
         pool = {"kv_pool_bytes": 44 * 4096}
         prefill = {"max_num_batched_prefill_tokens": CHUNK_TOKENS}
-        guesses = parse_speculative_config(guessing(model, folder / "head", "eagle3"))
-        decode = {"partial_block_percent": 0, "speculative_config": guesses}
+        draft_tokens = parse_speculative_config(drafting(model, folder / "head", "eagle3"))
+        decode = {"partial_block_percent": 0, "speculative_config": draft_tokens}
         running = await stack.enter_async_context(
             running_components(folder, model=shape, node=pool, prefill=prefill, decode=decode)
         )
@@ -149,10 +149,10 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
         assert times == [(0, 96), (96, 0)]
         alone = [DrawnRequest(tuple(tokens_of(100, 7)), "colocated", 1, 30)]
         for _ in range(MOST_ASKED):
-            if guessed(await check(oracle, clients, alone)):
+            if drafted(await check(oracle, clients, alone)):
                 break
         else:
-            pytest.fail("nothing is guessed")
+            pytest.fail("nothing is drafted")
         await until("every ticket's end", lambda: not ledger.tickets)
         check_integrity(ledger)
 
@@ -165,14 +165,14 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
 def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots: int, method: str) -> None:
     model = make_model(folder / "model", HYBRIDS[name])[0]
     oracle, rng = oracle_of(model), random.Random(name)
-    guesses = guessing(model, folder / "draft", method)
+    draft_tokens = drafting(model, folder / "draft", method)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)) as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
         board = FaultBoard(folder / "board")
         cluster.node("kv-a", "--kv-pool-bytes", str(slots * 4096))
         workers = (
             cluster.worker("prefill", "kv-a", "--max-num-batched-prefill-tokens", str(CHUNK_TOKENS)),
-            cluster.worker("decode", "kv-a", "--partial-block-percent", "0", "--speculative-config", guesses),
+            cluster.worker("decode", "kv-a", "--partial-block-percent", "0", "--speculative-config", draft_tokens),
         )
         targets = {
             policy: cluster.gateway("--split-policy", policy, "--chunk-size", str(CHUNK_TOKENS), name=f"g{number}")
@@ -201,7 +201,7 @@ def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots
                 asked, point, passing = drawn(rng), rng.choice(KILLS), rng.randint(1, 4)
                 if number % 2:
                     board.arm(0, BY_NAME[point], passing, signal.SIGKILL)
-                # Whether any token is guessed is decided by what steps take here.
+                # Whether any token is drafted is decided by what steps take here.
                 last += asyncio.run(one_round(asked))
                 died = board.fired(0) is not None
                 board.clear()

@@ -127,7 +127,7 @@ async def test_clients_over_grpc_and_without_servers_say_the_same(components: Co
     await components.proven()
 
 
-async def test_the_other_doors_carry_the_call(components: Components) -> None:
+async def test_the_other_apis_carry_the_call(components: Components) -> None:
     address = f"http://{components.gateway.http_address}"
     to_message: Any = {"model": "tiny", "max_tokens": 300, "messages": ASKED["messages"]}
     tool: Any = {"name": "Forecast", "input_schema": SCHEMA, "strict": True}

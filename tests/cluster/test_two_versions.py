@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "greedy": ("generate", byte_prompt(1, 500), {"temperature": 0.0, **LONG}),
     "sampled": ("generate", byte_prompt(2, 400), {"temperature": 1.0, "seed": 7, "logprobs": 2, **LONG}),
     "chat": ("chat", SAID, {"temperature": 0.7, "seed": 3, **LONG}),
-    "siblings": ("generate", byte_prompt(3, 300), {"n": 3, "temperature": 1.0, "seed": 5, **LONG}),
+    "parallel_samples": ("generate", byte_prompt(3, 300), {"n": 3, "temperature": 1.0, "seed": 5, **LONG}),
     "adapter": ("generate", byte_prompt(4, 300), {"model": "red", "temperature": 0.0, **LONG}),
     "structured": ("chat", SAID, {"schema": NUMBERS, "temperature": 1.0, "seed": 9, "max_tokens": 150}),
     "tool": ("chat", SAID, {"tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": 4}),

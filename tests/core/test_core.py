@@ -68,7 +68,7 @@ def test_answers_are_those_of_transformers(cluster: ServedCluster, folder: pathl
     assert first_difference(oracle.greedy(ids, TOKENS), got, TIE) == ""
 
 
-def test_both_doors_say_the_same(cluster: ServedCluster, port: int) -> None:
+def test_both_apis_say_the_same(cluster: ServedCluster, port: int) -> None:
     messages = [{"role": "user", "content": "What is a pillion?"}]
     with Client(cluster.target) as client:
         said = client.chat(messages, temperature=0.0, max_tokens=TOKENS)

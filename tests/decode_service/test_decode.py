@@ -20,7 +20,7 @@ from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from tests.support.ahead_backend import AheadBackend
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, prompt, running_workers, submit_of
 
@@ -174,10 +174,12 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
-@pytest.mark.parametrize("guesses", [0, 4])
-async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[FakeBackend], guesses: int) -> None:
-    """Also where the token that nobody could choose is in flight already, or after a guess that was right."""
-    flags = {"speculative_config": guessing(guesses)}
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+async def test_logits_that_are_no_numbers_fail_their_stream_alone(
+    backend: type[FakeBackend], draft_tokens: int
+) -> None:
+    """Also where the token that nobody could choose is in flight already, or after a draft token that was right."""
+    flags = {"speculative_config": speculative(draft_tokens)}
     async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         whole, other = greedy(tokens, 60), prompt(1, 30)
@@ -197,22 +199,25 @@ async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[
         await workers.quiet()
 
 
-async def test_guessed_tokens_change_no_answer() -> None:
-    async with running_workers(decode={"speculative_config": guessing(4)}) as workers, connected(workers) as connection:
+async def test_drafted_tokens_change_no_answer() -> None:
+    async with (
+        running_workers(decode={"speculative_config": speculative(4)}) as workers,
+        connected(workers) as connection,
+    ):
         # So many pairs of tokens that the answer is bound to hit one now and then, and then to go on differently.
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         answer = await start(workers, connection, 1, tokens, 60)
         await over(answer)
         assert answer.token_ids == greedy(tokens, 60)
-        assert [count for count in workers.decode_backend.steps[3:] if count > 1], "nothing was guessed"
+        assert [count for count in workers.decode_backend.steps[3:] if count > 1], "nothing was drafted"
         assert answer.last is not None
         assert answer.last.timings is not None
         judged = sum(count - 1 for count in workers.decode_backend.steps if 1 < count <= 5)
         assert 0 < answer.last.timings.guessed_tokens == judged
         assert answer.last.timings.accepted_tokens < judged
         # A stream that its gateway ends has no last delta, so it is told of them while it goes on.
-        assert answer.guesses == sorted(answer.guesses)
-        assert any(guessed for guessed, _ in answer.guesses[:-1])
+        assert answer.draft_tokens == sorted(answer.draft_tokens)
+        assert any(drafted for drafted, _ in answer.draft_tokens[:-1])
         await workers.quiet()
 
 

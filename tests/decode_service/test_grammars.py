@@ -106,10 +106,10 @@ async def test_each_further_answer_follows_the_grammar_from_its_begin(folder: st
     oracle = GrammarOracle(folder)
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         ticket = await workers.ticket(prompt(2, 10))
-        siblings = [decode_pb2.Sibling(key=key, seed=key) for key in (2, 3)]
-        submit = submit_of(1, ticket, prompt(2, 10), 200, grammar=JSON, siblings=siblings)
+        parallel_samples = [decode_pb2.Sibling(key=key, seed=key) for key in (2, 3)]
+        submit = submit_of(1, ticket, prompt(2, 10), 200, grammar=JSON, siblings=parallel_samples)
         answers = [await connection.submit(submit)]
-        answers += [connection.answers.setdefault(sibling.key, Answer()) for sibling in siblings]
+        answers += [connection.answers.setdefault(sample.key, Answer()) for sample in parallel_samples]
         for answer in answers:
             await answer.ended()
             assert answer.token_ids == oracle.greedy(prompt(2, 10), JSON, 200)

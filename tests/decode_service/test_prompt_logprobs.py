@@ -109,12 +109,12 @@ async def test_a_prompt_alone_is_scored_without_a_token() -> None:
         await workers.quiet()
 
 
-async def test_siblings_share_the_scores_of_their_prompt() -> None:
+async def test_parallel_samples_share_the_scores_of_their_prompt() -> None:
     free = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=11, prompt_logprobs=3, logprobs=1)
     async with running_workers() as workers, connected(workers) as connection:
         others = [connection.answers.setdefault(key, Answer()) for key in (5, 6)]
-        siblings = (Sibling(key=5, seed=12), Sibling(key=6, seed=13))
-        answer = await score(workers, connection, 1, sampling=free, siblings=siblings)
+        parallel_samples = (Sibling(key=5, seed=12), Sibling(key=6, seed=13))
+        answer = await score(workers, connection, 1, sampling=free, siblings=parallel_samples)
         await asyncio.gather(*(other.ended() for other in others))
         check(answer.prompt_logprobs, expected(PROMPT))
         assert [other.prompt_logprobs for other in others] == [[], []]

@@ -117,7 +117,7 @@ async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
         {"sampling": replace(GREEDY, prompt_logprobs=1)},
         {"pooled": False, "pooled_rows": 3, "max_tokens": 1},
     ],
-    ids=["tokens", "siblings", "scores", "mean"],
+    ids=["tokens", "parallel_samples", "scores", "mean"],
 )
 async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:

@@ -19,7 +19,7 @@ TERMINATED = 128 + 15
 
 
 def serve_on_engine(engine: DockerEngine, say: Callable[[str], None]) -> None:
-    """Build the image, serve 2 and 2 workers, kill containers in the middle of streams over both doors, stop, and leave
+    """Build the image, serve 2 and 2 workers, kill containers in the middle of streams over both APIs, stop, and leave
     nothing. Raises NoDockerError where something is missing for that, and AssertionError."""
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         began_s = time.monotonic()
@@ -44,11 +44,11 @@ def serve_on_engine(engine: DockerEngine, say: Callable[[str], None]) -> None:
 
 
 def _kill_amid_streams(project: DockerProject, say: Callable[[str], None]) -> None:
-    with project.doors.streams(PROMPTS, TOKENS) as streams:
+    with project.apis.streams(PROMPTS, TOKENS) as streams:
         pass
     texts = [stream.text for stream in streams]
     assert all(stream.finish == FinishReason.LENGTH for stream in streams)
-    say(f"{STREAMS} streams over both doors, longest pause {max(stream.pause_s for stream in streams):.2f} s")
+    say(f"{STREAMS} streams over both APIs, longest pause {max(stream.pause_s for stream in streams):.2f} s")
     for service in ("decode", "kvnode"):
         before = project.replays()
         kill = project.kill(service, PROMPTS, TOKENS, texts)

@@ -26,7 +26,7 @@ from tests.support.charts import render
 from tests.support.docker_engine import DockerEngine, own_engine, running_engine
 from tests.support.kube_runtime import DockerRuntime, PodRuntime, ProcessRuntime
 from tests.support.kubelet import Kubelet
-from tests.support.watched_streams import Doors, SteadyLoad
+from tests.support.watched_streams import Addresses, SteadyLoad
 
 CLIENTS, TOKENS = 4, 120
 PROMPTS = [f"Here is the story of number {number}: " + "it grew and grew. " * 8 for number in range(CLIENTS)]
@@ -64,12 +64,12 @@ async def replay(runtime: PodRuntime, values: Mapping[str, Any], name: str, say:
         await kubelet.apply()
         say(f"all pods ready after {time.monotonic() - began_s:.1f} s")
 
-        def doors() -> Doors:
+        def addresses() -> Addresses:
             address = kubelet.endpoints("rel-gateway")[0]
-            return Doors(f"{address}:50051", f"{address}:8000", name)
+            return Addresses(f"{address}:50051", f"{address}:8000", name)
 
         await until("the gateway behind its service", lambda: kubelet.endpoints("rel-gateway"))
-        load = SteadyLoad(doors, TOKENS, await asyncio.to_thread(_texts, doors()))
+        load = SteadyLoad(addresses, TOKENS, await asyncio.to_thread(_texts, addresses()))
         kubelet.arrived = load.arrived
         async with _under(load):
             for workload in ("rel-both", "rel-gateway"):
@@ -86,8 +86,8 @@ async def replay(runtime: PodRuntime, values: Mapping[str, Any], name: str, say:
         _check_pods(kubelet, say)
 
 
-def _texts(doors: Doors) -> dict[str, str]:
-    with doors.streams(PROMPTS, TOKENS) as streams:
+def _texts(addresses: Addresses) -> dict[str, str]:
+    with addresses.streams(PROMPTS, TOKENS) as streams:
         pass
     return {stream.prompt: stream.text for stream in streams}
 

@@ -129,7 +129,7 @@ def test_services() -> None:
 
 
 @pytest.mark.parametrize("name", ["QUANTIZATION", "QUANTIZATION_GROUP_SIZE", "KV_CACHE_DTYPE"])
-def test_all_that_must_agree_about_few_bits_are_told_the_same(name: str) -> None:
+def test_all_that_must_agree_about_quantized_weights_are_told_the_same(name: str) -> None:
     services = read_services({name: "x"})
     for component in COMPONENTS | {"prepare"}:
         assert services[component].environment[f"PILLION_{name}"] == "x", component

@@ -256,7 +256,7 @@ def test_prefill_workers_alone_have_stages() -> None:
     assert told == {"prefill-0": "2"}
 
 
-def test_all_containers_are_told_the_same_of_few_bits() -> None:
+def test_all_containers_are_told_the_same_of_quantized_weights() -> None:
     told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
     wanted = {
         "PILLION_QUANTIZATION": "int4",

@@ -1,7 +1,7 @@
 """Clusters in which faults are drawn: real processes with hooks at their fault points, each kind of its own shape.
 
 small   one worker of each kind, one gateway, standbys
-wide    two workers of each kind, two gateways behind one port, guessed tokens, a disk tier, standbys
+wide    two workers of each kind, two gateways behind one port, draft tokens, a disk tier, standbys
 nodes   two KV nodes with their own workers, as on two hosts, two gateways on two ports
 hosts   the same on three hosts of a network, whose links are long, narrow, lossy or cut (lab/testbed/networks.py)
 """
@@ -24,7 +24,7 @@ from pillion import Client
 from pillion.errors import Conflict, PillionError
 from tests.faults import leftovers
 from tests.faults.questions import write_models
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.own_cache import model_cache
 
 # The time that a whole cluster is given to be whole again, and how often that is looked at: each look costs the cores
@@ -150,7 +150,7 @@ def _one_node(
     if wide:
         workers = 2
         flags += ("--prefill-workers", "2", "--decode-workers", "2", "--gateway-workers", "2")
-        flags += ("--speculative-config", str(guessing(3)), "--disk-path", str(folder / "disk"))
+        flags += ("--speculative-config", str(speculative(3)), "--disk-path", str(folder / "disk"))
     names = {f"{role}-{number}" for role in ("prefill", "decode", "gateway") for number in range(workers)}
     with served(folder, name, *flags, environ=environ) as cluster:
         yield FaultPlace(

@@ -1,4 +1,4 @@
-"""At every door a special token that a client's message spells is text; in a client's own prompt it is the token."""
+"""At every API a special token that a client's message spells is text; in a client's own prompt it is the token."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ async def test_a_whole_answer(fakes: FakeCluster) -> None:
 
 
 async def test_ids_differ_where_a_clients_own_id_comes_again(fakes: FakeCluster) -> None:
-    """Ids of answers and of calls, of two turns with one id of the client's, at each door."""
+    """Ids of answers and of calls, of two turns with one id of the client's, at each API."""
     said, address = {"X-Request-Id": "same"}, fakes.gateway.http_address
     named = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}
     responses = {"input": "hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}

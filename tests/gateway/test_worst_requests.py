@@ -359,7 +359,7 @@ async def test_the_worst_bodies_leave_the_loop_to_others(
         await fakes.settled()
 
 
-# Doors that make one message of several, the field that has them, and whose they are.
+# APIs that make one message of several, the field that has them, and whose they are.
 JOINING: tuple[tuple[Callable[[bytes, str], AskedCall], str, bytes], ...] = (
     (messages_request, "messages", b"user"),
     (responses_request, "input", b"assistant"),

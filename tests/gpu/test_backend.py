@@ -26,7 +26,7 @@ from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import MASK_LATE, RowEdit, SamplingRows
 from pillion.types import SamplingParams
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
@@ -157,7 +157,7 @@ def test_log_probabilities_of_prompts(tmp_path):
 
 def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
     """The scheduler's most scored rows fit beside all sampled ones, so that a step allocates no logits."""
-    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, speculative_config=guessing(2))
+    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, speculative_config=speculative(2))
     limits = limits_of(flags, prepared)
     assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
     assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6
@@ -258,9 +258,9 @@ def test_copies_come_before_the_step(prepared):
     (one,) = driver.sequences.add()
     prompt = tokens_of(18, 4)
     driver.step((one, prompt))
-    sibling, sources, targets = driver.sequences.sibling(one)
+    parallel_sample, sources, targets = driver.sequences.parallel_sample(one)
     assert len(sources) == 1
-    batch = driver.sequences.step([(sibling, [5])])
+    batch = driver.sequences.step([(parallel_sample, [5])])
     copied = driver.backend.launch(batch, tuple(zip(sources, targets, strict=True)), rows_of([19])).wait()
     (fresh,) = driver.sequences.add()
     again = driver.backend.launch(driver.sequences.step([(fresh, [*prompt, 5])]), (), rows_of([19])).wait()

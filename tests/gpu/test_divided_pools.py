@@ -22,7 +22,7 @@ from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
-from tests.gpu.test_ranks import sibling_answers
+from tests.gpu.test_ranks import parallel_answers
 from tests.support.families import SAME_AT_ANY_LENGTH, tokens_of
 from tests.support.gpu import NATIVE
 
@@ -96,13 +96,13 @@ def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, 
             )
 
 
-def test_siblings_copy_what_lies_in_every_shard(team, prepared):
-    wanted = sibling_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
+def test_parallel_samples_copy_what_lies_in_every_shard(team, prepared):
+    wanted = parallel_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
     both = team.backend(prepared)
-    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=both, shards=2)) == wanted
+    assert parallel_answers(GpuDriver(prepared, num_slots=16, backend=both, shards=2)) == wanted
     both.close()
     alone = gpu_backend(prepared)
-    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=alone, shards=2)) == wanted
+    assert parallel_answers(GpuDriver(prepared, num_slots=16, backend=alone, shards=2)) == wanted
 
 
 def test_shards_that_are_too_small_are_refused(prepared):

@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     prepared = prepare(flags)
     driver = GpuStateDriver(prepared, num_slots=300, backend=gpu_backend(prepared))
     number, one, two = driver.sequences.add(3)
-    # A chunk, guesses, and a token.
+    # A chunk, draft tokens, and a token.
     close(driver.run_all(number, text, [LENGTH - 4, 3]), wanted)
     # A step that samples nothing ends with the last thing that it writes.
     assert driver.step((one, other[:PART]), sample=()).shape == (0, driver.backend.vocab_size)

@@ -1,4 +1,4 @@
-"""Models in few bits on a GPU: their weights' plan and memory, and their logits against transformers'."""
+"""Models quantized on a GPU: their weights' plan and memory, and their logits against transformers'."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PACKED = {
 
 @pytest.fixture(params=MODELS)
 def made(request, tmp_path, monkeypatch):
-    """The model's name, its folder in few bits, and a plain folder with the same numbers."""
+    """The model's name, its folder quantized, and a plain folder with the same numbers."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     plain = save_model(tmp_path / "plain", **MODELS[request.param])
     return request.param, *quantize_folder(plain, tmp_path, own(CHOSEN), also=("embed_tokens",))
@@ -60,7 +60,7 @@ def load(folder, memory, dtype="float32"):
     return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, shard=shard, memory=memory)
 
 
-def test_matrices_in_few_bits_are_not_widened(made):
+def test_matrices_that_are_quantized_are_not_widened(made):
     name, folder, _ = made
     weights = load(folder, own_memory(DEVICE), "bfloat16")
     for part, coding in {f"layers.0.{part}": coding for part, coding in PACKED[name].items()}.items():

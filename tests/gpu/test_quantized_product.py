@@ -1,4 +1,4 @@
-"""Products by matrices in few bits against plain torch, and the bits of a row alone and among others."""
+"""Products by quantized matrices against plain torch, and the bits of a row alone and among others."""
 
 from __future__ import annotations
 

@@ -27,23 +27,23 @@ def shard_of(rank: int, size: int) -> RankShard:
 
 
 @pytest.fixture
-def meeting() -> Iterator[int]:
-    descriptor = os.memfd_create("meeting")
+def rendezvous() -> Iterator[int]:
+    descriptor = os.memfd_create("rendezvous")
     yield descriptor
     os.close(descriptor)
 
 
-def test_a_meeting_ends_when_a_rank_has_ended(meeting, monkeypatch):
+def test_a_meeting_ends_when_a_rank_has_ended(rendezvous, monkeypatch):
     """Rank 0 waits for a rank that never comes; it hears of its end, or gives up after a while."""
     looks, let_go = iter([False, False]), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(rank_group, "_gloo", lambda store, shard: let_go.wait(WITHIN_S))
         with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others: another rank has ended"):
-            GpuRankGroup.join(shard_of(0, 2), meeting, DEVICE, own_device=False, aborted=lambda: next(looks, True))
+            GpuRankGroup.join(shard_of(0, 2), rendezvous, DEVICE, own_device=False, aborted=lambda: next(looks, True))
     let_go.set()
-    monkeypatch.setattr(rank_group, "MEETING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rank_group, "RENDEZVOUS_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others"):
-        GpuRankGroup.join(shard_of(0, 2), meeting, DEVICE, own_device=False)
+        GpuRankGroup.join(shard_of(0, 2), rendezvous, DEVICE, own_device=False)
     wait_for(
         "the threads that met nobody", lambda: "pillion-rank-group" not in {each.name for each in threading.enumerate()}
     )
@@ -53,8 +53,8 @@ def by_nccl(rank: int, size: int, path: str) -> None:
     """Each call, queued and in a graph."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    meeting = os.open(path, os.O_RDWR)
-    group = GpuRankGroup.join(shard_of(rank, size), meeting, device, own_device=True)
+    rendezvous = os.open(path, os.O_RDWR)
+    group = GpuRankGroup.join(shard_of(rank, size), rendezvous, device, own_device=True)
     assert group.capturable
     values = torch.full((5,), float(rank + 1), device=device)
     group.sum(values)
@@ -84,16 +84,16 @@ def by_nccl(rank: int, size: int, path: str) -> None:
     graph.reset()
     group.close()
     group.close()
-    os.close(meeting)
+    os.close(rendezvous)
 
 
 @pytest.mark.skipif(not NATIVE, reason="NCCL needs a GPU")
 @pytest.mark.parametrize("size", [1, 2])
-def test_calls_by_nccl(meeting, size):
+def test_calls_by_nccl(rendezvous, size):
     if torch.cuda.device_count() < size:
         pytest.skip(f"NCCL needs {size} GPUs for {size} ranks")
     context = torch.multiprocessing.get_context("spawn")
-    path = f"/proc/{os.getpid()}/fd/{meeting}"
+    path = f"/proc/{os.getpid()}/fd/{rendezvous}"
     processes = [context.Process(target=by_nccl, args=(rank, size, path), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()

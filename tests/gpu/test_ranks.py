@@ -75,11 +75,11 @@ def test_workers_of_other_sizes_read_the_same_blocks(team, prepared, fp8):
     both.close()
 
 
-def sibling_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
-    """The tokens of a sequence, and of its sibling whose last block is copied, in steps that run ahead."""
+def parallel_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
+    """The tokens of a sequence, and of its parallel sample whose last block is copied, in steps that run ahead."""
     (a,) = driver.sequences.add()
     steps = [driver.backend.launch(driver.sequences.step([(a, tokens_of(9, 0))]), (), rows_of([9]))]
-    b, sources, targets = driver.sequences.sibling(a)
+    b, sources, targets = driver.sequences.parallel_sample(a)
     copies = tuple(zip(sources, targets, strict=True))
     batch = driver.sequences.step([(b, [7]), (a, [-1])])
     steps.append(driver.backend.launch(batch, copies, rows_of([10, 10])))
@@ -91,10 +91,11 @@ def sibling_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
 
 
 def test_steps_run_ahead_on_tokens_that_only_rank_0_has_chosen(team, prepared):
-    """A sequence, and its sibling whose blocks rank 0 copies, choose the tokens that they choose in one process."""
+    """A sequence, and its parallel sample whose blocks rank 0 copies, choose the tokens that they choose in one
+    process."""
     both = team.backend(prepared)
-    wanted = sibling_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
-    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
+    wanted = parallel_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
+    assert parallel_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
     both.close()
 
 
@@ -110,7 +111,7 @@ def test_adapters(team, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gptq in an order", "fp8 in blocks", "nf4"])
-def test_weights_in_few_bits(team, name, tmp_path):
+def test_weights_that_are_quantized(team, name, tmp_path):
     producer, _ = FORMATS[name]
     plain = save_model(tmp_path / "plain", num_hidden_layers=1, intermediate_size=224)
     folder, wide = quantize_folder(plain, tmp_path, producer)

@@ -25,7 +25,7 @@ from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
-from pillion.engine.gpu_stages.gpu_stage_loading import StageMeetings
+from pillion.engine.gpu_stages.gpu_stage_loading import StageRendezvous
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_shares import StagePlace
@@ -168,7 +168,7 @@ def test_another_layout_of_the_pool_in_bfloat16(tmp_path):
 
 
 @pytest.mark.long
-def test_weights_in_few_bits_are_packed_for_each_stage(prepared, tmp_path):
+def test_weights_that_are_quantized_are_packed_for_each_stage(prepared, tmp_path):
     producer, _ = FORMATS["gptq in an order"]
     folder, _ = quantize_folder(prepared.folder, tmp_path, producer)
     check_blocks(prepare(ModelFlags(model=str(folder), dtype="float32")), 2)
@@ -237,14 +237,14 @@ class Pipeline:
     def __init__(self, stages: int) -> None:
         self.ended: list[bool] = []
         self.threads = [ThreadPoolExecutor(1) for _ in range(stages)]
-        self._meetings = StageMeetings.create(stages, 1)
+        self._rendezvous = StageRendezvous.create(stages, 1)
         places = [StagePlace.of(stage, stages, 1) for stage in range(stages)]
         joined = [thread.submit(self._join, place) for thread, place in zip(self.threads, places, strict=True)]
         self.links = [result_of("a stage that has met those beside it", one) for one in joined]
-        self._meetings.close()
+        self._rendezvous.close()
 
     def _join(self, place: StagePlace) -> GpuStageLink:
-        given = self._meetings.of(place)
+        given = self._rendezvous.of(place)
         return GpuStageLink.join(place, given, DEVICE, own_device=False, aborted=lambda: bool(self.ended))
 
     def begin(self, stage: int, call: str, *args: torch.Tensor) -> Future[None]:
@@ -294,9 +294,9 @@ def test_the_end_of_a_stage_ends_the_waits_of_the_others(pipeline):
 
 
 def test_each_process_gets_the_meetings_of_its_neighbours():
-    meetings = StageMeetings.create(3, 2)
+    rendezvous = StageRendezvous.create(3, 2)
     places = [StagePlace.of(process, 3, 2) for process in range(6)]
-    every = [meetings.of(place) for place in places]
+    every = [rendezvous.of(place) for place in places]
     assert [len(one) for one in every] == [2, 2, 3, 3, 2, 2]
     for one, other in ((0, 1), (2, 3), (4, 5)):
         assert every[one][0] == every[other][0], "the ranks of a stage"
@@ -304,4 +304,4 @@ def test_each_process_gets_the_meetings_of_its_neighbours():
         before, middle, after = (every[2 * stage + rank][1:] for stage in range(3))
         assert [*before, *after] == middle
     assert len({descriptor for one in every for descriptor in one}) == 3 + 4
-    meetings.close()
+    rendezvous.close()

@@ -84,7 +84,7 @@ def test_a_folder_says_whether_it_is_a_head(config: str | None, method: str, tmp
     assert parse_speculative_config(json.dumps({**said, "method": "eagle3"})).method == "eagle3"
 
 
-def test_nothing_is_guessed_by_default() -> None:
+def test_nothing_is_drafted_by_default() -> None:
     assert parse_speculative_config("") == NO_SPECULATION
     assert str(NO_SPECULATION) == ""
 

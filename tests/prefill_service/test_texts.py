@@ -78,7 +78,7 @@ async def test_more_texts_than_may_wait_are_refused() -> None:
         await workers.quiet()
 
 
-async def test_a_worker_without_vectors_has_no_door_for_texts() -> None:
+async def test_a_worker_without_vectors_has_no_api_for_texts() -> None:
     async with running_workers() as workers:
         assert not workers.prefill.worker.describe().gives_vectors
         call = workers.text_stub.Connect()

@@ -153,12 +153,12 @@ class AheadHarness(SchedulerHarness):
         assert not (coming and outcome.preemptions), "somebody gave way though memory was on its way to the node"
         if not outcome.empty:
             self.receive(outcome)
-        stays = (self.max_under_way - 1) * self._launch(plan) if plan.pieces else len(self.out) - 1
+        stays = (self.max_under_way - 1) * self._launch(plan) if plan.scheduled else len(self.out) - 1
         if plan.awaits_tokens:
             stays = min(stays, 1)
         while len(self.out) > max(stays, 0):
             self.land()
-        stays = stays if plan.pieces else 0
+        stays = stays if plan.scheduled else 0
         if stays and plan.awaits_tokens:
             self.late_choices += 1
             self.device.choose(plan, self.placed)

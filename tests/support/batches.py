@@ -29,8 +29,9 @@ class Sequences:
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
-    def sibling(self, number: int) -> tuple[int, list[int], list[int]]:
-        """Adds a sibling of a sequence, with its full blocks; returns its number, and sources and targets of copies."""
+    def parallel_sample(self, number: int) -> tuple[int, list[int], list[int]]:
+        """Adds a parallel sample of a sequence, with its full blocks; returns its number, and sources and targets of
+        copies."""
         table = list(self._tables[number])
         sources = table[self._lengths[number] // self._block_size :]
         targets = [int(self._free.pop()) for _ in sources]

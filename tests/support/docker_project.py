@@ -18,7 +18,7 @@ from pillion.errors import PillionError
 from pillion.types import FinishReason
 from tests.support.compose import COMPOSE_FILE, read_services
 from tests.support.docker_engine import DockerEngine, NoDockerError
-from tests.support.watched_streams import Doors
+from tests.support.watched_streams import Addresses
 
 UP_TIMEOUT_S = 600.0
 # The first process of a container is an init, whose only child is the component.
@@ -49,7 +49,7 @@ class DockerProject:
 
     def __init__(self, engine: DockerEngine, image: str, folder: pathlib.Path, scale: Mapping[str, int]) -> None:
         self.name = f"pillion-check-{uuid.uuid4().hex[:8]}"
-        self.doors = Doors(f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", "demo")
+        self.addresses = Addresses(f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", "demo")
         self._engine = engine
         self._scale = scale
         self._files = ["-f", str(COMPOSE_FILE), *self._stand_ins(folder)]
@@ -60,7 +60,7 @@ class DockerProject:
             "OTEL_SDK_DISABLED": "true",
             "PILLION_TAG": image.partition(":")[2],
         }
-        told |= {"GRPC_PORT": self.doors.grpc.split(":")[1], "HTTP_PORT": self.doors.http.split(":")[1]}
+        told |= {"GRPC_PORT": self.addresses.grpc.split(":")[1], "HTTP_PORT": self.addresses.http.split(":")[1]}
         for name in ("MODELS", "ADAPTERS"):
             # Docker would make those that are missing beside the compose file.
             (folder / name.lower()).mkdir()
@@ -81,7 +81,7 @@ class DockerProject:
 
         def roles() -> list[str]:
             try:
-                with Client(self.doors.grpc) as client:
+                with Client(self.addresses.grpc) as client:
                     return sorted(component.role for component in client.status().components)
             except PillionError as error:
                 return [str(error)]
@@ -94,7 +94,7 @@ class DockerProject:
         started it again."""
         container = self.containers(service)[0]
         restarts = self._inspect(container, "{{.RestartCount}}")
-        with self.doors.streams(prompts, tokens) as streams:
+        with self.addresses.streams(prompts, tokens) as streams:
             running = sum(stream.finish is None for stream in streams)
             self._engine.docker("exec", container, "bash", "-c", KILL)
         wait_for("Docker to start it again", lambda: self._inspect(container, "{{.RestartCount}}") != restarts)
@@ -148,7 +148,7 @@ class DockerProject:
         return self._engine.docker("inspect", "--format", form, container)
 
     def _get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self.doors.http)
+        connection = http.client.HTTPConnection(self.addresses.http)
         try:
             connection.request("GET", path)
             reply = connection.getresponse()

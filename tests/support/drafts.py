@@ -9,16 +9,16 @@ import numpy as np
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.guesses import Guesses
+from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import GREEDY
 
 
-def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
-    """Return a configuration that guesses so many tokens a step; with 0, none."""
+def speculative(tokens: int, method: str = "ngram") -> SpeculativeConfig:
+    """Return a configuration that drafts so many tokens a step; with 0, none."""
     return SpeculativeConfig(method=method, num_speculative_tokens=tokens) if tokens else SpeculativeConfig()
 
 
@@ -39,8 +39,8 @@ def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> 
 
 
 def speculate(
-    drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[SequencePiece], left: int
-) -> list[SequencePiece]:
-    """Return the decodes, lengthened by guesses of ``left`` tokens together."""
-    Guesses(control, drafter).guess(decodes, left, left, 0.0, cost=cost, grammars=None)
-    return [piece.lengthened() for piece in decodes]
+    drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[ScheduledChunk], left: int
+) -> list[ScheduledChunk]:
+    """Return the decodes, lengthened by draft tokens of ``left`` tokens together."""
+    DraftTokens(control, drafter).draft_token(decodes, left, left, 0.0, cost=cost, grammars=None)
+    return [chunk.lengthened() for chunk in decodes]

@@ -34,7 +34,7 @@ class EagleReference:
         return torch.cat([found[layer][0] for layer in self.state_layers], -1)
 
     @torch.inference_mode()
-    def guesses(self, text: Sequence[int], count: int, begin: int = 0) -> list[int]:
+    def draft_tokens(self, text: Sequence[int], count: int, begin: int = 0) -> list[int]:
         """The likeliest ``count`` tokens after ``text``, by the states from position ``begin`` on."""
         states = self._times(self.states(text)[begin:-1], "fc")
         tokens = list(text[begin + 1 :])

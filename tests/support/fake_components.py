@@ -224,7 +224,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.scripts: dict[int, tuple[int, ...]] = {}
         self.worth: dict[int, float] = {}
         self.per_delta = 1
-        # Sent at the end, and where there are guesses with each delta.
+        # Sent at the end, and where there are drafts with each delta.
         self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
         self.is_killed_by: Callable[[Submit], bool] = lambda submit: False
@@ -283,14 +283,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if command.HasField("submit"):
                 submit = command.submit
                 self.submits.append(submit)
-                # Set with the first token; a sibling of a submit that is refused never moves.
+                # Set with the first token; a parallel sample of a submit that is refused never moves.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
-                for sibling in submit.siblings:
+                for sample in submit.siblings:
                     own = Submit()
                     own.CopyFrom(submit)
-                    own.key, own.sampling.seed = sibling.key, sibling.seed
-                    works[sibling.key] = self._follow(own, computed, out)
+                    own.key, own.sampling.seed = sample.key, sample.seed
+                    works[sample.key] = self._follow(own, computed, out)
                 for key, work in works.items():
                     assert key not in streams, "a key is used once"
                     task = streams[key] = asyncio.create_task(work)
@@ -368,9 +368,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 return False
         return True
 
-    async def _follow(self, sibling: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
+    async def _follow(self, sample: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         await computed.wait()
-        await self._stream(sibling, out)
+        await self._stream(sample, out)
 
     @property
     def holds(self) -> bool:

@@ -72,9 +72,9 @@ class NumberMatcher:
     def error(self) -> str:
         return ""
 
-    def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
-        for row, count in zip(bits, range(len(guesses) + 1), strict=True):
-            run, free = place(self.kind, [*self.answer, *guesses[:count]])
+    def fill(self, bits: UInt32, draft_tokens: Sequence[int]) -> None:
+        for row, count in zip(bits, range(len(draft_tokens) + 1), strict=True):
+            run, free = place(self.kind, [*self.answer, *draft_tokens[:count]])
             for token in run[:1] or free:
                 row[token // 32] |= 1 << token % 32
 

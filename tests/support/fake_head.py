@@ -15,11 +15,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 class FakeHead(DraftModel):
-    """A head over states that are the KV of :mod:`tests.support.fake_backend`. Its guesses are what the model says
+    """A head over states that are the KV of :mod:`tests.support.fake_backend`. Its draft tokens are what the model says
     without a seed, and are made only where all entries of a text are in its blocks.
 
-    ``first_passes`` are the tokens of each plan's first pass, ``contexts`` the entries after each guess, ``guessed``
-    how many tokens were guessed. ``failing``: the passes fail from now on.
+    ``first_passes`` are the tokens of each plan's first pass, ``contexts`` the entries after each draft token,
+    ``drafted`` how many tokens were drafted. ``failing``: the passes fail from now on.
     """
 
     def __init__(self, backend: FakeBackend) -> None:
@@ -27,7 +27,7 @@ class FakeHead(DraftModel):
         self.fake = backend
         self.first_passes: list[int] = []
         self.contexts: list[int] = []
-        self.guessed = 0
+        self.drafted = 0
         self.failing = False
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
@@ -35,26 +35,26 @@ class FakeHead(DraftModel):
         if self.failing:
             return None
         found = []
-        for piece in plan.pieces:
-            chain = piece.chain
+        for chunk in plan.scheduled:
+            chain = chunk.chain
             assert isinstance(chain, EagleChain)
             text, begin = chain.sequence.tokens(0, chain.sequence.num_tokens), chain.begin
             states = kv_of(text, np.arange(len(text)))[begin:]
             wanted = states[:-1] ^ text[begin + 1 :]
-            end = piece.start + piece.count
-            assert (chain.states(piece.count)[:, 0] == states[piece.start : end]).all(), "a state of another position"
-            pool, at = self._places(chain, max(end, end + piece.guesses - 1))
-            pool[at[0][piece.start : end], at[1][piece.start : end]] = states[piece.start : end] ^ chain.tokens(
-                piece.start, end
+            end = chunk.start + chunk.count
+            assert (chain.states(chunk.count)[:, 0] == states[chunk.start : end]).all(), "a state of another position"
+            pool, at = self._places(chain, max(end, end + chunk.draft_tokens - 1))
+            pool[at[0][chunk.start : end], at[1][chunk.start : end]] = states[chunk.start : end] ^ chain.tokens(
+                chunk.start, end
             )
-            if piece.guesses:
+            if chunk.draft_tokens:
                 assert end == len(wanted)
                 assert (pool[at][:end] == wanted).all(), "an entry is lost, or another one's"
                 self.contexts.append(end)
-                # The entries of guesses: the model's states overwrite them.
+                # The entries of draft tokens: the model's states overwrite them.
                 pool[at[0][end:], at[1][end:]] = -7
-            found.append(np.array(greedy(text.tolist(), piece.guesses), dtype=np.int32))
-            self.guessed += piece.guesses
+            found.append(np.array(greedy(text.tolist(), chunk.draft_tokens), dtype=np.int32))
+            self.drafted += chunk.draft_tokens
         return found
 
     def _places(self, chain: EagleChain, count: int) -> tuple[Int64, tuple[Int64, Int64]]:

@@ -533,7 +533,7 @@ OF_LATENTS = tuple(name for name, shape in FAMILIES.items() if "kv_lora_rank" in
 # The first case of each family.
 FIRST = {options.get("model_type", "llama"): name for name, options in reversed(FAMILIES.items())}
 
-_ANY = LayerTensor(name="any", role=Role.MATRIX, rows=(), spellings=())
+_ANY = LayerTensor(name="any", role=Role.MATRIX, rows=(), checkpoint_names=())
 _ANY_EXPERTS = Experts(_ANY, _ANY, _ANY, "silu", 2, True)
 
 

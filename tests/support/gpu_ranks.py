@@ -30,9 +30,9 @@ from tests.support.gpu import DEVICE
 ANSWER_S = 120.0
 
 
-def joined(prepared: PreparedModel, rank: int, size: int, meeting: int) -> GpuRankGroup:
+def joined(prepared: PreparedModel, rank: int, size: int, rendezvous: int) -> GpuRankGroup:
     shard = RankShard.of(load_config(prepared.folder), rank, size)
-    return GpuRankGroup.join(shard, meeting, DEVICE, own_device=False)
+    return GpuRankGroup.join(shard, rendezvous, DEVICE, own_device=False)
 
 
 class _Rank:
@@ -44,8 +44,8 @@ class _Rank:
         self._pool: Any = None
         self._packed: dict[int, PackedAdapter] = {}
 
-    def make(self, prepared: PreparedModel, meeting: str, options: dict[str, Any]) -> None:
-        descriptor = os.open(meeting, os.O_RDWR)
+    def make(self, prepared: PreparedModel, rendezvous: str, options: dict[str, Any]) -> None:
+        descriptor = os.open(rendezvous, os.O_RDWR)
         self.backend = gpu_backend(prepared, ranks=joined(prepared, self._rank, self._size, descriptor), **options)
         os.close(descriptor)
 
@@ -131,12 +131,12 @@ class RankTeam:
 
     def backend(self, prepared: PreparedModel, **options: Any) -> TeamBackend:
         """Makes a backend in all ranks."""
-        meeting = os.memfd_create("meeting")
+        rendezvous = os.memfd_create("rendezvous")
         try:
-            with self.others("make", prepared, f"/proc/{os.getpid()}/fd/{meeting}", options):
-                own = gpu_backend(prepared, ranks=joined(prepared, 0, self.size, meeting), **options)
+            with self.others("make", prepared, f"/proc/{os.getpid()}/fd/{rendezvous}", options):
+                own = gpu_backend(prepared, ranks=joined(prepared, 0, self.size, rendezvous), **options)
         finally:
-            os.close(meeting)
+            os.close(rendezvous)
         return TeamBackend(self, own)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from pillion.kvstore.gpu.mapped_memory import map_pool
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.kv_node import KVNode
-from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors, PoolKeeper
+from pillion.kvstore.pool_survival.keeper_client import KeeperDescriptors, PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment
 from pillion.kvstore.pool_survival.slot_table import SlotTable
 from pillion.kvstore.pool_survival.surviving_pool import table_words
@@ -87,7 +87,7 @@ class Lives:
         self.node: KVNode | None = None
         self.workers: list[Attachment] = []
 
-    def kept(self) -> KeptDescriptors | None:
+    def kept(self) -> KeeperDescriptors | None:
         """What the keeper has of this node, the caller's to close."""
         return PoolKeeper(self.flags.keeper_socket).take(self.flags.node_id)
 

@@ -1,4 +1,4 @@
-"""Small checkpoints in few bits, written as their producers write them, beside plain ones of the same values.
+"""Small checkpoints quantized, written as their producers write them, beside plain ones of the same values.
 
 The packing and the de-quantization are written from the formats' public descriptions; compressed-tensors packs and
 unpacks its own.

@@ -20,11 +20,11 @@ from pillion.engine.grammars.mask_threads import MaskRows
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.engine.scheduling.grammars import Grammars
-from pillion.engine.scheduling.guesses import Guesses
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceState
 from pillion.engine.scheduling.states import States
 from pillion.engine.scheduling.step_plan import (
     ChainOrder,
@@ -115,15 +115,15 @@ class SchedulerHarness:
         blocks = BlockManager(BLOCK)
         if draft_model is not None:
             drafter = chains_of(*draft_model, blocks)
-        self.guesses = None if drafter is None else Guesses(self.control, drafter)
+        self.draft_tokens = None if drafter is None else DraftTokens(self.control, drafter)
         self.scheduler = Scheduler(
             blocks=blocks,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_whole_tokens=max_whole_tokens,
-            grammars=Grammars(blocks.stock),
-            drafts=self.guesses,
-            partial_blocks=None if partial_blocks is None else PartialBlocks(partial_blocks, blocks.stock),
+            grammars=Grammars(blocks.free_slots),
+            drafts=self.draft_tokens,
+            partial_blocks=None if partial_blocks is None else PartialBlocks(partial_blocks, blocks.free_slots),
             states=States(state_pages, blocks) if state_pages else None,
             adapters=AdapterSlots(max_loras, blocks.in_flight),
         )
@@ -156,9 +156,9 @@ class SchedulerHarness:
     @property
     def draft_chains(self) -> DraftChains:
         """The chains of its draft model."""
-        assert self.guesses is not None
-        assert self.guesses.draft_chains is not None
-        return self.guesses.draft_chains
+        assert self.draft_tokens is not None
+        assert self.draft_tokens.draft_chains is not None
+        return self.draft_tokens.draft_chains
 
     @property
     def partial_blocks(self) -> PartialBlocks:
@@ -187,7 +187,7 @@ class SchedulerHarness:
         chunks: tuple[int, ...] = (),
         priority: int = 0,
         seed: int = 0,
-        sibling_seeds: tuple[int, ...] = (),
+        parallel_seeds: tuple[int, ...] = (),
         penalty: float = 0.0,
         grammar: int | None = None,
         scored: bool = False,
@@ -195,8 +195,8 @@ class SchedulerHarness:
         flow: int = 0,
     ) -> int | None:
         """A stream, or a prefill range when it has chunk ends. None when the node has no room for its prompt now.
-        Siblings have the ids after the stream's. With a penalty each choice depends on the whole answer so far. The
-        prompt may be ``scored``, and then nothing of it is found."""
+        Parallel samples have the ids after the stream's. With a penalty each choice depends on the whole answer so far.
+        The prompt may be ``scored``, and then nothing of it is found."""
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
@@ -208,10 +208,10 @@ class SchedulerHarness:
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, total - ticket.blocks - (1 if chunks else 0))
         self.ledger.release(self.gateway, [ticket.ticket_id])
         seq_id = next(self._ids)
-        siblings = tuple(SiblingSpec(next(self._ids), sibling_seed) for sibling_seed in sibling_seeds)
+        parallel_samples = tuple(ParallelSampleSpec(next(self._ids), parallel_seed) for parallel_seed in parallel_seeds)
         chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
         holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
-        for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
+        for name, own_seed in ((seq_id, seed), *((sample.seq_id, sample.seed) for sample in parallel_samples)):
             parent = 0 if name == seq_id else seq_id
             self.records[name] = SequenceRecord(
                 prompt,
@@ -240,7 +240,7 @@ class SchedulerHarness:
             max_model_len=0 if chunks else 10_000,
             chunk_ends=chunks,
             priority=priority,
-            siblings=siblings,
+            parallel_samples=parallel_samples,
             flow=FLOWS[flow],
         )
         if grammar is not None:
@@ -257,7 +257,7 @@ class SchedulerHarness:
     def cancel(self, seq_id: int) -> None:
         """The client went away. Answers that have not begun go with the first one."""
         sequence = self.scheduler.sequences.get(seq_id)
-        for name in (seq_id, *(sibling.seq_id for sibling in sequence.siblings)) if sequence else (seq_id,):
+        for name in (seq_id, *(sample.seq_id for sample in sequence.parallel_samples)) if sequence else (seq_id,):
             self.records[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
 
@@ -280,7 +280,7 @@ class SchedulerHarness:
         if not before_run.empty:
             self.receive(before_run)
         sampled = self.run_plan(plan)
-        self.now += self._token_s * sum(piece.count for piece in plan.pieces)
+        self.now += self._token_s * sum(chunk.count for chunk in plan.scheduled)
         self.receive(self.scheduler.commit(plan, sampled, self.now))
         self.scheduler.check_integrity()
         return plan
@@ -289,7 +289,7 @@ class SchedulerHarness:
         self.copies += len(plan.copies)
         if plan.copies:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
-        if not plan.pieces:
+        if not plan.scheduled:
             assert not plan.placements
             return Sampled()
         batch = build_step_batch(plan, BLOCK)
@@ -305,7 +305,7 @@ class SchedulerHarness:
             assert isinstance(packed, NumberedAdapter)
             self.placed[place] = packed.number
         assert len(self.placed) <= self.max_loras
-        wanted = [int(piece.sequence.adapter or 0) for piece in plan.pieces]
+        wanted = [int(chunk.sequence.adapter or 0) for chunk in plan.scheduled]
         named = [-1] * len(wanted) if batch.adapters is None else batch.adapters.tolist()
         assert [self.placed[place] if place >= 0 else 0 for place in named] == wanted
         assert (batch.adapters is None) == (not any(wanted))
@@ -334,18 +334,18 @@ class SchedulerHarness:
         scheduler, queues = self.scheduler, self.scheduler.queues
         budget = scheduler.budget.max_tokens
         assert plan.num_tokens <= budget
-        planned = {id(piece.sequence): piece for piece in plan.pieces}
-        assert len(planned) == len(plan.pieces)
+        planned = {id(chunk.sequence): chunk for chunk in plan.scheduled}
+        assert len(planned) == len(plan.scheduled)
         # A decode may stand on a first token that is yet to be chosen.
         ahead = {place for place, _ in plan.unknown}
-        kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
+        kinds = [chunk.sequence.decoding or place in ahead for place, chunk in enumerate(plan.scheduled)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
             judged = bool(sequence.num_in_flight and (sequence.next_is_last or sequence.num_proposed))
             waits = judged or self._held_up(sequence) or sequence in queues.yielding
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
-                assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
+                assert len(scheduler.free_slots) == 0, "a decode was skipped while there are slots"
         # A sequence that runs now ran before or was the next in the queue: the others come after.
         begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
@@ -353,11 +353,11 @@ class SchedulerHarness:
         for sequence in sorted(begun, key=lambda s: s.queue_order) + outside:
             if self._held_up(sequence) or sequence.awaits_adapter:
                 continue
-            piece = planned.get(id(sequence))
-            cut = cut or piece is None or piece.count < sequence.num_tokens - sequence.next_start
+            chunk = planned.get(id(sequence))
+            cut = cut or chunk is None or chunk.count < sequence.num_tokens - sequence.next_start
         if not scheduler.whole_prompts:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
-            short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
+            short = [p for p, decodes in zip(plan.scheduled, kinds, strict=True) if not decodes]
             left = [p for p in short if p.count < p.sequence.num_tokens - p.start and not self._held_up(p.sequence)]
             assert len(left) <= 1, "two prompt tails were cut in one step"
             assert not left or left[0] is short[-1], "a prompt tail was served behind one that was cut"
@@ -483,7 +483,7 @@ class SchedulerHarness:
         """Run steps until no sequence is left, check the answers, and return how many steps computed something."""
         steps = 0
         while self.scheduler.sequences:
-            steps += bool(self.answered_step().pieces)
+            steps += bool(self.answered_step().scheduled)
         self.settle()
         self.check_answers()
         return steps
@@ -509,8 +509,8 @@ class SchedulerHarness:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled has the model's answer, preempted, with siblings, guessed at or not
-        (I6)."""
+        """Every stream that was not cancelled has the model's answer, preempted, with parallel samples, drafted at or
+        not (I6)."""
         for record in self.records.values():
             if record.cancelled or record.chunks:
                 continue
@@ -592,26 +592,26 @@ class RowChoice:
 def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
     """Return how each row chooses, as known when the choices are begun; ``placed`` are the adapters in the slots."""
     found: list[RowChoice] = []
-    for piece in plan.pieces:
-        sequence, end = piece.sequence, piece.start + piece.count
-        if not piece.samples:
+    for chunk in plan.scheduled:
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        if not chunk.samples:
             continue
         assert sequence.sampling is not None
         # Of each row, the answer before the token that it chooses, drafts among it.
-        histories = [0] * (piece.samples + len(piece.sibling_seeds))
+        histories = [0] * (chunk.samples + len(chunk.parallel_seeds))
         if sequence.sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_proposed
             # The token before was not chosen, for its mask was late: this choice is void.
             void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
-            ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.sibling_seeds))]
+            ends = [*range(end - chunk.samples + 1, end), *[end] * (1 + len(chunk.parallel_seeds))]
             histories = [int(sequence.tokens(sequence.prompt_tokens, place).sum()) for place in ends]
-        seeds = (*[int(sequence.sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
+        seeds = (*[int(sequence.sampling.seed or 0)] * chunk.samples, *chunk.parallel_seeds)
         masks = None
         grammar = sequence.grammar
         if grammar is not None:
-            masks = grammar.place_masks(sequence.proposed().tolist(), piece.samples)
-        last = piece.samples - 1
+            masks = grammar.place_masks(sequence.proposed().tolist(), chunk.samples)
+        last = chunk.samples - 1
         shift = ADAPTER_SHIFT * placed.get(sequence.adapter_slot, 0)
         found += [
             RowChoice(seed + history + shift, masks, min(place, last))
@@ -623,7 +623,9 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
 def scored(plan: StepPlan) -> list[int]:
     """Return the tokens that the last rows of the plan's batch score."""
     rows = (
-        build_sampling(replace(plan, unknown=()), None).scored if any(piece.scores for piece in plan.pieces) else None
+        build_sampling(replace(plan, unknown=()), None).scored
+        if any(chunk.scores for chunk in plan.scheduled)
+        else None
     )
     return [] if rows is None else rows.token_ids.tolist()
 

@@ -11,8 +11,8 @@ import torch
 
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import Sequence, SiblingSpec
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
 
 ALTERNATIVES = 3
@@ -36,28 +36,28 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
             max_tokens=4,
             max_model_len=4096,
             rope_shift=rope_shift,
-            siblings=(SiblingSpec(90, 4), SiblingSpec(91, 5)),
+            parallel_samples=(ParallelSampleSpec(90, 4), ParallelSampleSpec(91, 5)),
         )
         for number, text in enumerate(texts)
     ]
     found: list[list[TokenLogprob]] = [[] for _ in texts]
     for count in [*chunks, max(map(len, texts))]:
-        pieces = []
+        scheduled = []
         for sequence in sequences:
             start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
             if start < end:
                 last = end == sequence.num_tokens
                 scores = sequence.rows_to_score(start, end)
                 seeds = (4, 5) if last else ()
-                pieces.append(SequencePiece(sequence, start, end - start, int(last), seeds, scores))
-        plan = StepPlan(tuple(pieces))
+                scheduled.append(ScheduledChunk(sequence, start, end - start, int(last), seeds, scores))
+        plan = StepPlan(tuple(scheduled))
         sampled = backend.launch(build_step_batch(plan, block_size), (), build_sampling(plan, None)).wait()
-        assert len(sampled.token_ids) == len(sampled.logprobs) == 3 * sum(piece.samples for piece in pieces)
+        assert len(sampled.token_ids) == len(sampled.logprobs) == 3 * sum(chunk.samples for chunk in scheduled)
         scores_left = iter(sampled.scored)
-        for piece in pieces:
-            found[piece.sequence.seq_id] += [next(scores_left) for _ in range(piece.scores)]
-            piece.sequence.compute(piece.start, piece.start + piece.count, 0.0)
-            piece.sequence.score(piece.scores)
+        for chunk in scheduled:
+            found[chunk.sequence.seq_id] += [next(scores_left) for _ in range(chunk.scores)]
+            chunk.sequence.compute(chunk.start, chunk.start + chunk.count, 0.0)
+            chunk.sequence.score(chunk.scores)
         assert next(scores_left, None) is None
     return found
 

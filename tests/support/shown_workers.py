@@ -55,7 +55,7 @@ class ShownWorkers:
 
 
 async def at_rest(node: KVNode) -> None:
-    """Returns when no request holds anything; what is leased is the stock of workers that live."""
+    """Returns when no request holds anything; what is leased are the free slots of workers that live."""
     client = NodeClient(node.address, "test")
 
     async def nothing_held() -> bool:

@@ -1,4 +1,5 @@
-"""Streams of a served model over both of a gateway's doors, while something happens: their text and their pauses."""
+"""Streams of a served model over both of a gateway's addresses, while something happens: their text and their
+pauses."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ class WatchedStream:
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Says where a gateway's two doors are, as host:port, and which model is asked for."""
+class Addresses:
+    """Says where a gateway's two addresses are, as host:port, and which model is asked for."""
 
     grpc: str
     http: str
@@ -113,28 +114,32 @@ class Doors:
 
 
 class SteadyLoad:
-    """Represents clients that ask for known ``texts`` again and again, over both doors, each for one at a time.
+    """Represents clients that ask for known ``texts`` again and again, over both addresses, each for one at a time.
 
-    ``doors`` says where a new request goes, as a load balancer does. Nothing is asked twice: what is refused or breaks
-    off is lost, as ``lost`` says.
+    ``addresses`` says where a new request goes, as a load balancer does. Nothing is asked twice: what is refused or
+    breaks off is lost, as ``lost`` says.
     """
 
-    def __init__(self, doors: Callable[[], Doors], tokens: int, texts: Mapping[str, str]) -> None:
+    def __init__(self, addresses: Callable[[], Addresses], tokens: int, texts: Mapping[str, str]) -> None:
         self.answers: list[WatchedStream] = []
         self.lost: list[str] = []
-        self._doors = doors
+        self._doors = addresses
         self._tokens = tokens
         self._texts = texts
         self._over = threading.Event()
         self._lock = threading.Lock()
         # What each client reads, and from where.
-        self._reading: dict[int, tuple[Doors, WatchedStream]] = {}
+        self._reading: dict[int, tuple[Addresses, WatchedStream]] = {}
 
     async def arrived(self, address: str) -> None:
         """Wait until the requests that are on their way to this address have arrived: each has brought a piece, or has
         ended. Those that are sent later are not waited for."""
         with self._lock:
-            sent = [stream for doors, stream in self._reading.values() if address in (doors.grpc_host, doors.http_host)]
+            sent = [
+                stream
+                for addresses, stream in self._reading.values()
+                if address in (addresses.grpc_host, addresses.http_host)
+            ]
 
         def there() -> bool:
             with self._lock:
@@ -173,15 +178,15 @@ class SteadyLoad:
             if self._over.wait(THINK_S):
                 return
             with self._lock:
-                stream, doors = WatchedStream(prompt, self._tokens), self._doors()
-                self._reading[number] = doors, stream
+                stream, addresses = WatchedStream(prompt, self._tokens), self._doors()
+                self._reading[number] = addresses, stream
             try:
                 if number % 2:
-                    stream.over_http(doors.http, doors.model)
+                    stream.over_http(addresses.http, addresses.model)
                 else:
-                    stream.over_grpc(doors.grpc)
+                    stream.over_grpc(addresses.grpc)
             except Exception as error:
-                self.lost.append(f"{doors}: {type(error).__name__}: {error}")
+                self.lost.append(f"{addresses}: {type(error).__name__}: {error}")
             else:
                 self.answers.append(stream)
             finally:

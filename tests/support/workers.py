@@ -144,8 +144,8 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
-    # How many guesses the worker told of, as often as it did, and how many of them were right.
-    guesses: list[tuple[int, int]] = field(default_factory=list)
+    # How many draft tokens the worker told of, as often as it did, and how many of them were right.
+    draft_tokens: list[tuple[int, int]] = field(default_factory=list)
     # How many blocks the worker found, as it said when it had the ticket.
     pinned: list[int] = field(default_factory=list)
     # Places in line, as the worker said them.
@@ -205,7 +205,7 @@ class Connection:
                 answer.logprobs.extend(delta.logprobs)
                 answer.prompt_logprobs.extend(delta.prompt_logprobs)
                 if delta.timings is not None:
-                    answer.guesses.append((delta.timings.guessed_tokens, delta.timings.accepted_tokens))
+                    answer.draft_tokens.append((delta.timings.guessed_tokens, delta.timings.accepted_tokens))
                 answer.pinned += [] if delta.pinned_blocks is None else [delta.pinned_blocks]
                 answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:

@@ -455,9 +455,9 @@ class LayerEmitter:
         plain_sum = not normed and isinstance(operation, AddUp)
         out, after = builder.found if normed else builder.added_up if plain_sum else builder.hidden, []
         adds = not normed and (self._adds_up or not plain_sum)
-        if builder.meeting is not None:
+        if builder.collective is not None:
             factor = operation.scale if adds and isinstance(operation, AddToResidual) else 1.0
-            out, total = builder.meeting.sum(out, builder.rows_of, builder.when, add=adds, factor=factor)
+            out, total = builder.collective.sum(out, builder.rows_of, builder.when, add=adds, factor=factor)
             after.append(total)
             adds = False
         if isinstance(operation, AddUp) and operation.norm is not None:
@@ -473,9 +473,9 @@ class LayerEmitter:
         builder, qkv, kind, rope = self._builder, self._rows, self._qk_norm, self._rope
         config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
         squares = None
-        if kind == "projection" and builder.meeting is not None:
+        if kind == "projection" and builder.collective is not None:
             squares = builder.buffer("squares", 2, "float32")
-            yield from builder.meeting.squares(qkv, squares, builder.rows_of, builder.when)
+            yield from builder.collective.squares(qkv, squares, builder.rows_of, builder.when)
         spec = RotateWrite(
             shape.head_dim,
             config.num_heads,

@@ -9,7 +9,7 @@ Steps with adapters have a program of their own, in which each product that adap
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 
 Where several processes share the model, each runs this program over its own heads, inner values and tokens. Rows to be
-added to ``hidden`` are partial sums then, which they add up together (:mod:`pillion.engine.ranks.rank_meeting`):
+added to ``hidden`` are partial sums then, which they add up together (:mod:`pillion.engine.ranks.rank_collective`):
 
     x --W--> partial (shared memory) --sum over parts--> hidden, or found where a norm is after it
     tokens --embedding--> partial --sum over parts--> hidden        hidden --head--> logits (shared memory)
@@ -39,7 +39,7 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig, TokenInputs
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
-from pillion.engine.ranks.rank_meeting import RankMeeting
+from pillion.engine.ranks.rank_collective import RankCollective
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -152,8 +152,8 @@ def plan_model(
 
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     config, weights, shard = builder.config, builder.weights, builder.shard
-    meeting = None if shard.whole else RankMeeting(shard, config, builder.layout.num_kv_heads)
-    builder = replace(builder, meeting=meeting, keeps_states=bool(state_layers))
+    collective = None if shard.whole else RankCollective(shard, config, builder.layout.num_kv_heads)
+    builder = replace(builder, collective=collective, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
     mine, layers = shard.own_layers(config), layers_of(config)
     operations = [*_embed(builder)] if mine.start == 0 else []
@@ -167,17 +167,17 @@ def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     # The sampler edits logits in place where rows follow one another without padding.
     chosen = replace(builder, rows_of="logits")
     logits = replace(chosen.buffer("logits", width, "float32"), dense=True)
-    if meeting is not None:
-        logits = meeting.logits(config, logits)
+    if collective is not None:
+        logits = collective.logits(config, logits)
     largest = None
     if mine.stop == config.num_layers:
         operations += _head(sampled, chosen, logits)
-        if meeting is None and weights.has("lm_head") and config.vocab_size % GROUP_TOKENS == 0:
+        if collective is None and weights.has("lm_head") and config.vocab_size % GROUP_TOKENS == 0:
             maxima = chosen.buffer("maxima", config.vocab_size // GROUP_TOKENS, "float32")
             largest = maxima, replace(chosen.buffer("largest", 1, "int32"), dense=True)
             operations += _largest(config.vocab_size, logits, *largest)
-    if meeting is not None:
-        operations.append(meeting.end())
+    if collective is not None:
+        operations.append(collective.end())
     states = {index: builder.state(index) for index in state_layers}
     return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed, largest)
 
@@ -211,8 +211,8 @@ def _largest(width: int, logits: Buffer, maxima: Buffer, tokens: Buffer) -> Iter
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:
     config, tokens = builder.config, builder.shard.vocabulary(builder.config.vocab_size)
     out, total = builder.hidden, None
-    if builder.meeting is not None:
-        out, total = builder.meeting.sum(builder.hidden, builder.rows_of, builder.when)
+    if builder.collective is not None:
+        out, total = builder.collective.sum(builder.hidden, builder.rows_of, builder.when)
     values = {
         "table": builder.weights.tensors["embedding"],
         "hidden": out,

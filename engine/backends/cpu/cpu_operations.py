@@ -18,14 +18,14 @@ from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin
-from pillion.engine.ranks.rank_meeting import RankMeeting
+from pillion.engine.ranks.rank_collective import RankCollective
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.low_rank import AdapterGemm, ExpertShrink, Shrink
-from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS
-from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 
@@ -56,7 +56,7 @@ class OperationBuilder:
     for the head, which the rows of vectors do not pass. ``dtype``
     is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
     program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
-    and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model. ``growth`` has the
+    and ``model_heads`` are all query heads. ``collective`` is None for a program of the whole model. ``growth`` has the
     factors of queries that grow with their position. ``wanted`` says that these operations run only in a step with
     sampled rows; ``keeps_states`` that a step needs the rows of all layers, sampled or not."""
 
@@ -69,7 +69,7 @@ class OperationBuilder:
     model_heads: int
     rows_of: str = "tokens"
     adapters: AdapterTable | None = None
-    meeting: RankMeeting | None = None
+    collective: RankCollective | None = None
     growth: torch.Tensor | None = None
     wanted: bool = False
     keeps_states: bool = False

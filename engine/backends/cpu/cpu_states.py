@@ -231,8 +231,8 @@ class StateEmitter:
         """Yields the squares of this process's part of a group, and the sum over all processes."""
         builder = self._builder
         assert groups.shared is not None
-        assert builder.meeting is not None
-        partial, total = builder.meeting.sum(out, builder.rows_of, builder.when)
+        assert builder.collective is not None
+        partial, total = builder.collective.sum(out, builder.rows_of, builder.when)
         values = {
             "x": x,
             "gates": gates,

@@ -39,7 +39,6 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.few_bits import few_bit_packing
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
 from pillion.kernels.cpu.products.packing import (
@@ -52,6 +51,7 @@ from pillion.kernels.cpu.products.packing import (
     panel_bytes,
 )
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.quantized import quantized_packing
 from pillion.kernels.cpu.states.convolutions import pack_taps
 from pillion.kernels.torch.quantized_matrix import (
     LEAST_CODE,
@@ -83,7 +83,7 @@ class CpuLinear:
         order: int32 [depth], which input each packed input is, or None where inputs are in order.
         depth: number of inputs with padding.
         pairs: number of pairs of 16 columns with padding.
-        group: number of inputs that share a scale, in few bits; else 0.
+        group: number of inputs that share a scale, quantized; else 0.
         offsets: whether such groups have offsets.
         row_codes: how rows are rounded before the product, or None where they are taken as they are.
     """
@@ -132,7 +132,7 @@ class PackedMatrices:
         )
         if kind not in PLAIN_TYPES:
             rounded = row_codes is not None
-            sound = sound and few_bit_packing.sound(kind, linear.depth, linear.group, rounded=rounded)
+            sound = sound and quantized_packing.sound(kind, linear.depth, linear.group, rounded=rounded)
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -159,7 +159,7 @@ class CpuWeights(PackedMatrices, PackedFile):
     """Maps the file of a model's packed weights, which the workers of a host share."""
 
 
-class HeldMatrices(PackedMatrices):
+class InMemoryMatrices(PackedMatrices):
     """Holds weights that are too small to be packed into a file in this process's memory. A :class:`MatrixPacker`
     writes them before anybody reads them."""
 
@@ -200,9 +200,9 @@ def load_cpu_weights(
 @dataclass(frozen=True, slots=True)
 class MatrixPacker:
     """Packs a process's share of a model, or an EAGLE head. ``wide`` is the kind of plain matrices, and of those
-    matrices in few bits that are widened."""
+    quantized matrices that are widened."""
 
-    writer: PackedWriter | HeldMatrices
+    writer: PackedWriter | InMemoryMatrices
     config: ModelConfig
     shard: ModelShard
     wide: str
@@ -342,8 +342,8 @@ class MatrixPacker:
             # Matrices whose inputs are reordered are widened for experts: a step gathers the inputs of all rows in one
             # order, but each expert has its own.
             return self.wide, False
-        kind = few_bit_packing.packed_kind(matrices, self.wide)
-        return kind, any(few_bit_packing.has_offsets(matrix, kind) for matrix in quantized)
+        kind = quantized_packing.packed_kind(matrices, self.wide)
+        return kind, any(quantized_packing.has_offsets(matrix, kind) for matrix in quantized)
 
     def norm(self, name: str, norm: RmsNorm | LayerNorm) -> None:
         # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.

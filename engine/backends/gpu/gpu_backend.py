@@ -200,7 +200,7 @@ class GpuBackend:
         self._eager = enforce_eager
         if layout.state_pages:
             model.states = GpuStates(model, layout, limits.max_seqs)
-            # That decodes and guesses find their states while steps run ahead is not shown yet.
+            # That decodes and drafts find their states while steps run ahead is not shown yet.
             self.max_steps_under_way = 1
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads

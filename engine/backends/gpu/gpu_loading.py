@@ -189,16 +189,16 @@ def check_operations(config: ModelConfig) -> None:
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     """Returns the limits of a worker's steps, by the flags of its kind."""
     if isinstance(flags, DecodeFlags):
-        tokens, seqs, guesses = (
+        tokens, seqs, draft_tokens = (
             flags.max_num_batched_tokens,
             flags.max_num_seqs,
             flags.speculative_config.num_speculative_tokens,
         )
-        samples = min(tokens, seqs * (1 + guesses))
+        samples = min(tokens, seqs * (1 + draft_tokens))
         scored = min(tokens - samples, scored_rows(prepared.vocab_size))
     else:
         assert isinstance(flags, PrefillFlags)
-        tokens, guesses, samples = flags.max_num_batched_prefill_tokens, 0, 0
+        tokens, draft_tokens, samples = flags.max_num_batched_prefill_tokens, 0, 0
         seqs = min(flags.max_waiting_prefills, tokens)
         # Texts may want logits of their last tokens.
         scored = min(seqs, scored_rows(prepared.vocab_size))
@@ -208,7 +208,7 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
         max_samples=samples,
         max_scored=scored,
         max_model_len=prepared.max_model_len,
-        num_speculative_tokens=guesses,
+        num_speculative_tokens=draft_tokens,
     )
 
 

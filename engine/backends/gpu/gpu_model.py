@@ -16,9 +16,9 @@ A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds,
 before in the residual stream's buffer, and leave theirs there.
 
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
-few bits are our kernels'. Nothing here synchronises, and nothing but logits, sampled rows and gates of attention's
-results is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are a mixture of
-experts, whose group sizes only the device knows, and ranks that share a GPU, whose sums go through the host.
+quantized weights are our kernels'. Nothing here synchronises, and nothing but logits, sampled rows and gates of
+attention's results is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are a
+mixture of experts, whose group sizes only the device knows, and ranks that share a GPU, whose sums go through the host.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Layer:
             self.biases[tensor.name] = weights.get(f"{name}.bias")
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
-        """Yields the matrices in few bits, and their biases."""
+        """Yields the quantized matrices, and their biases."""
         for name, matrices in self.matrices.items():
             for number, matrix in enumerate(matrices):
                 if isinstance(matrix, PackedMatrix):
@@ -203,7 +203,7 @@ class GpuModel:
         self.inner_values = _inner_values(weights)
         every = layers_of(config)
         self.layers = {index: _Layer(weights, index, every[index]) for index in self.shard.own_layers(config)}
-        # These are matrices in few bits, their biases, and the type of their products.
+        # These are quantized matrices, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
@@ -257,7 +257,7 @@ class GpuModel:
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 
     def compile_products(self) -> None:
-        """Compiles the kernels of products by matrices in few bits for every number of rows."""
+        """Compiles the kernels of products by quantized matrices for every number of rows."""
         compiled = set()
         for matrix, bias, dtype in self._packed:
             key = (matrix.kind, *matrix.parts, bias is None, dtype)

@@ -72,7 +72,7 @@ def device_rates(driver: CudaDriver, index: int = 0) -> DeviceRates:
 
 
 def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
-    """Returns the bytes of a model's weights: of its files, where they hold matrices in few bits."""
+    """Returns the bytes of a model's weights: of its files, where they hold quantized matrices."""
     if config.quantization is not None:
         return sum(file.stat().st_size for file in prepared.folder.glob("*.safetensors"))
     return (2 if prepared.dtype != "float32" else 4) * (

@@ -3,7 +3,7 @@
     plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                         '-- the worker that must fill it copies the checkpoint in, layer by layer
 
-The plan of a plain checkpoint depends on the config and on the names of its tensors. Matrices in few bits stay in few
+The plan of a plain checkpoint depends on the config and on the names of its tensors. Quantized matrices stay in few
 bits, and their layout may depend on their values: such a checkpoint is packed once into a file of the models' cache,
 whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the region's
 key, so versions of this file share nothing.
@@ -75,7 +75,7 @@ class WeightPlace:
 class WeightPlan:
     """Holds the ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
 
-    ``kinds`` has the matrices in few bits by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are
+    ``kinds`` has the quantized matrices by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are
     the tensor NAME.weight, or NAME for experts and the head.
     """
 
@@ -158,7 +158,7 @@ class GpuWeights(dict[str, torch.Tensor]):
 
 
 class GpuPackedFile(PackedFile):
-    """Holds the tensors of a checkpoint with matrices in few bits, packed for the GPU, and their plan."""
+    """Holds the tensors of a checkpoint with quantized matrices, packed for the GPU, and their plan."""
 
     # The file is not read ahead, because a worker that finds the region filled needs only the header.
     read_ahead = False
@@ -182,14 +182,14 @@ class _ShapesOnly:
     planned."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._spellings = {key: spellings[0] for key, spellings in decoder_tensors(config).items()}
+        self._checkpoint_names = {key: checkpoint_names[0] for key, checkpoint_names in decoder_tensors(config).items()}
 
     def has(self, key: str) -> bool:
-        return key in self._spellings
+        return key in self._checkpoint_names
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Makes the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
-        shapes = [tensor.shape[tensor.part is not None :] for tensor in self._spellings[key]]
+        shapes = [tensor.shape[tensor.part is not None :] for tensor in self._checkpoint_names[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
@@ -225,7 +225,7 @@ def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, shard: Mo
 def pack_folder(
     folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, fingerprint: str, progress: Progress
 ) -> GpuPackedFile:
-    """Maps the packed file of a checkpoint with matrices in few bits, packed here the first time. Raises ConfigError
+    """Maps the packed file of a checkpoint with quantized matrices, packed here the first time. Raises ConfigError
     for a checkpoint that does not fit."""
 
     def write(writer: PackedWriter) -> None:
@@ -323,13 +323,13 @@ def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, t
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Returns a matrix as it is kept: in few bits where kernels can multiply by such a matrix, else in floating
+    """Returns a matrix as it is kept: quantized where kernels can multiply by such a matrix, else in floating
     point."""
     return pack(matrix) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Returns the matrices of all experts: in few bits where all of them are of one kind."""
+    """Returns the matrices of all experts: quantized where all of them are of one kind."""
     found = [_stored(matrix, dtype) for matrix in matrices]
     packed = [each for each in found if isinstance(each, PackedMatrix)]
     if len(packed) < len(found) or len({(each.kind, *each.parts) for each in packed}) > 1:

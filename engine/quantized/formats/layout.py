@@ -1,4 +1,4 @@
-"""Defines the interface of a layout of matrices in few bits, and what all layouts check and unpack."""
+"""Defines the interface of a layout of quantized matrices, and what all layouts check and unpack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines Pillion's own layout of matrices in few bits, in which it keeps what it converts or quantizes itself.
+"""Defines Pillion's own layout of quantized matrices, in which it keeps what it converts or quantizes itself.
 
 For a matrix ``X.weight`` [N, K], or ``X`` where the name has no such end:
 

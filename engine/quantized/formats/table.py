@@ -1,4 +1,4 @@
-"""Lists the layouts of matrices in few bits by name: a new format adds a row to this table and one to
+"""Lists the layouts of quantized matrices by name: a new format adds a row to this table and one to
 :mod:`pillion.engine.quantized.quantization_methods`.
 """
 
@@ -48,7 +48,7 @@ _OF_ROWS = (
 
 
 def format_of(config: ModelConfig) -> WeightFormat | None:
-    """Returns the format of a model's matrices in few bits; None if all of them are plain."""
+    """Returns the format of a model's quantized matrices; None if all of them are plain."""
     quantization = config.quantization
     if quantization is None:
         return None

@@ -4,8 +4,8 @@
 
 Threads draw ranges of panels. All rows are multiplied by a panel, in tiles of even height: the first tile streams it
 from memory, the others find it in the cache, and each of them prefetches a part of the panel that this thread works on
-next, so that memory and arithmetic are busy at the same time. Weights in few bits have tiles of their own
-(:mod:`pillion.kernels.cpu.few_bits.quantized_tiles`).
+next, so that memory and arithmetic are busy at the same time. Quantized weights have tiles of their own
+(:mod:`pillion.kernels.cpu.quantized.quantized_tiles`).
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
 over rising inputs (gemm_tiles), and all rows share the epilogue's code.
@@ -17,16 +17,16 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from pillion.kernels.cpu.few_bits.codes import CODE_KINDS, UNIT_INPUTS
-from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, dots_constants_bytes
-from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS
-from pillion.kernels.cpu.few_bits.quantized_tiles import CodedProduct, CodedRows
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
+from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
 
 LAYOUT = RecordLayout(
     "gemm",
@@ -47,7 +47,7 @@ LAYOUT = RecordLayout(
         "out_stride",  # out_stride is in bytes; rows of out have room for all packed columns
         "num_groups",
         "group_bytes",  # group_bytes is the size of one group's weights
-        "inputs",  # inputs is how many share a scale, in weights of few bits only
+        "inputs",  # inputs is how many share a scale, in weights of quantized weights only
         "input_sums_stride",  # input_sums_stride is in bytes
     ),
     reals=(
@@ -91,7 +91,7 @@ class Gemm(KernelSpec):
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
-        offsets: whether weights in few bits have offsets.
+        offsets: whether quantized weights have offsets.
         zeros: whether rows of codes have zero points.
         x_step, out_step: where these are not 0, all rows meet each matrix, and these are the bytes from the columns of
             x, and of out, that belong to one matrix to those of the next: matrices of heads.

@@ -8,7 +8,7 @@ import torch
 
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
-# Weights that are not in few bits are packed in one of these types.
+# Weights that are not quantized are packed in one of these types.
 PLAIN_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

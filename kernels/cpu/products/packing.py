@@ -17,13 +17,13 @@ from collections.abc import Iterable
 import torch
 from torch.nn.functional import pad
 
-from pillion.kernels.cpu.few_bits import few_bit_packing
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight, in_turn
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
+from pillion.kernels.cpu.quantized import quantized_packing
 from pillion.kernels.torch.quantized_matrix import Matrix, plain
 
 # All kinds of packed weights, in the order of their numbers in files.
-KINDS = (*PLAIN_TYPES, *few_bit_packing.KINDS)
+KINDS = (*PLAIN_TYPES, *quantized_packing.KINDS)
 
 
 def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
@@ -37,25 +37,25 @@ def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
     """Returns the number of bytes of a panel."""
     if kind not in PLAIN_TYPES:
-        return few_bit_packing.panel_bytes(kind, depth, group, offsets)
+        return quantized_packing.panel_bytes(kind, depth, group, offsets)
     return PANEL_COLUMNS * depth * PLAIN_TYPES[kind].itemsize
 
 
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Packs a matrix [N, K]; bf16 rounds to nearest even.
 
-    A matrix in few bits has the kind that ``few_bit_packing.packed_kind`` names, or is widened to ``kind``. With
+    A quantized matrix has the kind that ``quantized_packing.packed_kind`` names, or is widened to ``kind``. With
     ``offsets``, groups get offsets even if they are all 0.
     """
     if kind not in PLAIN_TYPES:
-        return few_bit_packing.pack_few_bits([weight], kind, offsets)
+        return quantized_packing.pack_quantized([weight], kind, offsets)
     return _pack(_padded(plain(weight, torch.float32), PANEL_COLUMNS), kind)
 
 
 def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Packs two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
     if kind not in PLAIN_TYPES:
-        return few_bit_packing.pack_few_bits([gate, up], kind, offsets)
+        return quantized_packing.pack_quantized([gate, up], kind, offsets)
     return _pack(in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
 
 
@@ -73,7 +73,7 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
     """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type; of codes, in
     float64."""
     if packed.kind not in PLAIN_TYPES:
-        return few_bit_packing.unpack_few_bits(packed)
+        return quantized_packing.unpack_quantized(packed)
     steps = packed.data.view(packed.pairs, -1, PANEL_COLUMNS * (1 if packed.kind == "fp32" else 2))
     inputs = steps.reshape(packed.pairs, steps.shape[1], PANEL_COLUMNS, -1)
     return inputs.transpose(1, 2).reshape(packed.pairs * PANEL_COLUMNS, packed.depth)

@@ -61,12 +61,12 @@ class SumRanks(KernelSpec):
     float32.
 
     ``rank`` is this rank, and ``number`` that of the operation among those of a step that wait. Ranks wait for one
-    another at ``words``, as ``meeting`` says (PHASE and so on). With ``add`` the operation adds to ``out`` instead.
+    another at ``words``, as ``collective`` says (PHASE and so on). With ``add`` the operation adds to ``out`` instead.
     """
 
     layout = RecordLayout(
         "sum_ranks",
-        pointers=("partials", "out", "words", "meeting"),
+        pointers=("partials", "out", "words", "collective"),
         numbers=("rank", "number", "width", "row_stride", "out_stride"),
         reals=("factor",),
     )
@@ -80,7 +80,7 @@ class SumRanks(KernelSpec):
         k, args = call.k, call.args
         partials, out, factor = args.pointer("partials"), args.pointer("out"), args.real("factor")
         rank_stride, row_stride, out_stride = (
-            k.load_int(args.pointer("meeting") + STRIDE),
+            k.load_int(args.pointer("collective") + STRIDE),
             args.number("row_stride"),
             args.number("out_stride"),
         )
@@ -102,7 +102,7 @@ class SumRanks(KernelSpec):
 class MeetRanks(KernelSpec):
     """Waits until all ranks have arrived: all can then read what each has written before."""
 
-    layout = RecordLayout("meet_ranks", pointers=("words", "meeting"), numbers=("rank", "number"))
+    layout = RecordLayout("meet_ranks", pointers=("words", "collective"), numbers=("rank", "number"))
 
     ranks: int
 
@@ -140,10 +140,10 @@ class ProjectionSquares(KernelSpec):
 def _meet(call: KernelCall, ranks: int) -> None:
     """Arrives at the operation's phase, and waits for all ranks. Each call of the operation may be the first one."""
     k, args = call.k, call.args
-    words, meeting = args.pointer("words"), args.pointer("meeting")
-    phase = k.load_int(meeting + PHASE) + args.number("number")
+    words, collective = args.pointer("words"), args.pointer("collective")
+    phase = k.load_int(collective + PHASE) + args.number("number")
     with k.when(k.holds(words, words_bytes(ranks))):
-        limits = k.load_int(meeting + NAPS), k.load_int(meeting + NAP_NS)
+        limits = k.load_int(collective + NAPS), k.load_int(collective + NAP_NS)
         values = words, args.number("rank"), k.int(ranks), phase, *limits
         k.call_subroutine("meet_ranks_words", values, _arrive_and_wait)
 

@@ -1,4 +1,4 @@
-"""Multiplies rows by matrices in few bits and by adapters; cuBLAS multiplies by plain ones.
+"""Multiplies rows by quantized matrices and by adapters; cuBLAS multiplies by plain ones.
 
 Read gpu_packing.py first.
 """

@@ -1,4 +1,4 @@
-"""Lays out a matrix in few bits in GPU memory.
+"""Lays out a quantized matrix in GPU memory.
 
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32

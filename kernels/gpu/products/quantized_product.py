@@ -1,4 +1,4 @@
-"""Multiplies rows by a matrix in few bits, whose weights a kernel computes from the codes in its registers.
+"""Multiplies rows by a quantized matrix, whose weights a kernel computes from the codes in its registers.
 
     rows [T, K] --gathered in the matrix's order, where it has one--> tiles --'
     words --shift, mask--> codes --value * scale + offset in float32--> rounded to the rows' type --dot--> out [T, N]

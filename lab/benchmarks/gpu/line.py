@@ -108,13 +108,13 @@ class EngineLoop:
             now_s = time.perf_counter()
             plan = self.scheduler.schedule(now_s)
             self._take(self.scheduler.flush(now_s))
-            if plan.pieces:
+            if plan.scheduled:
                 rows = build_sampling(plan, None)
                 out.append((plan, self._backend.launch(build_step_batch(plan, BLOCK_SIZE), plan.copies, rows)))
                 self.scheduler.launched(plan)
-            idle = 0 if plan.pieces or out else idle + 1
+            idle = 0 if plan.scheduled or out else idle + 1
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"
-            stays = 1 if plan.pieces else 0
+            stays = 1 if plan.scheduled else 0
             while len(out) > stays:
                 landed, in_flight = out.popleft()
                 sampled = in_flight.wait()

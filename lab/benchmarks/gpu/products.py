@@ -1,4 +1,4 @@
-"""Products by matrices in few bits, and by adapters: few rows wait for the weights, many for arithmetic.
+"""Products by quantized matrices, and by adapters: few rows wait for the weights, many for arithmetic.
 
 Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
 rows are compared with the rate of the plain product of the same shape. Adapters stand beside the plain product that

@@ -37,11 +37,11 @@ def run(bench: Bench) -> None:
     _report(bench, "one process, eager", alone_s)
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
-    meeting = os.memfd_create("bench-ranks")
-    command = [sys.executable, "-m", "lab.benchmarks.gpu.ranks", str(meeting), *(["--smoke"] if bench.smoke else [])]
-    other = subprocess.Popen(command, pass_fds=[meeting], cwd=Path(__file__).resolve().parents[3])
+    rendezvous = os.memfd_create("bench-ranks")
+    command = [sys.executable, "-m", "lab.benchmarks.gpu.ranks", str(rendezvous), *(["--smoke"] if bench.smoke else [])]
+    other = subprocess.Popen(command, pass_fds=[rendezvous], cwd=Path(__file__).resolve().parents[3])
     try:
-        for rows, sum_s in _measured(bench, 0, meeting):
+        for rows, sum_s in _measured(bench, 0, rendezvous):
             if rows:
                 width = shape_of(bench.smoke).hidden
                 bench.report(Row(f"sum over {RANKS} ranks, {rows} x {width}", sum_s * 1e6, "us"))
@@ -50,14 +50,14 @@ def run(bench: Bench) -> None:
     finally:
         other.kill()
         other.wait()
-        os.close(meeting)
+        os.close(rendezvous)
 
 
-def _measured(bench: Bench, rank: int, meeting: int) -> list[tuple[int, float]]:
+def _measured(bench: Bench, rank: int, rendezvous: int) -> list[tuple[int, float]]:
     """What both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
     shape = shape_of(bench.smoke)
     shard = RankShard.of(parse_config(shape.config()), rank, RANKS)
-    group = GpuRankGroup.join(shard, meeting, bench.device, own_device=False)
+    group = GpuRankGroup.join(shard, rendezvous, bench.device, own_device=False)
     all_rows, _, _, count, _, _ = SMOKE if bench.smoke else (SUM_ROWS, STREAMS, CONTEXT, SUMS, STEPS, WARM)
     found = []
     for rows in all_rows:
@@ -99,11 +99,11 @@ def _report(bench: Bench, name: str, step_s: float, alone_s: float = 0.0) -> Non
 def main() -> None:
     """Be rank 1."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("meeting", type=int)
+    parser.add_argument("rendezvous", type=int)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        _measured(Bench(smoke=args.smoke, rows=Path(folder) / "rows"), 1, args.meeting)
+        _measured(Bench(smoke=args.smoke, rows=Path(folder) / "rows"), 1, args.rendezvous)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(tmp_path):
 @pytest.mark.parametrize("producer", ["gptq-act-order", "nf4"])
 @pytest.mark.parametrize("make", BACKENDS)
 def test_quantized_experts(producer, make, tmp_path):
-    """Weights in few bits may have the inner values of each expert in an order of its own."""
+    """Quantized weights may have the inner values of each expert in an order of its own."""
     folder, _ = make_model(tmp_path / "model", FAMILIES["qwen3-moe"])
     few, wide = quantize_folder(folder, tmp_path / "quantized", PRODUCERS[producer](16))
     adapter = make_adapter(wide, tmp_path / "adapter", **CONFIG)

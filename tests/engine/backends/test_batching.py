@@ -1,5 +1,5 @@
 """Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and
-siblings."""
+parallel samples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pillion.engine.adapters.adapter_rows import adapted_runs
-from pillion.engine.backends.batching import build_guess_sampling, build_sampling, build_step_batch
+from pillion.engine.backends.batching import build_draft_sampling, build_sampling, build_step_batch
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.types import SamplingParams
 from tests.support.sampling import GivenMasks
 
@@ -65,11 +65,11 @@ def test_a_mixed_step() -> None:
     drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
     plan = StepPlan(
         (
-            SequencePiece(decode, 9, 1, 1),
-            SequencePiece(drafted, 5, 3, 3),
-            SequencePiece(prompt_tail, 4, 3, 1, sibling_seeds=(7, -8)),
-            SequencePiece(part, 8, 4, 0),
-            SequencePiece(prefill_range, 0, 8, 0),
+            ScheduledChunk(decode, 9, 1, 1),
+            ScheduledChunk(drafted, 5, 3, 3),
+            ScheduledChunk(prompt_tail, 4, 3, 1, parallel_seeds=(7, -8)),
+            ScheduledChunk(part, 8, 4, 0),
+            ScheduledChunk(prefill_range, 0, 8, 0),
         )
     )
     batch, rows = build_step_batch(plan, BLOCK), build_sampling(plan, None)
@@ -93,9 +93,9 @@ def test_a_mixed_step() -> None:
 
 
 def test_rows_of_a_plain_step() -> None:
-    plan = StepPlan((SequencePiece(sequence(1, range(10)), 9, 1, 1), SequencePiece(sequence(2, range(8)), 2, 3, 0)))
+    plan = StepPlan((ScheduledChunk(sequence(1, range(10)), 9, 1, 1), ScheduledChunk(sequence(2, range(8)), 2, 3, 0)))
     assert build_step_batch(plan, BLOCK).sample_rows.tolist() == [0]
-    nothing = StepPlan(plan.pieces[1:])
+    nothing = StepPlan(plan.scheduled[1:])
     assert build_step_batch(nothing, BLOCK).sample_rows.tolist() == []
     assert len(build_sampling(nothing, None)) == 0
 
@@ -103,7 +103,7 @@ def test_rows_of_a_plain_step() -> None:
 def test_parameters_and_their_defaults() -> None:
     tuned = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
     bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
-    rows = build_sampling(StepPlan((SequencePiece(tuned, 0, 1, 1), SequencePiece(bare, 0, 1, 1))), None)
+    rows = build_sampling(StepPlan((ScheduledChunk(tuned, 0, 1, 1), ScheduledChunk(bare, 0, 1, 1))), None)
     assert rows.temperature.tolist() == [0.5, 1.0]
     assert rows.top_p.tolist() == [0.25, 1.0]
     assert rows.top_k.tolist() == [0, 0]
@@ -117,7 +117,7 @@ def test_edits_know_their_history() -> None:
     params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
     stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
     plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
-    rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))), None)
+    rows = build_sampling(StepPlan((ScheduledChunk(plain, 1, 1, 1), ScheduledChunk(stream, 4, 3, 3))), None)
     assert [edit.row for edit in rows.edits] == [1, 2, 3]
     assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
@@ -136,39 +136,39 @@ def test_only_histories_that_a_row_needs_are_gathered() -> None:
     }
     for name, (array, wanted) in only.items():
         stream = sequence(1, [1, 2, 3], prompt=2, **{name: 2})
-        (edit,) = build_sampling(StepPlan((SequencePiece(stream, 2, 1, 1),)), None).edits
+        (edit,) = build_sampling(StepPlan((ScheduledChunk(stream, 2, 1, 1),)), None).edits
         for each in ("biased", "seen", "answered", "banned"):
             assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
 
 
 def test_drafts_are_judged_as_single_steps_would_choose() -> None:
-    """Each row of a piece with drafts chooses the token of a step without drafts (I6)."""
+    """Each row of a chunk with drafts chooses the token of a step without drafts (I6)."""
     params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     drafted = with_drafts(sequence(1, history, prompt=3, **params), [5, 6])
-    together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)), None)).token_ids
+    together = sample(logits, build_sampling(StepPlan((ScheduledChunk(drafted, 3, 3, 3),)), None)).token_ids
     for row in range(3):
         alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
-        plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
+        plan = StepPlan((ScheduledChunk(alone, 3 + row, 1, 1),))
         assert sample(logits[row : row + 1], build_sampling(plan, None)).token_ids == together[row : row + 1]
 
 
-def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
+def test_draft_tokens_are_drawn_as_the_rows_that_judge_them() -> None:
     params = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "logprobs": 2, "frequency_penalty": 0.5}
     stream, other = sequence(1, [1, 2, 3, 4], prompt=3, **params), sequence(2, [5, 6])
-    guessing = build_guess_sampling([(stream, 0), (stream, 1), (other, 0)], 64)
+    drafting = build_draft_sampling([(stream, 0), (stream, 1), (other, 0)], 64)
     judging = build_sampling(
-        StepPlan((SequencePiece(with_drafts(stream, [5]), 3, 2, 2), SequencePiece(other, 1, 1, 1))), None
+        StepPlan((ScheduledChunk(with_drafts(stream, [5]), 3, 2, 2), ScheduledChunk(other, 1, 1, 1))), None
     )
     for field in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"):
-        assert getattr(guessing, field).tolist() == getattr(judging, field).tolist()
-    # Tokens that are only guessed are in no penalty, and nothing is reported.
-    assert [edit.answered.tolist() for edit in guessing.edits] == [[4], [4]]
-    assert guessing.logprobs.tolist() == [-1, -1, -1]
+        assert getattr(drafting, field).tolist() == getattr(judging, field).tolist()
+    # Tokens that are only drafted are in no penalty, and nothing is reported.
+    assert [edit.answered.tolist() for edit in drafting.edits] == [[4], [4]]
+    assert drafting.logprobs.tolist() == [-1, -1, -1]
     stream.drop_proposed()
     biased = sequence(3, [1], logit_bias={63: 1.0})
-    assert build_guess_sampling([(biased, 0)], 64).edits
-    assert not build_guess_sampling([(biased, 0)], 63).edits
+    assert build_draft_sampling([(biased, 0)], 64).edits
+    assert not build_draft_sampling([(biased, 0)], 63).edits
 
 
 @pytest.mark.parametrize("most", [1, 4, 8])
@@ -186,25 +186,26 @@ def test_bad_words_see_the_answer_and_its_drafts() -> None:
     """Prompt 1 2, answer 3 4, drafts 5 6: a word is banned where its last token would complete it in the answer."""
     words = BadWords([(7,), (3, 4, 8), (4, 5, 9), (5, 6, 10), (2, 3, 11), (1, 2, 3, 4, 12)])
     stream = with_drafts(sequence(1, [1, 2, 3, 4], prompt=2, bad_words=words), [5, 6])
-    rows = build_sampling(StepPlan((SequencePiece(stream, 3, 3, 3),)), None)
+    rows = build_sampling(StepPlan((ScheduledChunk(stream, 3, 3, 3),)), None)
     assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[7, 8], [7, 9], [7, 10]]
     assert stream.reads_history
     assert not sequence(1, [1], bad_words=BadWords([(7,)])).reads_history
     # The tokens of a prompt are none of the answer's.
     fresh = sequence(1, [1, 2, 3], bad_words=words)
-    assert build_sampling(StepPlan((SequencePiece(fresh, 2, 1, 1),)), None).edits[0].banned.tolist() == [7]
+    assert build_sampling(StepPlan((ScheduledChunk(fresh, 2, 1, 1),)), None).edits[0].banned.tolist() == [7]
 
 
 def test_allowed_tokens_are_masks_of_their_rows() -> None:
-    """A sibling has its parent's mask, a grammar's mask is narrowed, and one that takes none of the tokens decides."""
+    """A parallel sample has its parent's mask, a grammar's mask is narrowed, and one that takes none of the tokens
+    decides."""
     some = mask_of([3, 40], 64)
     plain, parent = sequence(1, [1, 2]), sequence(2, [1, 2, 3], allowed=some)
     other = sequence(3, [5, 6], allowed=mask_of([9], 64))
     plan = StepPlan(
         (
-            SequencePiece(plain, 1, 1, 1),
-            SequencePiece(parent, 2, 1, 1, sibling_seeds=(7,)),
-            SequencePiece(other, 1, 1, 1),
+            ScheduledChunk(plain, 1, 1, 1),
+            ScheduledChunk(parent, 2, 1, 1, parallel_seeds=(7,)),
+            ScheduledChunk(other, 1, 1, 1),
         )
     )
     masks = build_sampling(plan, None).masks

@@ -174,10 +174,10 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, leng
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
     driver.step((shared, prompt))
-    sibling, sources, targets = driver.sequences.sibling(shared)
+    parallel_sample, sources, targets = driver.sequences.parallel_sample(shared)
     driver.backend.copy_blocks(sources, targets)
     first = driver.step((alone, [11, 12, 13]))
-    driver.step((sibling, [200, 201, 202]))
+    driver.step((parallel_sample, [200, 201, 202]))
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
 
 

@@ -31,17 +31,17 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
     driver.step((shared, prompt))
-    sibling, sources, targets = driver.sequences.sibling(shared)
+    parallel_sample, sources, targets = driver.sequences.parallel_sample(shared)
     assert len(sources) == (1 if length % 16 else 0)
     driver.backend.copy_blocks(sources, targets)
     first = driver.step((alone, [11, 12, 13]))
-    # The sibling writes other tokens into its copy; the original must not see them.
-    driver.step((sibling, [200, 201, 202]))
+    # The parallel sample writes other tokens into its copy; the original must not see them.
+    driver.step((parallel_sample, [200, 201, 202]))
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
     other = driver.sequences.add()[0]
     driver.step((other, prompt))
     driver.step((other, [200, 201, 202]))
-    assert torch.equal(driver.step((sibling, [3])), driver.step((other, [3])))
+    assert torch.equal(driver.step((parallel_sample, [3])), driver.step((other, [3])))
 
 
 def test_what_a_replay_computes_anew_is_as_near_as_is_promised(driver):

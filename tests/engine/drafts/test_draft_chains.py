@@ -1,4 +1,5 @@
-"""A draft model's blocks beside those of sequences: guesses come of its own KV, its slots go first, none is lost."""
+"""A draft model's blocks beside those of sequences: draft tokens come of its own KV, its slots go first, none is
+lost."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from tests.support.examples import examples
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, FakeStateBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
-GUESSES = 3
+DRAFT_TOKENS = 3
 Pool = npt.NDArray[np.int64]
 
 
 class CheckedPasses:
-    """A draft model with the fake model's arithmetic, whose guesses must be those of its whole text: so each row of KV
-    that it reads was written for that text. Seeds shift the main model's tokens, and make guesses wrong.
+    """A draft model with the fake model's arithmetic, whose draft tokens must be those of its whole text: so each row
+    of KV that it reads was written for that text. Seeds shift the main model's tokens, and make draft tokens wrong.
 
     ``failing``: the passes fail from now on. ``first_passes`` are the tokens of each plan's first pass. The passes are
     said to take ``pass_s`` each, and ``seconds_to_read`` for each token of the first one; ``drafted_s`` is their sum.
@@ -43,36 +44,38 @@ class CheckedPasses:
         self.model = kind(backend, backend.layout.block_bytes, VOCAB_SIZE)
         self.failing = False
         self.first_passes: list[int] = []
-        self.guessed = 0
+        self.drafted = 0
         self.took_s = self.drafted_s = 0.0
 
     def seconds_per_token(self, sequences: int) -> float:
         return self.pass_s
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        self.first_passes.append(sum(piece.count for piece in plan.pieces))
-        passes = max(1, *(piece.guesses for piece in plan.pieces))
+        self.first_passes.append(sum(chunk.count for chunk in plan.scheduled))
+        passes = max(1, *(chunk.draft_tokens for chunk in plan.scheduled))
         self.took_s = self.seconds_to_read * plan.num_tokens + self.pass_s * passes
         self.drafted_s += self.took_s
         if self.failing:
             return None
-        guesses = self.model.run(plan)
-        assert guesses is not None
-        for piece, found in zip(plan.pieces, guesses, strict=True):
-            text = piece.chain.sequence.tokens(0, piece.chain.sequence.num_tokens).tolist()
-            assert len(found) == piece.guesses
-            sampling = piece.chain.sequence.sampling
-            # A penalty changes what is guessed.
+        draft_tokens = self.model.run(plan)
+        assert draft_tokens is not None
+        for chunk, found in zip(plan.scheduled, draft_tokens, strict=True):
+            text = chunk.chain.sequence.tokens(0, chunk.chain.sequence.num_tokens).tolist()
+            assert len(found) == chunk.draft_tokens
+            sampling = chunk.chain.sequence.sampling
+            # A penalty changes what is drafted.
             if sampling is not None and not sampling.frequency_penalty:
-                assert found.tolist() == greedy(text, piece.guesses), "a guess came of other KV than that of its text"
-            self.guessed += len(found)
-        return guesses
+                assert found.tolist() == greedy(text, chunk.draft_tokens), (
+                    "a draft token came of other KV than that of its text"
+                )
+            self.drafted += len(found)
+        return draft_tokens
 
 
 def drafting(
-    budget: int = 64, longest: int = 10_000, guesses: int = GUESSES, states: bool = False
+    budget: int = 64, longest: int = 10_000, draft_tokens: int = DRAFT_TOKENS, states: bool = False
 ) -> Callable[[Pool], tuple[DraftShape, CheckedPasses]]:
-    shape = DraftShape(b"\3" * 32, BLOCK, VOCAB_SIZE, longest, guesses, budget)
+    shape = DraftShape(b"\3" * 32, BLOCK, VOCAB_SIZE, longest, draft_tokens, budget)
     if states:
         shape = replace(shape, state_pages=FakeStateBackend.STATE_PAGES)
     return lambda pool: (shape, CheckedPasses(pool, states))
@@ -84,9 +87,9 @@ def passes_of(harness: SchedulerHarness) -> CheckedPasses:
     return passes
 
 
-def test_many_guesses_end_with_the_longest_text() -> None:
-    """Guesses of several blocks need no slot after the last token that the answer may have."""
-    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(guesses=4 * BLOCK))
+def test_many_draft_tokens_end_with_the_longest_text() -> None:
+    """Draft tokens of several blocks need no slot after the last token that the answer may have."""
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(draft_tokens=4 * BLOCK))
     for length in (2, 5, 3 * BLOCK, 40):
         harness.submit(prompt(1, 21), length)
     harness.run_all()
@@ -95,7 +98,7 @@ def test_many_guesses_end_with_the_longest_text() -> None:
 def test_a_good_draft_saves_steps_and_is_found_again() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
     harness.submit(prompt(1, 21), 40)
-    # Without drafts there are 40 steps. Guesses do not grow the table, so some steps have fewer than three.
+    # Without drafts there are 40 steps. Draft tokens do not grow the table, so some steps have fewer than three.
     assert harness.run_all() <= 24
     assert harness.draft_hits == 0
     harness.submit(prompt(1, 21), 12)
@@ -114,9 +117,9 @@ def test_a_good_draft_with_states_saves_steps() -> None:
 @pytest.mark.parametrize("states", [False, True])
 def test_a_wrong_draft_changes_nothing(states: bool) -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting(states=states))
-    harness.submit(prompt(1, 21), 20, seed=5, sibling_seeds=(0, 6))
+    harness.submit(prompt(1, 21), 20, seed=5, parallel_seeds=(0, 6))
     harness.run_all()
-    assert passes_of(harness).guessed
+    assert passes_of(harness).drafted
 
 
 def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
@@ -128,13 +131,13 @@ def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
         before = len(passes.first_passes)
         plans.append(harness.step())
         drafted = sum(passes.first_passes[before:])
-        # A guess's own few tokens are the step's that brought them.
-        assert plans[-1].num_tokens + drafted <= 16 + 3 * (GUESSES + 1)
+        # A draft token's own few tokens are the step's that brought them.
+        assert plans[-1].num_tokens + drafted <= 16 + 3 * (DRAFT_TOKENS + 1)
         while harness.answer():
             pass
         harness.receive_flush()
-    assert max(passes.first_passes) > GUESSES + 1
-    assert passes.guessed > 5
+    assert max(passes.first_passes) > DRAFT_TOKENS + 1
+    assert passes.drafted > 5
     harness.settle()
     harness.check_answers()
 
@@ -146,10 +149,10 @@ def test_no_step_runs_ahead_while_a_draft_catches_up() -> None:
     for _ in range(40):
         asked = len(passes.first_passes)
         harness.answered_step()
-        if asked > 0 and not passes.guessed:
-            # The guess that was asked for is not there yet, and the next step asks again.
+        if asked > 0 and not passes.drafted:
+            # The draft token that was asked for is not there yet, and the next step asks again.
             assert not scheduler.may_run_ahead
-    assert passes.guessed
+    assert passes.drafted
     harness.run_all()
 
 
@@ -164,7 +167,7 @@ def test_drafts_wait_while_prompts_fill_the_steps() -> None:
     passes = passes_of(harness)
     plan = harness.step()
     assert plan.num_tokens == 16
-    assert sum(passes.first_passes) <= GUESSES + 1, "a prompt gave way to a draft"
+    assert sum(passes.first_passes) <= DRAFT_TOKENS + 1, "a prompt gave way to a draft"
     harness.run_all()
 
 
@@ -175,7 +178,7 @@ def test_slots_of_drafts_go_before_a_stream_is_preempted(states: bool, slots: in
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
     harness.run_all()
-    assert passes_of(harness).guessed
+    assert passes_of(harness).drafted
     assert harness.preemptions == 0
 
 
@@ -186,17 +189,17 @@ def test_a_recall_closes_drafts_and_drafting_pauses() -> None:
         harness.answered_step()
     chains, passes = harness.draft_chains, passes_of(harness)
     assert len(chains.chains) == 1
-    assert passes.guessed
+    assert passes.drafted
     harness.scheduler.recall(1, harness.now)
     harness.scheduler.check_integrity()
-    guessed = passes.guessed
+    drafted = passes.drafted
     while harness.now < PAUSE_S / 2:
         harness.answered_step()
     assert not chains.chains
-    assert passes.guessed == guessed
+    assert passes.drafted == drafted
     harness.now += PAUSE_S
     harness.run_all()
-    assert passes.guessed > guessed
+    assert passes.drafted > drafted
 
 
 def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
@@ -209,7 +212,7 @@ def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
     passes.failing = False
     harness.submit(prompt(2, 15), 30)
     harness.run_all()
-    assert passes.guessed
+    assert passes.drafted
 
 
 def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
@@ -217,7 +220,7 @@ def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
     harness.submit(prompt(1, 15), 30)
     harness.run_all()
     passes = passes_of(harness)
-    assert 0 < passes.guessed <= 5 * GUESSES
+    assert 0 < passes.drafted <= 5 * DRAFT_TOKENS
     harness.submit([1, 2, 300], 8)
     plans = len(passes.first_passes)
     harness.run_all()
@@ -226,7 +229,7 @@ def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
 
 @pytest.mark.parametrize(
     ("came", "kept"),
-    # One that was expected is computed anew, for its logits; the last guess has no KV; a grammar forced others.
+    # One that was expected is computed anew, for its logits; the last draft token has no KV; a grammar forced others.
     [([], 9), ([4], 9), ([4, 5], 10), ([4, 5, 6, 1], 11), ([4, 9], 10), ([9, 5, 6], 9), ([8], 9)],
 )
 def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
@@ -239,7 +242,7 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
         sequence.append(token)
     chain.settle()
     assert chain.num_computed == kept
-    assert len(chain.guesses) == (0 if came else 3)
+    assert len(chain.draft_tokens) == (0 if came else 3)
 
 
 @settings(max_examples=examples(150))
@@ -286,7 +289,7 @@ class DraftingHarness(TimedHarness):
 
 def staggered_s(harness: TimedHarness, prompt_tokens: int, answer_tokens: int, every: int) -> float:
     """Return the machine's seconds for 30 requests, of which another one comes after so many steps, 16 at once at most.
-    Half of them have answers that the draft model guesses, the others none."""
+    Half of them have answers that the draft model drafts, the others none."""
     steps, waiting = 0, [prompt(seed % 4, prompt_tokens + seed % 3) for seed in range(30)]
     while waiting or harness.scheduler.sequences:
         if waiting and steps % every == 0 and len(harness.scheduler.sequences) < 16:
@@ -313,7 +316,7 @@ def test_no_prompt_is_caught_up_with_for_a_stream_that_ends_before_that_pays() -
         harness = DraftingHarness(0.001, 0.001)
         harness.submit(prompt(1, 90), answer_tokens)
         harness.run_all()
-        read.append(sum(count for count in harness.passes.first_passes if count > 2 * GUESSES))
+        read.append(sum(count for count in harness.passes.first_passes if count > 2 * DRAFT_TOKENS))
     # The prompt's last token is not after what a step computes.
     assert read[0] == 0
     assert read[1] >= 90

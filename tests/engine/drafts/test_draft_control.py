@@ -1,5 +1,5 @@
-"""How much is guessed follows what guesses cost and how often they are right: on a machine of known costs, steps with
-guesses are never much slower than without, and as fast as they can be where guesses are right."""
+"""How much is drafted follows what draft tokens cost and how often they are right: on a machine of known costs, steps
+with draft tokens are never much slower than without, and as fast as they can be where draft tokens are right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pillion.engine.drafts.draft_control import MOST_PROBING_CREDIT_S, MOST_PROB
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32, Sampled
 from pillion.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import OracleDrafter, sequence_of
@@ -29,17 +29,17 @@ class TimedHarness(SchedulerHarness):
     def __init__(self, drafter: Drafter | None, row_s: float = ROW_S, **more: Any) -> None:
         super().__init__(slots=1000, budget=256, max_num_seqs=16, drafter=drafter, **more)
         self.row_s = row_s
-        self.tokens = self.guessed = 0
+        self.tokens = self.drafted = 0
 
     def run_plan(self, plan: StepPlan) -> Sampled:
         self.now += STEP_S + self.row_s * plan.num_tokens
         self.tokens += plan.num_tokens
-        self.guessed += sum(piece.samples - 1 for piece in plan.pieces if piece.samples)
+        self.drafted += sum(chunk.samples - 1 for chunk in plan.scheduled if chunk.samples)
         return super().run_plan(plan)
 
 
 class CountingDrafter(OracleDrafter):
-    """Counts the texts that it is asked to guess for."""
+    """Counts the texts that it is asked to draft for."""
 
     asked = 0
 
@@ -59,29 +59,29 @@ def seconds(harness: TimedHarness, streams: int, length: int = 60) -> float:
 
 @pytest.mark.parametrize("streams", [1, 4, pytest.param(16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrong", [0, 1, 2, 5])
-def test_guesses_are_never_much_slower_than_none(streams: int, wrong: int) -> None:
-    plain, guessing = TimedHarness(None), TimedHarness(OracleDrafter(wrong))
-    assert seconds(guessing, streams) < seconds(plain, streams) * 1.03
+def test_draft_tokens_are_never_much_slower_than_none(streams: int, wrong: int) -> None:
+    plain, drafting = TimedHarness(None), TimedHarness(OracleDrafter(wrong))
+    assert seconds(drafting, streams) < seconds(plain, streams) * 1.03
 
 
-def test_right_guesses_are_as_many_as_their_cost_allows() -> None:
+def test_right_draft_tokens_are_as_many_as_their_cost_allows() -> None:
     for streams, least in ((1, 2.3), (16, 1.1)):
-        plain, guessing = TimedHarness(None), TimedHarness(OracleDrafter())
-        assert seconds(plain, streams) / seconds(guessing, streams) > least
+        plain, drafting = TimedHarness(None), TimedHarness(OracleDrafter())
+        assert seconds(plain, streams) / seconds(drafting, streams) > least
 
 
-def test_a_full_batch_of_wrong_guesses_hardly_pays_for_any() -> None:
+def test_a_full_batch_of_wrong_draft_tokens_hardly_pays_for_any() -> None:
     harness = TimedHarness(OracleDrafter(1))
     seconds(harness, 16)
-    assert harness.guessed < 0.05 * harness.tokens
+    assert harness.drafted < 0.05 * harness.tokens
 
 
 def test_free_rows_are_taken_and_dear_ones_left() -> None:
     free, dear = (TimedHarness(OracleDrafter(2), row_s) for row_s in (0.00001, 0.1))
     seconds(free, 8)
     seconds(dear, 8)
-    assert free.guessed > 200
-    assert dear.guessed < 40
+    assert free.drafted > 200
+    assert dear.drafted < 40
 
 
 def test_a_cost_that_is_not_measured_any_more_is_doubted() -> None:
@@ -99,29 +99,29 @@ def test_a_cost_that_is_not_measured_any_more_is_doubted() -> None:
     assert costs.curve(np.array([1, 12, 16, 5000])).tolist() == [costs.seconds(rows) for rows in (1, 12, 16, 5000)]
 
 
-def test_steps_of_more_decodes_than_configured_guess_nothing() -> None:
+def test_steps_of_more_decodes_than_configured_draft_token_nothing() -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, disable_by_batch_size=3)
     control = DraftControl.of(config)
     streams = [sequence_of([1, 2, 3]) for _ in range(4)]
-    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
-    control.observe(pieces[:3], StepCost(), 0.0)
+    scheduled = [ScheduledChunk(stream, 2, 1, 1) for stream in streams]
+    control.observe(scheduled[:3], StepCost(), 0.0)
     assert control.shares(streams[:3], [9, 2, 0], 100) == [4, 2, 0]
-    control.observe(pieces, StepCost(), 0.0)
+    control.observe(scheduled, StepCost(), 0.0)
     assert control.shares(streams, [9] * 4, 100) == [0] * 4
-    # A look-up is cheap, but a draft model's passes are not, and nobody would use their guesses.
+    # A look-up is cheap, but a draft model's passes are not, and nobody would use their draft tokens.
     assert [stream for stream, _ in control.due_for_probe(streams, slow=False)] == streams
     assert control.due_for_probe(streams, slow=True) == []
-    control.observe(pieces[:3], StepCost(), 0.0)
+    control.observe(scheduled[:3], StepCost(), 0.0)
     assert len(control.due_for_probe(streams[:3], slow=True)) == 1
 
 
 def test_probes_of_a_slow_drafter_take_a_bounded_share_of_the_time() -> None:
     control = DraftControl(4)
     streams = [sequence_of([1, 2, 3]) for _ in range(16)]
-    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
+    scheduled = [ScheduledChunk(stream, 2, 1, 1) for stream in streams]
     probes = 0
     for _ in range(3000):
-        control.observe(pieces, StepCost(), 0.001)
+        control.observe(scheduled, StepCost(), 0.001)
         due = control.due_for_probe(streams, slow=True)
         if due:
             # A probe may have to read a long prompt first.
@@ -138,18 +138,18 @@ def test_drafts_that_do_not_pay_count_as_probes_as_long_as_the_batch_is_as_full(
     for stream in streams:
         control.judged(stream, 3, 3)
     control.costs.expect(16, STEP_S + 16 * 0.0012, 0.0012)
-    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
-    control.observe(pieces, StepCost(), 0.0001)
+    scheduled = [ScheduledChunk(stream, 2, 1, 1) for stream in streams]
+    control.observe(scheduled, StepCost(), 0.0001)
     assert any(control.decide(streams, [3] * 16, 100))
     assert not control.pays([(streams[0], 1)])
     control.drafted(0.5)
     assert not any(control.decide(streams, [3] * 16, 100))
-    control.observe(pieces[:4], StepCost(), 0.0001)
+    control.observe(scheduled[:4], StepCost(), 0.0001)
     assert any(control.decide(streams[:4], [3] * 4, 100))
 
 
 def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> list[int]:
-    """Return a list that the decodes of each step are added to, for which somebody thinks about guesses."""
+    """Return a list that the decodes of each step are added to, for which somebody thinks about draft tokens."""
     seen: list[int] = []
     shares = harness.control.shares
 
@@ -161,7 +161,7 @@ def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> l
     return seen
 
 
-def test_a_full_batch_that_nothing_is_worth_guessing_for_is_seldom_thought_about(
+def test_a_full_batch_that_nothing_is_worth_drafting_for_is_seldom_thought_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter, length = CountingDrafter(1), 100
@@ -170,14 +170,14 @@ def test_a_full_batch_that_nothing_is_worth_guessing_for_is_seldom_thought_about
     for seed in range(16):
         harness.submit(prompt(seed % 4, 6), length, seed=seed)
     steps = harness.run_all()
-    assert not harness.guessed
+    assert not harness.drafted
     # Each decision computes the shares twice: as they can be in this step, and as they could be at best.
     assert len(decisions) < 2 * steps / 3
     assert drafter.asked < 16 * length / 16 / 2
 
 
 @pytest.mark.parametrize(("found", "tokens"), [(1, 1), (16, 4)])
-def test_found_guesses_are_made_where_they_are_enough_to_pay(found: int, tokens: int) -> None:
+def test_found_draft_tokens_are_made_where_they_are_enough_to_pay(found: int, tokens: int) -> None:
     """All streams look alike until the drafter says for how many of them it knows something."""
 
     class KnowsSome(OracleDrafter):
@@ -189,11 +189,11 @@ def test_found_guesses_are_made_where_they_are_enough_to_pay(found: int, tokens:
         control.judged(stream, 3, 3)
         stream.compute(0, 2, 0.0)
     control.costs.expect(16, STEP_S + 16 * 0.0012, 0.0012)
-    pieces = speculate(KnowsSome(), control, StepCost(), [SequencePiece(one, 2, 1, 1) for one in streams], 100)
-    assert max(piece.count for piece in pieces) == tokens
+    scheduled = speculate(KnowsSome(), control, StepCost(), [ScheduledChunk(one, 2, 1, 1) for one in streams], 100)
+    assert max(chunk.count for chunk in scheduled) == tokens
     if found == 1:
         # The text that comes judges what no step did.
-        made, right = streams[0].guesses.take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
+        made, right = streams[0].draft_tokens.take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
         assert made == right > 0
 
 
@@ -208,18 +208,18 @@ def test_a_batch_that_shrinks_is_thought_about_at_once() -> None:
         harness.step()
         while harness.answer():
             pass
-    assert not harness.guessed
+    assert not harness.drafted
     del control.shares
     harness.step()
     harness.step()
-    assert harness.guessed
+    assert harness.drafted
     harness.run_all()
 
 
-def test_the_likelier_guess_gets_the_last_token() -> None:
+def test_the_likelier_draft_token_gets_the_last_token() -> None:
     control = DraftControl(4)
     good, bad = sequence_of([1, 2, 3]), sequence_of([4, 5, 6])
-    control.observe([SequencePiece(one, 2, 1, 1) for one in (good, bad)], StepCost(), 0.0)
+    control.observe([ScheduledChunk(one, 2, 1, 1) for one in (good, bad)], StepCost(), 0.0)
     for _ in range(5):
         control.judged(good, 4, 4)
         control.judged(bad, 4, 1)
@@ -253,15 +253,16 @@ class DearRows(StepCost):
         return 1.0
 
 
-def test_a_text_that_can_be_guessed_is_noticed_without_a_row() -> None:
-    """Probes measure what guesses would have brought: it takes no guess to find out that guesses are right or wrong."""
+def test_a_text_that_can_be_drafted_is_noticed_without_a_row() -> None:
+    """Probes measure what draft tokens would have brought: it takes no draft token to find out that drafts are right or
+    wrong."""
     for wrong, least, most in ((0, 0.9, 1.0), (1, 0.0, 0.1)):
         control, stream = DraftControl(4), sequence_of(prompt(1, 9))
         for token in answer(prompt(1, 9), 0, 50):
             stream.compute(stream.num_tokens - 1, stream.num_tokens - 1, 0.0)
             stream.append(token)
-            (piece,) = speculate(
-                OracleDrafter(wrong), control, DearRows(), [SequencePiece(stream, stream.num_tokens - 1, 1, 1)], 100
+            (chunk,) = speculate(
+                OracleDrafter(wrong), control, DearRows(), [ScheduledChunk(stream, stream.num_tokens - 1, 1, 1)], 100
             )
-            assert piece.count == 1
-        assert least <= stream.guesses.chances[0] <= most
+            assert chunk.count == 1
+        assert least <= stream.draft_tokens.chances[0] <= most

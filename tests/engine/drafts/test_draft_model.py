@@ -21,7 +21,7 @@ from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.drafts.draft_chains import DraftChain, DraftPiece, DraftPlan, DraftShape
+from pillion.engine.drafts.draft_chains import DraftChain, DraftChunk, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
 from pillion.engine.load_model import load_model
@@ -113,13 +113,13 @@ def test_the_passes_are_greedy(
     draw = np.random.default_rng(1)
     texts = [draw.integers(2, 250, length).tolist() for length in (70, 9, 30)]
     chains = [chain_of(text, slots, shape) for text, slots in zip(texts, ([11, 3, 5], [7], [2]), strict=True)]
-    # The first text has caught up with 50 tokens; the second guesses less, the third nothing.
-    assert draft.run(DraftPlan((DraftPiece(chains[0], 0, 50, 0),))) is not None
-    pieces = (DraftPiece(chains[0], 50, 20, 4), DraftPiece(chains[1], 0, 9, 2), DraftPiece(chains[2], 0, 30, 0))
-    guesses = draft.run(DraftPlan(pieces))
-    assert guesses is not None
+    # The first text has caught up with 50 tokens; the second draft tokens less, the third nothing.
+    assert draft.run(DraftPlan((DraftChunk(chains[0], 0, 50, 0),))) is not None
+    scheduled = (DraftChunk(chains[0], 50, 20, 4), DraftChunk(chains[1], 0, 9, 2), DraftChunk(chains[2], 0, 30, 0))
+    draft_tokens = draft.run(DraftPlan(scheduled))
+    assert draft_tokens is not None
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(folders[1]))
-    for text, found, count in zip(texts, guesses, (4, 2, 0), strict=True):
+    for text, found, count in zip(texts, draft_tokens, (4, 2, 0), strict=True):
         assert len(found) == count
         if count:
             assert not first_difference(oracle.greedy(text, count), found.tolist(), 1e-3)
@@ -130,9 +130,9 @@ def test_the_passes_are_greedy(
     assert draft.seconds_per_token(2) > 0
 
 
-def test_a_failed_pass_is_no_guess(loaded: tuple[LoadedModel, DraftShape, DraftModel]) -> None:
+def test_a_failed_pass_is_no_draft_token(loaded: tuple[LoadedModel, DraftShape, DraftModel]) -> None:
     _, shape, draft = loaded
-    assert draft.run(DraftPlan((DraftPiece(chain_of([500, 1], [3], shape), 0, 2, 1),))) is None
+    assert draft.run(DraftPlan((DraftChunk(chain_of([500, 1], [3], shape), 0, 2, 1),))) is None
 
 
 def test_another_tokenizer_is_refused_by_its_ids(

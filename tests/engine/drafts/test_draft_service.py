@@ -1,4 +1,5 @@
-"""Streams with a draft model over a real node: hits, siblings, fences, recalls and grammars; nothing is left behind."""
+"""Streams with a draft model over a real node: hits, parallel samples, fences, recalls and grammars; nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -37,20 +38,20 @@ from tests.support.workers import (
     submit_of,
 )
 
-GUESSES = 3
+DRAFT_TOKENS = 3
 NAMESPACE = b"\2" * 32
 
 
 def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Sequence[int], left: int) -> list[int]:
     shares = []
     for most in room:
-        shares.append(min(control.most_guesses, most, left))
+        shares.append(min(control.most_draft_tokens, most, left))
         left -= shares[-1]
     return shares
 
 
-def guess_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much is guessed as there is room for, whatever steps take."""
+def draft_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is drafted as there is room for, whatever steps take."""
     monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
 
@@ -60,15 +61,15 @@ async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIter
     """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend.
 
     A worker counts with the seconds that steps and passes take; those of fakes on a loaded machine may speak against
-    any guess, so they count for nothing here.
+    any draft token, so they count for nothing here.
     """
-    guess_by_no_clock(monkeypatch)
+    draft_by_no_clock(monkeypatch)
     monkeypatch.setattr(DraftModel, "seconds_per_token", lambda model, sequences: 0.0)
     backend = FakeBackend(BLOCK, "draft")
-    shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, GUESSES, 256)
+    shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, DRAFT_TOKENS, 256)
     draft = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
     monkeypatch.setattr(worker_drafts, "load_draft", lambda *arguments, **named: (shape, draft))
-    config = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=GUESSES)
+    config = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=DRAFT_TOKENS)
     async with running_workers(decode={"speculative_config": config}, **options) as workers:
         yield workers, backend
 
@@ -99,13 +100,13 @@ def answered_first(workers: Workers) -> None:
     )
 
 
-async def held_amid_guesses(workers: Workers, draft: FakeBackend) -> None:
-    """Return once the draft model has guessed and the decode worker's next step waits at the gate of its backend.
+async def held_amid_draft_tokens(workers: Workers, draft: FakeBackend) -> None:
+    """Return once the draft model has drafted and the decode worker's next step waits at the gate of its backend.
 
     Until then each step waits for the node, for a stream could else be over before its draft has a ticket.
     """
     main = workers.decode_backend
-    await until("guesses", lambda: len(draft.steps) > 8)
+    await until("draft_tokens", lambda: len(draft.steps) > 8)
     main.gate.clear()
     await until("a step that waits", main.waiting.is_set)
     main.before_step = lambda batch: None
@@ -117,7 +118,9 @@ async def chains_of(workers: Workers) -> DraftChains:
     return found
 
 
-async def test_guesses_come_of_the_drafts_own_blocks_which_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_draft_tokens_come_of_the_drafts_own_blocks_which_are_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         answered_first(workers)
         answer = await finished(workers, connection, 1, prompt(1, 30), 60)
@@ -137,7 +140,7 @@ async def test_guesses_come_of_the_drafts_own_blocks_which_are_found_again(monke
         await workers.quiet()
 
 
-async def test_seeds_and_siblings_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_seeds_and_parallel_samples_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         plain = await answers_of(workers, connection)
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
@@ -149,9 +152,9 @@ async def test_seeds_and_siblings_get_their_own_tokens(monkeypatch: pytest.Monke
 
 async def answers_of(workers: Workers, connection: Connection) -> list[list[int]]:
     sampled = replace(GREEDY, temperature=1.0, seed=7)
-    siblings = [decode_pb2.Sibling(key=key, seed=key) for key in (2, 3)]
-    others = [connection.answers.setdefault(sibling.key, Answer()) for sibling in siblings]
-    first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, siblings=siblings)
+    parallel_samples = [decode_pb2.Sibling(key=key, seed=key) for key in (2, 3)]
+    others = [connection.answers.setdefault(sample.key, Answer()) for sample in parallel_samples]
+    first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, siblings=parallel_samples)
     for other in others:
         await other.ended()
     return [answer.token_ids for answer in (first, *others)]
@@ -163,7 +166,7 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
         answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await held_amid_guesses(workers, draft)
+        await held_amid_draft_tokens(workers, draft)
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
         workers.decode_backend.gate.set()
@@ -257,7 +260,7 @@ async def test_a_cancelled_stream_leaves_no_draft(monkeypatch: pytest.MonkeyPatc
         assert not chains.chains
 
 
-async def test_a_node_that_lost_its_blocks_costs_guesses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_lost_its_blocks_costs_draft_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         answered_first(workers)
         await finished(workers, connection, 1, prompt(1, 30), 20)
@@ -283,7 +286,7 @@ async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.Monk
         answer = await finished(workers, connection, 1, prompt(1, 30), 20)
         assert answer.token_ids == greedy(prompt(1, 30), 20)
         draft.before_step = lambda batch: None
-        # Logits that are no numbers guess nothing.
+        # Logits that are no numbers draft nothing.
         draft.broken = answer.token_ids[3]
         again = await finished(workers, connection, 2, prompt(1, 30), 20)
         assert again.token_ids == answer.token_ids
@@ -295,7 +298,7 @@ async def test_stopping_in_the_middle_gives_everything_back(monkeypatch: pytest.
         answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await held_amid_guesses(workers, draft)
+        await held_amid_draft_tokens(workers, draft)
         stopping = asyncio.create_task(workers.decode.stop(0.0))
         await loop_turns()
         workers.decode_backend.gate.set()

@@ -1,4 +1,4 @@
-"""Speculative tokens: right guesses save steps, wrong ones cost nothing but themselves, and no answer changes."""
+"""Speculative tokens: right draft tokens save steps, wrong ones cost nothing but themselves, and no answer changes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pillion.engine.drafts.lookup_drafters import NGramDrafter
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32
-from tests.support.drafts import guessing, speculate
+from tests.support.drafts import speculate, speculative
 from tests.support.examples import examples
 from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
 
 
 class OracleDrafter:
-    """Guesses right, but for every ``wrong``-th position."""
+    """Draft tokens right, but for every ``wrong``-th position."""
 
     def __init__(self, wrong: int = 0) -> None:
         self.wrong = wrong
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[Int32]:
-        return [self._guess(sequence, most) for sequence, most in wanted]
+        return [self._propose(sequence, most) for sequence, most in wanted]
 
     def seconds_per_token(self, sequences: int) -> float:
         return 0.0
@@ -36,7 +36,7 @@ class OracleDrafter:
     def ended(self, sequence: Sequence) -> None:
         """It keeps nothing."""
 
-    def _guess(self, sequence: Sequence, most: int) -> Int32:
+    def _propose(self, sequence: Sequence, most: int) -> Int32:
         assert sequence.sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
         end = sequence.prompt_tokens
@@ -44,32 +44,32 @@ class OracleDrafter:
         grammar = None if followed is None else number_of(followed)
         shift = ADAPTER_SHIFT * int(sequence.adapter or 0)
         seed, known = int(sequence.sampling.seed or 0) + shift, len(tokens) - end
-        guess = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
+        draft_token = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
-            guess[(np.arange(len(guess)) + len(tokens)) % self.wrong == 0] += 1
-        return guess
+            draft_token[(np.arange(len(draft_token)) + len(tokens)) % self.wrong == 0] += 1
+        return draft_token
 
 
-def test_right_guesses_save_steps() -> None:
-    plain, guessing = SchedulerHarness(budget=32), SchedulerHarness(budget=32, drafter=OracleDrafter())
-    for harness in (plain, guessing):
+def test_right_draft_tokens_save_steps() -> None:
+    plain, drafting = SchedulerHarness(budget=32), SchedulerHarness(budget=32, drafter=OracleDrafter())
+    for harness in (plain, drafting):
         harness.submit(prompt(1, 9), 33)
     assert plain.run_all() == 33
-    # A block of four at a time: guesses do not grow the table.
-    assert guessing.run_all() <= 12
-    assert len(guessing.records[1].token_ids) == 33
+    # A block of four at a time: draft tokens do not grow the table.
+    assert drafting.run_all() <= 12
+    assert len(drafting.records[1].token_ids) == 33
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3])
-def test_wrong_guesses_change_nothing(wrong: int) -> None:
+def test_wrong_draft_tokens_change_nothing(wrong: int) -> None:
     harness = SchedulerHarness(budget=32, drafter=OracleDrafter(wrong))
-    harness.submit(prompt(1, 9), 20, seed=3, sibling_seeds=(4,))
+    harness.submit(prompt(1, 9), 20, seed=3, parallel_seeds=(4,))
     harness.submit(prompt(2, 6), 20)
     assert harness.run_all() <= 45
     assert harness.records[1].token_ids == answer(prompt(1, 9), 3, 20)
 
 
-def test_guesses_leave_room_for_prompt_tails() -> None:
+def test_draft_tokens_leave_room_for_prompt_tails() -> None:
     harness = SchedulerHarness(slots=200, budget=18, max_num_seqs=4, drafter=OracleDrafter())
     first = harness.submit(prompt(1, 9), 60)
     harness.step()
@@ -77,14 +77,14 @@ def test_guesses_leave_room_for_prompt_tails() -> None:
         pass
     harness.submit(prompt(2, 100), 4)
     plan = harness.step()
-    assert [piece.sequence.seq_id for piece in plan.pieces] == [first, 2]
+    assert [chunk.sequence.seq_id for chunk in plan.scheduled] == [first, 2]
     assert plan.num_tokens == 18
-    assert plan.pieces[1].count >= 16
+    assert plan.scheduled[1].count >= 16
     harness.finish()
     harness.check_answers()
 
 
-def test_guesses_do_not_starve_a_prompt_that_runs_whole() -> None:
+def test_draft_tokens_do_not_starve_a_prompt_that_runs_whole() -> None:
     harness = SchedulerHarness(slots=400, budget=68, max_num_seqs=6, drafter=OracleDrafter(), max_whole_tokens=64)
     for seed in range(5):
         harness.submit(prompt(seed, 3 + seed), 40)
@@ -93,12 +93,12 @@ def test_guesses_do_not_starve_a_prompt_that_runs_whole() -> None:
         while harness.answer():
             pass
     late = harness.submit(prompt(2, 60), 2)
-    assert late in [piece.sequence.seq_id for piece in harness.step().pieces]
+    assert late in [chunk.sequence.seq_id for chunk in harness.step().scheduled]
     harness.finish()
     harness.check_answers()
 
 
-def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
+def test_a_stop_inside_a_draft_token_ends_the_answer_there() -> None:
     tokens = answer(prompt(1, 9), 0, 12)
     at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
     harness = SchedulerHarness(budget=32, drafter=OracleDrafter())
@@ -113,7 +113,7 @@ def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     st.integers(0, 4),
     st.integers(17, 40),
 )
-def test_any_guesses(requests: list[tuple[int, int, int]], wrong: int, slots: int) -> None:
+def test_any_draft_tokens(requests: list[tuple[int, int, int]], wrong: int, slots: int) -> None:
     harness = SchedulerHarness(slots=slots, budget=12, max_num_seqs=3, drafter=OracleDrafter(wrong))
     for seed, length, most in requests:
         harness.submit(prompt(seed, length), most)
@@ -137,16 +137,16 @@ def sequence_of(tokens: list[int]) -> Sequence:
     )
 
 
-NGRAM = NGramDrafter(guessing(16))
+NGRAM = NGramDrafter(speculative(16))
 
 
 def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
-    (guess,) = drafter.draft([(sequence_of(text), most)])
-    return guess.tolist()
+    (draft_token,) = drafter.draft([(sequence_of(text), most)])
+    return draft_token.tolist()
 
 
 @pytest.mark.parametrize(
-    ("text", "guess"),
+    ("text", "draft_token"),
     [
         ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
         # The longer match wins over the later one, the later one among equals.
@@ -160,32 +160,32 @@ def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
         ([6, 6, 6, 6], [6]),
     ],
 )
-def test_looking_back(text: list[int], guess: list[int]) -> None:
-    assert looked_up(NGRAM, text, 4) == guess
-    assert looked_up(NGRAM, text, 2) == guess[:2]
+def test_looking_back(text: list[int], draft_token: list[int]) -> None:
+    assert looked_up(NGRAM, text, 4) == draft_token
+    assert looked_up(NGRAM, text, 2) == draft_token[:2]
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
-def test_a_guess_stood_in_the_text_after_the_same_tokens(text: list[int], most: int) -> None:
-    guess = looked_up(NGRAM, text, most)
-    assert len(guess) <= most
-    if guess:
+def test_a_draft_token_stood_in_the_text_after_the_same_tokens(text: list[int], most: int) -> None:
+    draft_token = looked_up(NGRAM, text, most)
+    assert len(draft_token) <= most
+    if draft_token:
         pair = text[-2:]
         places = [i for i in range(2, len(text)) if text[i - 2 : i] == pair]
-        assert any(text[i : i + len(guess)] == guess for i in places)
+        assert any(text[i : i + len(draft_token)] == draft_token for i in places)
 
 
 class Eager(OracleDrafter):
-    """Guesses more than it may."""
+    """Draft tokens more than it may."""
 
-    def _guess(self, sequence: Sequence, most: int) -> Int32:
+    def _propose(self, sequence: Sequence, most: int) -> Int32:
         return np.zeros(most + 3, dtype=np.int32)
 
 
-def test_no_guess_is_longer_than_the_bound() -> None:
+def test_no_draft_token_is_longer_than_the_bound() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
     assert sequence.room_for_proposals > 5
-    (piece,) = speculate(Eager(), DraftControl(5), StepCost(), [SequencePiece(sequence, 2, 1, 1)], 100)
-    assert piece.count == piece.samples == 1 + 5
+    (chunk,) = speculate(Eager(), DraftControl(5), StepCost(), [ScheduledChunk(sequence, 2, 1, 1)], 100)
+    assert chunk.count == chunk.samples == 1 + 5

@@ -18,11 +18,11 @@ from tests.support.fake_backend import VOCAB_SIZE, FakeBackend
 from tests.support.fake_head import FakeHead
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
-GUESSES = 3
+DRAFT_TOKENS = 3
 
 
 def heading(budget: int = 64) -> Callable[[npt.NDArray[np.int64]], tuple[DraftShape, FakeHead]]:
-    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 10_000, GUESSES, budget, reads_states=True)
+    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 10_000, DRAFT_TOKENS, budget, reads_states=True)
 
     def over(pool: npt.NDArray[np.int64]) -> tuple[DraftShape, FakeHead]:
         head = FakeHead(FakeBackend(BLOCK))
@@ -42,7 +42,7 @@ def head_of(harness: SchedulerHarness) -> FakeHead:
 def test_a_good_head_saves_steps_from_the_first_token_on() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=heading())
     harness.submit(prompt(1, 21), 40)
-    # Without guesses there are 40 steps. Guesses do not grow the table, so some steps have fewer than three.
+    # Without draft tokens there are 40 steps. Draft tokens do not grow the table, so some steps have fewer than three.
     assert harness.run_all() <= 22
     assert head_of(harness).contexts[0] >= 21
     # Its blocks are found by nobody: the second prompt's states begin after its cached prefix.
@@ -53,14 +53,14 @@ def test_a_good_head_saves_steps_from_the_first_token_on() -> None:
     assert harness.draft_hits == 0
 
 
-def test_wrong_guesses_change_nothing() -> None:
+def test_wrong_draft_tokens_change_nothing() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=heading())
-    harness.submit(prompt(1, 21), 20, seed=5, sibling_seeds=(0, 6))
+    harness.submit(prompt(1, 21), 20, seed=5, parallel_seeds=(0, 6))
     harness.run_all()
-    assert head_of(harness).guessed
+    assert head_of(harness).drafted
 
 
-def test_wrong_guesses_cost_no_context() -> None:
+def test_wrong_draft_tokens_cost_no_context() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=heading())
     harness.submit(prompt(1, 21), 20, seed=5)
     harness.run_all()
@@ -76,7 +76,7 @@ def test_a_prompt_of_several_steps_is_caught_up_with() -> None:
     harness.submit(prompt(2, 6), 30)
     harness.run_all()
     head = head_of(harness)
-    assert max(head.first_passes) <= 16 + 3 * (GUESSES + 1)
+    assert max(head.first_passes) <= 16 + 3 * (DRAFT_TOKENS + 1)
     assert max(head.contexts) > 90
 
 
@@ -93,7 +93,7 @@ def test_slots_of_a_head_go_before_a_stream_is_preempted() -> None:
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
     harness.run_all()
-    assert head_of(harness).guessed
+    assert head_of(harness).drafted
     assert harness.preemptions == 0
 
 
@@ -106,16 +106,16 @@ def test_a_recall_closes_chains_which_begin_again_after_it() -> None:
     assert head.contexts[-1] > 15
     harness.scheduler.recall(1, harness.now)
     harness.scheduler.check_integrity()
-    guessed = head.guessed
+    drafted = head.drafted
     harness.step()
-    assert head.guessed == guessed
+    assert head.drafted == drafted
     harness.now += PAUSE_S
     harness.step()
     assert 0 < head.contexts[-1] < 15
     harness.run_all()
 
 
-def test_a_failed_pass_ends_guessing_for_its_sequences_alone() -> None:
+def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
     harness = SchedulerHarness(slots=60, budget=32, draft=heading())
     harness.submit(prompt(1, 15), 30)
     head = head_of(harness)
@@ -125,7 +125,7 @@ def test_a_failed_pass_ends_guessing_for_its_sequences_alone() -> None:
     head.failing = False
     harness.submit(prompt(2, 15), 30)
     harness.run_all()
-    assert head.guessed
+    assert head.drafted
 
 
 @settings(max_examples=examples(100))

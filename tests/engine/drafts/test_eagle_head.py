@@ -1,4 +1,5 @@
-"""EAGLE-3 heads over states of real backends: guesses are those of a reference, and what does not fit is refused."""
+"""EAGLE-3 heads over states of real backends: draft tokens are those of a reference, and what does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts import eagle_chains
 from pillion.engine.drafts.cpu_eagle import CpuEagle
-from pillion.engine.drafts.draft_chains import DraftPiece, DraftPlan, DraftShape
+from pillion.engine.drafts.draft_chains import DraftChunk, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.eagle_chains import EagleChain
@@ -99,13 +100,13 @@ def text_of(backend: HostBackend, shape: DraftShape, tokens: Sequence[int], slot
     return Text(backend, chain, slots)
 
 
-def guesses_of(model: DraftModel, *pieces: DraftPiece) -> list[list[int]]:
+def draft_tokens_of(model: DraftModel, *scheduled: DraftChunk) -> list[list[int]]:
     """Runs a plan as a scheduler does."""
-    found = model.run(DraftPlan(pieces))
+    found = model.run(DraftPlan(scheduled))
     assert found is not None
-    for piece, guesses in zip(pieces, found, strict=True):
-        piece.chain.advance(piece.start + piece.count, guesses)
-    return [guesses.tolist() for guesses in found]
+    for chunk, draft_tokens in zip(scheduled, found, strict=True):
+        chunk.chain.advance(chunk.start + chunk.count, draft_tokens)
+    return [draft_tokens.tolist() for draft_tokens in found]
 
 
 def pool_for(backend: HostBackend, head: DraftModel) -> None:
@@ -126,7 +127,7 @@ HEADS: dict[str, dict[str, Any]] = {
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
 @pytest.mark.parametrize("kind", HEADS)
-def test_guesses_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_draft_tokens_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = save_head(tmp_path / "head", main, **HEADS[kind])
     loaded = on(kernels, main)
     shape, head = load(loaded, main, folder)
@@ -144,19 +145,19 @@ def test_guesses_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path
     second = text_of(backend, shape, texts[1], [12, 13, 14], [22])
     # A prompt in two steps, with passes between them; and one whose first tokens were computed elsewhere.
     first.run(0, 70)
-    assert guesses_of(head, DraftPiece(first.chain, 0, 70, 0)) == [[]]
+    assert draft_tokens_of(head, DraftChunk(first.chain, 0, 70, 0)) == [[]]
     first.run(70, 149)
     second.run(0, 25, keep=False)
     second.run(25, 39)
-    found = guesses_of(head, DraftPiece(first.chain, 70, 79, 4), DraftPiece(second.chain, 0, 14, 2))
-    assert found == [reference.guesses(texts[0], 4), reference.guesses(texts[1], 2, begin=25)]
-    # The next tokens are others than were guessed: the states of guesses are overwritten.
+    found = draft_tokens_of(head, DraftChunk(first.chain, 70, 79, 4), DraftChunk(second.chain, 0, 14, 2))
+    assert found == [reference.draft_tokens(texts[0], 4), reference.draft_tokens(texts[1], 2, begin=25)]
+    # The next tokens are others than were drafted: the states of draft tokens are overwritten.
     for token in (7, 9):
         first.chain.sequence.append(token)
     first.run(149, 151)
     first.chain.settle()
-    assert not len(first.chain.guesses)
-    assert guesses_of(head, DraftPiece(first.chain, 149, 2, 3)) == [reference.guesses([*texts[0], 7, 9], 3)]
+    assert not len(first.chain.draft_tokens)
+    assert draft_tokens_of(head, DraftChunk(first.chain, 149, 2, 3)) == [reference.draft_tokens([*texts[0], 7, 9], 3)]
     head.backend.close()
     backend.close()
 

@@ -1,4 +1,5 @@
-"""Streams with an EAGLE head over a real node: cached prompts, siblings, fences and cancels; nothing is left behind."""
+"""Streams with an EAGLE head over a real node: cached prompts, parallel samples, fences and cancels; nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tests.engine.drafts.test_draft_service import (
     answered_first,
     answers_of,
     chains_of,
+    draft_by_no_clock,
     finished,
-    guess_by_no_clock,
     prompt,
 )
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
@@ -29,23 +30,23 @@ from tests.support.workers import (
     submit_of,
 )
 
-GUESSES = 3
+DRAFT_TOKENS = 3
 
 
 @contextlib.asynccontextmanager
 async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Workers, FakeHead]]:
     """Workers whose decode worker has a head, the fake one; yields them and the head."""
-    guess_by_no_clock(monkeypatch)
+    draft_by_no_clock(monkeypatch)
     head = FakeHead(FakeBackend(BLOCK, "head"))
-    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, GUESSES, 256, reads_states=True)
+    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, DRAFT_TOKENS, 256, reads_states=True)
     monkeypatch.setattr(worker_drafts, "load_draft", lambda *arguments, **named: (shape, head))
-    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=GUESSES)
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=DRAFT_TOKENS)
     async with running_workers(decode={"speculative_config": config}) as workers:
         workers.decode_backend.keep_states((0,))
         yield workers, head
 
 
-async def test_a_prompt_that_is_found_is_guessed_for_by_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_is_found_is_drafted_for_by_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         answered_first(workers)
         answer = await finished(workers, connection, 1, prompt(1, 30), 60)
@@ -61,33 +62,33 @@ async def test_a_prompt_that_is_found_is_guessed_for_by_its_tail(monkeypatch: py
         await workers.quiet()
 
 
-async def test_seeds_and_siblings_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_seeds_and_parallel_samples_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         plain = await answers_of(workers, connection)
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         assert await answers_of(workers, connection) == plain
-        assert head.guessed
+        assert head.drafted
         await workers.quiet()
 
 
-async def test_a_fenced_worker_guesses_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fenced_worker_draft_tokens_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         worker = workers.decode.worker
         ticket = await workers.ticket(prompt(1, 30))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        # Where the worker's stock of slots has none for the head it pauses, for longer than the answer may take.
-        await until("guesses", lambda: head.guessed > 8 or answer.over.is_set())
-        assert head.guessed
+        # Where the worker has no free slot for the head it pauses, for longer than the answer may take.
+        await until("draft_tokens", lambda: head.drafted > 8 or answer.over.is_set())
+        assert head.drafted
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
         await answer.ended()
         await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
         await workers.release(ticket)
         await workers.quiet()
-        guessed = head.guessed
+        drafted = head.drafted
         again = await finished(workers, connection, 2, prompt(2, 30), 300)
         assert again.token_ids == greedy(prompt(2, 30), 300)
-        assert head.guessed > guessed
+        assert head.drafted > drafted
         await workers.quiet()
 
 
@@ -95,9 +96,9 @@ async def test_cancelled_streams_leave_nothing(monkeypatch: pytest.MonkeyPatch) 
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         for key in range(1, 4):
             ticket = await workers.ticket(prompt(key, 30))
-            guessed = head.guessed
+            drafted = head.drafted
             answer = await connection.submit(submit_of(key, ticket, prompt(key, 30), 900))
-            await until("guesses", lambda: head.guessed > guessed or answer.over.is_set())  # noqa: B023
+            await until("draft_tokens", lambda: head.drafted > drafted or answer.over.is_set())  # noqa: B023
             await connection.cancel(key)
             await workers.release(ticket)
         await workers.quiet()

@@ -1,5 +1,5 @@
-"""Answers with an EAGLE head are those without, on the CPU kernels: greedy and sampled, siblings, penalties, grammars,
-and in a worker of two ranks."""
+"""Answers with an EAGLE head are those without, on the CPU kernels: greedy and sampled, parallel samples, penalties,
+grammars, and in a worker of two ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.engine.drafts.test_offline_draft_models import SETTINGS as PLAIN_SETT
 from tests.engine.drafts.test_offline_draft_models import TEXTS
 from tests.support.cpu_model import needs_kernels
 
-# The last one follows a grammar, which refuses most guesses.
+# The last one follows a grammar, which refuses most draft tokens.
 SHAPE = StructuredOutputs(regex="[a-z ]{20,40}")
 SETTINGS = [*PLAIN_SETTINGS, SamplingParams(temperature=0.9, seed=8, max_tokens=40, structured_outputs=SHAPE)]
 
 
 def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> tuple[list[list[int]], int]:
-    """The tokens of two rounds, and how many were guessed for."""
+    """The tokens of two rounds, and how many were drafted for."""
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     if head is not None:
         options["speculative_config"] = config
@@ -30,23 +30,23 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
         prompts = [text for text in TEXTS for _ in SETTINGS]
         rounds = [llm.generate(prompts, SETTINGS * len(TEXTS), use_tqdm=False) for _ in range(2)]
     outputs = [output for one in rounds for output in one]
-    guessed = sum(output.timings.guessed_tokens for output in outputs if output.timings is not None)
-    return [answer.token_ids for output in outputs for answer in output.outputs], guessed
+    drafted = sum(output.timings.guessed_tokens for output in outputs if output.timings is not None)
+    return [answer.token_ids for output in outputs for answer in output.outputs], drafted
 
 
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So that the machine's speed does not decide whether anything is guessed.
+    # So that the machine's speed does not decide whether anything is drafted.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)
     head = save_head(tmp_path / "head", main)
-    found, guessed = answers(main, head, tensor_parallel_size=ranks)
+    found, drafted = answers(main, head, tensor_parallel_size=ranks)
     assert found == plain
-    assert guessed > 0
+    assert drafted > 0
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:

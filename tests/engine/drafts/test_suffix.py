@@ -15,7 +15,7 @@ from pillion.engine.drafts.lookup_drafters import SuffixDrafter, make_lookup_dra
 from pillion.engine.drafts.recent_answers import END, LEAST_MATCH_TOKENS, MAX_RINGS, AnswerRing, RecentAnswers
 from pillion.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import looked_up, sequence_of
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.examples import examples
 
 ROOT = bytes(32)
@@ -42,17 +42,17 @@ def naive(text: list[int], tokens: list[int], places: list[int], config: Specula
     if matched < 2:
         return [], 0
     places = [place for place in places if length(place) == matched]
-    needed, guess = config.suffix_decoding_min_token_prob * len(places), []
+    needed, draft_token = config.suffix_decoding_min_token_prob * len(places), []
     most = min(int(matched * factor), depth - matched)
-    while len(guess) < most:
+    while len(draft_token) < most:
         rest = [*tokens, END]
-        followed = [rest[place + 1 + len(guess)] for place in places]
+        followed = [rest[place + 1 + len(draft_token)] for place in places]
         token, count = Counter(followed).most_common(1)[0]
         if token == END or count < needed:
             break
         places = [place for place, other in zip(places, followed, strict=True) if other == token]
-        guess.append(token)
-    return guess, matched
+        draft_token.append(token)
+    return draft_token, matched
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -88,13 +88,13 @@ def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
     same = [place for place in found if tokens[max(0, place - least + 1) : place + 1] == end]
     assert same == expected[: len(same)]
     assert len(same) == min(len(expected), 32) or len(found) == 32
-    guess, _ = naive(text, tokens, found, CONFIG)
+    draft_token, _ = naive(text, tokens, found, CONFIG)
     pair = text[-2:]
     own, matched = naive(
         text, text, [i for i in range(len(text) - 2, 0, -1) if text[i - 1 : i + 1] == pair][:32], CONFIG
     )
     longer = naive(text, tokens, found, CONFIG)[1] > matched
-    assert looked_up(drafter_of(answers), text, 16) == (guess if longer else own)
+    assert looked_up(drafter_of(answers), text, 16) == (draft_token if longer else own)
 
 
 def test_a_ring_forgets_its_oldest_tokens_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_tenants_share_nothing_and_memory_is_bounded() -> None:
 
 
 def test_an_answer_is_remembered_once_it_has_ended() -> None:
-    drafter = make_lookup_drafter(guessing(8, "suffix"))
+    drafter = make_lookup_drafter(speculative(8, "suffix"))
     first = sequence_of([1, 2, 3])
     for token in (7, 8, 9, 10):
         first.append(token)

@@ -1,4 +1,4 @@
-"""The real grammar library behind an answer's state: runs, guesses, ends, replay and limits."""
+"""The real grammar library behind an answer's state: runs, draft tokens, ends, replay and limits."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_long_forced_text_is_cut_and_joined(compiler: GrammarCompiler, monkeypat
     assert allowed(state) == [ord("x") - 32, ord("y") - 32]
 
 
-def test_guesses_are_cut_where_they_are_refused_forced_or_the_end(compiler: GrammarCompiler) -> None:
+def test_draft_tokens_are_cut_where_they_are_refused_forced_or_the_end(compiler: GrammarCompiler) -> None:
     state = started(compiler, 'start: /[a-f]+/ "-xyz" | /[a-f]+/ "."')
     letters = [ord(letter) - 32 for letter in "abc-xyz"]
     assert state.count_fitting([*letters[:3], 0]) == 3
@@ -136,7 +136,7 @@ def test_guesses_are_cut_where_they_are_refused_forced_or_the_end(compiler: Gram
     assert allowed(state) == before
 
 
-def test_a_grammar_that_cannot_go_back_takes_no_guesses(compiler: GrammarCompiler) -> None:
+def test_a_grammar_that_cannot_go_back_takes_no_draft_tokens(compiler: GrammarCompiler) -> None:
     state = started(compiler, 'start: thought "!" /[0-9]+/\nthought[stop="."]: /[a-z ]+/')
     assert state.count_fitting([ord("a") - 32]) == 0
     follow(state)
@@ -192,7 +192,7 @@ def test_a_limit_that_answers_share_is_met_by_none(compiler: GrammarCompiler, mo
         assert mask_of(other) == mask
         other.take([draws.choice(LETTERS)])
     assert other._grammar is not shared
-    assert mask_of(first.sibling()) == expected[0]
+    assert mask_of(first.sample()) == expected[0]
     assert mask_of(started(compiler, GROWING)) == expected[0]
 
 

@@ -24,23 +24,23 @@ from tests.support.grammars import follow
 FREE = next(kind for kind in range(9) if place(kind, [])[1])
 
 
-class HeldMatcher(NumberMatcher):
+class GatedMatcher(NumberMatcher):
     """Computes masks when ``gate`` is open; ``begun`` counts them."""
 
     gate: threading.Event
     begun = 0
 
-    def copy(self) -> HeldMatcher:
+    def copy(self) -> GatedMatcher:
         return held(self.gate, self.answer)
 
-    def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
-        HeldMatcher.begun += 1
+    def fill(self, bits: UInt32, draft_tokens: Sequence[int]) -> None:
+        GatedMatcher.begun += 1
         assert self.gate.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the test to open the gate"
-        super().fill(bits, guesses)
+        super().fill(bits, draft_tokens)
 
 
-def held(gate: threading.Event, answer: Sequence[int] = ()) -> HeldMatcher:
-    matcher = HeldMatcher(FREE, answer)
+def held(gate: threading.Event, answer: Sequence[int] = ()) -> GatedMatcher:
+    matcher = GatedMatcher(FREE, answer)
     matcher.gate = gate
     return matcher
 
@@ -85,7 +85,7 @@ def threads(woken: Woken) -> Iterator[MaskThreads]:
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
     made = threading.Event()
-    HeldMatcher.begun = 0
+    GatedMatcher.begun = 0
     yield made
     made.set()
 
@@ -116,7 +116,7 @@ def test_a_late_mask_is_not_waited_for_and_wakes_the_loop(
 def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken, gate: threading.Event) -> None:
     late = state_of(held(gate), threads)
     late.place_masks((), 1)
-    wait_for("the first job's begin", lambda: HeldMatcher.begun)
+    wait_for("the first job's begin", lambda: GatedMatcher.begun)
     others = [state_of(NumberMatcher(FREE), threads) for _ in range(20)]
     masks = [other.place_masks((), 1) for other in others]
     # The step that finds masks missing has another thread started.
@@ -128,14 +128,14 @@ def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken
 
 def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: threading.Event) -> None:
     grammar = CompiledGrammar(held(gate), VOCAB_SIZE)
-    siblings = [GrammarState(grammar, threads) for _ in range(MAX_MASK_THREADS + 2)]
-    assert all(sibling.follow() for sibling in siblings)
-    masks = [sibling.place_masks((), 1) for sibling in siblings]
-    wait_for("the first job's begin", lambda: HeldMatcher.begun)
+    parallel_samples = [GrammarState(grammar, threads) for _ in range(MAX_MASK_THREADS + 2)]
+    assert all(sample.follow() for sample in parallel_samples)
+    masks = [sample.place_masks((), 1) for sample in parallel_samples]
+    wait_for("the first job's begin", lambda: GatedMatcher.begun)
     other = state_of(NumberMatcher(FREE), threads)
     mask = other.place_masks((), 1)
-    wait_for("another grammar's mask", lambda: not siblings[0].follow() and mask.wait(0))
-    assert HeldMatcher.begun == 1
+    wait_for("another grammar's mask", lambda: not parallel_samples[0].follow() and mask.wait(0))
+    assert GatedMatcher.begun == 1
     gate.set()
     check_that_all_come(masks)
 
@@ -149,7 +149,7 @@ def test_a_mask_that_never_comes_fails_its_request_alone(
     monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: now_s))
     endless = state_of(held(gate), threads)
     endless.place_masks((), 1)
-    wait_for("its begin", lambda: HeldMatcher.begun)
+    wait_for("its begin", lambda: GatedMatcher.begun)
     other = state_of(NumberMatcher(FREE), threads)
     assert not endless.follow()
     woken.wait()
@@ -171,15 +171,15 @@ def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
     if not state.follow():
         woken.wait()
         wait_for("the mask", lambda: state.follow())
-    assert state.forced or HeldMatcher.begun == 1
+    assert state.forced or GatedMatcher.begun == 1
 
 
-def test_a_sibling_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
+def test_a_parallel_sample_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
     gate.set()
     state = state_of(held(gate), threads)
     state.take([place(FREE, [])[1][0]])
     assert state.follow()
-    child = state.sibling()
+    child = state.sample()
     assert child.follow()
     assert child.num_tokens == 0
     check_that_all_come([child.place_masks((), 1)])
@@ -187,11 +187,11 @@ def test_a_sibling_begins_where_the_answer_does(threads: MaskThreads, gate: thre
 
 def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
     grammar = CompiledGrammar(held(gate), VOCAB_SIZE)
-    state, sibling = GrammarState(grammar, threads), GrammarState(grammar, threads)
-    assert sibling.follow()
+    state, sample = GrammarState(grammar, threads), GrammarState(grammar, threads)
+    assert sample.follow()
     state.take([place(FREE, [])[1][0]])
-    sibling.place_masks((), 1)
-    wait_for("the sibling's begin", lambda: HeldMatcher.begun)
+    sample.place_masks((), 1)
+    wait_for("the parallel sample's begin", lambda: GatedMatcher.begun)
     # Another thread has the grammar until the gate opens, which this wait would outlast.
     masks = state.place_masks((), 1)
     with ThreadPoolExecutor(1) as waiting:
@@ -205,7 +205,7 @@ def test_a_long_queue_has_more_threads(gate: threading.Event, monkeypatch: pytes
     monkeypatch.setattr(mask_threads.MaskJob, "is_slow", lambda self, limit_ms=0: False)
     states = [state_of(held(gate), threads) for _ in range(4 * MAX_QUEUED_MASKS)]
     masks = [state.place_masks((), 1) for state in states]
-    wait_for("three threads", lambda: HeldMatcher.begun == 3)
+    wait_for("three threads", lambda: GatedMatcher.begun == 3)
     assert threads._threads == 3
     gate.set()
     check_that_all_come(masks)

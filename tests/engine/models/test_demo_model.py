@@ -64,8 +64,8 @@ def test_prepared_weights_are_exactly_the_dequantized_ones(exact, oracle):
     config = load_config(exact.folder)
     assert config.quantization.words == "Q4_1, Q8_0"
     with open_checkpoint(exact.folder, config) as checkpoint:
-        for key, (spelling, *_) in decoder_tensors(config).items():
-            wanted = torch.cat([theirs.pop(tensor.name) for tensor in spelling])
+        for key, (stacked, *_) in decoder_tensors(config).items():
+            wanted = torch.cat([theirs.pop(tensor.name) for tensor in stacked])
             assert torch.equal(checkpoint.take(key, torch.float32), wanted), key
     assert theirs.keys() == {"lm_head.weight"}
 

@@ -316,7 +316,7 @@ def test_the_names_of_gpt2s_and_opts_own_checkpoints(tmp_path, name, prefix):
     assert torch.equal(*found)
 
 
-def test_layers_that_only_guess_tokens_are_not_read(tmp_path):
+def test_layers_that_only_draft_token_tokens_are_not_read(tmp_path):
     """GLM-4-MoE's checkpoints have a layer more than the model (multi-token prediction)."""
     text, found = tokens_of(PROMPT_TOKENS, 2), []
     for case, words in (("glm4-moe", ""), ("qwen3-moe", "model.layers.2.eh_proj.weight")):

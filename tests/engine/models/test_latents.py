@@ -180,7 +180,7 @@ def enlarge_keys(folder):
 FEW = {**FAMILIES["deepseek-v3"], "q_lora_rank": 32}
 PLAIN_QUERIES = FAMILIES["deepseek-v2"]
 # Formats with models in turns: DeepSeek's own, and those whose inputs have an order or groups have offsets.
-OF_FEW_BITS = [
+QUANTIZED = [
     ("deepseek-fp8", FEW),
     *(
         pytest.param(name, shape, marks=pytest.mark.long, id=f"{name}-{number}")
@@ -198,9 +198,9 @@ OF_FEW_BITS = [
 
 
 @needs_kernels
-@pytest.mark.parametrize(("name", "shape"), OF_FEW_BITS)
+@pytest.mark.parametrize(("name", "shape"), QUANTIZED)
 def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
-    """The numbers that codes stand for, beside transformers: projections, MLPs and experts stay in few bits, and what
+    """The numbers that codes stand for, beside transformers: projections, MLPs and experts stay quantized, and what
     makes keys and values of latents is widened."""
     plain, _ = make_model(tmp_path / "plain", shape)
     few, wide = quantize_folder(plain, tmp_path / "few", PRODUCERS[name](16))

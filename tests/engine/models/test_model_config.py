@@ -1,4 +1,4 @@
-"""Reading config.json: old and new spellings, missing keys, options, and refused values."""
+"""Reading config.json: old and new names, missing keys, options, and refused values."""
 
 from __future__ import annotations
 

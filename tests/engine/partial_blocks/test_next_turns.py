@@ -97,9 +97,11 @@ async def test_what_stays_leased_without_a_request_is_named(policy: str, tmp_pat
         await stream.aclose()
 
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
-        guesses = {"speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')}
+        draft_tokens = {
+            "speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
+        }
         where: dict[str, Any] = {"node": {"kv_pool_bytes": 2**22}, "gateway": {"split_policy": policy}}
-        async with running_components(pathlib.Path(short), model=model, decode=guesses, **where) as components:
+        async with running_components(pathlib.Path(short), model=model, decode=draft_tokens, **where) as components:
             at_once = asyncio.Semaphore(8)
 
             async def in_turn(number: int) -> None:

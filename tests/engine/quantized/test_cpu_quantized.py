@@ -1,4 +1,4 @@
-"""Models whose matrices are in few bits: the CPU kernels against torch, which widens the same matrices."""
+"""Models whose matrices are quantized: the CPU kernels against torch, which widens the same matrices."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def quantized(weight: torch.Tensor, coding: str, group: int, shifted: bool, orde
 
 
 @pytest.fixture
-def few_bits(monkeypatch, tmp_path):
-    """Checkpoints give matrices in few bits, of several kinds in one model; some stay plain."""
+def quantized_checkpoint(monkeypatch, tmp_path):
+    """Checkpoints give quantized matrices, of several kinds in one model; some stay plain."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     take = Checkpoint.take_matrix
 
@@ -81,7 +81,7 @@ SHORT = covering_rows((tuple(MODELS), ("float32", "bfloat16"), ("auto", "avx2"))
         for row in itertools.product(MODELS, ("float32", "bfloat16"), ("auto", "avx2"))
     ],
 )
-def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype, kernels):
+def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, model, dtype, kernels):
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in (dtype, "float32"))
     try:
@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype,
     driver.backend.close()
 
 
-def test_an_order_that_leaves_the_row_is_refused(few_bits, tmp_path):
+def test_an_order_that_leaves_the_row_is_refused(quantized_checkpoint, tmp_path):
     """Kernels trust it."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "m", num_hidden_layers=3)), dtype="bfloat16"))
     weights = load_cpu_weights(prepared, load_config(prepared.folder), print, ModelCache())

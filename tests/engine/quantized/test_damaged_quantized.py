@@ -1,4 +1,4 @@
-"""Damaged and mislabelled checkpoints in few bits: each is refused with the name of what is wrong."""
+"""Damaged and mislabelled checkpoints quantized: each is refused with the name of what is wrong."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
 )
-def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
+def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
     """Weights equal those of transformers bit by bit, where llama's rows have another order, Gemma's norms are stored
     with 1 added, and experts stand one by one."""
     wide = kinds != MADE  # Blocks of the K types have 256 inputs.
@@ -226,15 +226,15 @@ def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds,
     config = load_config(prepared.folder)
     assert config.quantization.method == "pillion"
     with open_checkpoint(prepared.folder, config) as checkpoint:
-        for key, spellings in decoder_tensors(config).items():
+        for key, checkpoint_names in decoder_tensors(config).items():
             found = checkpoint.take_matrix(key, torch.float32)
             assert isinstance(found, QuantizedMatrix) == key.endswith(
                 ("weight", "gate_up", "down", "embedding", "head")
             )
             wanted = next(
-                torch.cat([theirs[one.name] if one.part is None else theirs[one.name][one.part] for one in spelling])
-                for spelling in spellings
-                if all(one.name in theirs for one in spelling)
+                torch.cat([theirs[one.name] if one.part is None else theirs[one.name][one.part] for one in stacked])
+                for stacked in checkpoint_names
+                if all(one.name in theirs for one in stacked)
             )
             assert torch.equal(plain(found, torch.float32), wanted), key
     check_logits(model, prepared)

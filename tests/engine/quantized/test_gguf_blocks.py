@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types as matrices in few bits; gguf's own package is the oracle."""
+"""Blocks of GGUF's types as quantized matrices; gguf's own package is the oracle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pillion.engine.quantized.formats.layout import from_unsigned
 from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS, read_blocks
-from pillion.kernels.cpu.few_bits.few_bit_packing import packed_kind
 from pillion.kernels.cpu.products.packing import pack_linear, unpack
+from pillion.kernels.cpu.quantized.quantized_packing import packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.examples import examples
 

@@ -1,4 +1,4 @@
-"""Pillion's own layout of matrices in few bits: what is written is read, and what does not fit together is refused."""
+"""Pillion's own layout of quantized matrices: what is written is read, and what does not fit together is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in few bits: every format holds the values that its description gives it, and is served by them."""
+"""Checkpoints quantized: every format holds the values that its description gives it, and is served by them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_codes_of_two_and_three_bits(name, plain_folder, tmp_path):
 
 
 def same_values(few, wide, exact=True):
-    """Compares all tensors of two folders; returns the names of those that the first has in few bits."""
+    """Compares all tensors of two folders; returns the names of those that the first has quantized."""
     config, quantized = load_config(few), set()
     with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
         for key in decoder_tensors(config):
@@ -228,7 +228,7 @@ def test_rows_of_experts_are_rounded_alike_or_not(odd, plain_folder, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["gptq", "w4a16", "w8a8", "deepseek-fp8", "nf4"])
-def test_heads_and_embeddings_in_few_bits(name, tied, tmp_path):
+def test_heads_and_embeddings_that_are_quantized(name, tied, tmp_path):
     shape = {"tie_word_embeddings": tied, "marks": ("<a>", "<b>", "<c>", "<d>", "<e>", "<f>")}
     plain, producer = make_model(tmp_path / "plain", shape)[0], PRODUCERS[name](16)
     # Only compressed-tensors quantizes embeddings.

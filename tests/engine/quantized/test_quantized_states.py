@@ -1,4 +1,4 @@
-"""Checkpoints in few bits whose layers carry a state: every format holds its values, and is served by them."""
+"""Checkpoints quantized whose layers carry a state: every format holds its values, and is served by them."""
 
 from __future__ import annotations
 

@@ -126,10 +126,13 @@ def test_linear_layers_are_quantized_and_close_to_the_plain_ones(tmp_path, monke
         open_checkpoint(plain.folder, load_config(plain.folder)) as exact,
         open_checkpoint(few.folder, config) as found,
     ):
-        for key, spellings in {**decoder_tensors(config), "lm_head": decoder_tensors(config)["embedding"]}.items():
+        for key, checkpoint_names in {
+            **decoder_tensors(config),
+            "lm_head": decoder_tensors(config)["embedding"],
+        }.items():
             wanted = exact.take(key if exact.has(key) else "embedding", torch.float32)
             matrix = found.take_matrix(key, torch.float32)
-            if len(spellings[0][0].shape) > 1 and key != "embedding" and not key.endswith(("router", ".bias")):
+            if len(checkpoint_names[0][0].shape) > 1 and key != "embedding" and not key.endswith(("router", ".bias")):
                 assert isinstance(matrix, QuantizedMatrix)
                 assert (matrix.coding == "int8") == (kind != "int4" or key == "lm_head")
                 assert (matrix.row_codes is not None) == (kind == "int8-dynamic")

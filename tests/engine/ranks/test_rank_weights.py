@@ -33,7 +33,7 @@ CONFIG = parse_config(
 WIDTH = CONFIG.num_heads * HEAD_DIM
 
 
-def few_bits(rows, columns, group, order=None, seed=1):
+def quantized(rows, columns, group, order=None, seed=1):
     """uint4 with offsets."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
@@ -56,19 +56,19 @@ ORDERS = {
 @pytest.mark.parametrize(("group", "order"), list(product([16, 48, 128, 10_000], ORDERS)))
 @pytest.mark.parametrize("inputs", [range(64), range(64, 192), range(128, 192)])
 def test_selected_inputs_have_the_same_values(group, order, inputs):
-    matrix = few_bits(5, WIDTH, group, ORDERS[order])
+    matrix = quantized(5, WIDTH, group, ORDERS[order])
     found = select_inputs(matrix, inputs)
     assert torch.equal(plain(found, torch.float32), plain(matrix, torch.float32)[:, inputs.start : inputs.stop])
     assert isinstance(found, QuantizedMatrix) == (order != "across")
 
 
 def layer_of(order):
-    """A layer with biases, whose matrices are in few bits where there is an order for the down projection."""
+    """A layer with biases, whose matrices are quantized where there is an order for the down projection."""
     generator = torch.Generator().manual_seed(0)
 
     def linear(rows, columns, ordered=None):
         weight = torch.randn(rows, columns, generator=generator)
-        matrix = weight if order is None else few_bits(rows, columns, 32, ordered)
+        matrix = weight if order is None else quantized(rows, columns, 32, ordered)
         return Linear.plain(matrix, torch.randn(rows, generator=generator))
 
     down = shuffled(INNER) if order == "across" else None

@@ -17,7 +17,7 @@ from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.ranks.rank_memory import NEVER
 from pillion.errors import Internal
-from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
+from pillion.kernels.cpu.quantized.quantized_packing import KINDS
 from pillion.kernels.cpu.runtime.program import aligned_bytes
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
@@ -318,7 +318,7 @@ def test_a_step_with_more_rows_than_the_memory_has_is_refused(prepared_of):
 
 
 @pytest.mark.parametrize("kind", ["gptq-act-order", "w8a8"])
-def test_matrices_in_few_bits(kind, tmp_path):
+def test_matrices_that_are_quantized(kind, tmp_path):
     """Inputs in an order of their own, which crosses heads; rows that are rounded to int8, where each rank's part of a
     row has a scale of its own."""
     plain, _ = make_model(tmp_path / "plain", MODELS["nine-heads"])

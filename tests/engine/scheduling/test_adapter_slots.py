@@ -36,7 +36,7 @@ def test_one_step_mixes_adapters_and_the_model_alone() -> None:
     assert sorted(harness.loading) == ["1", "2"]
     harness.load(2)
     plan = harness.step()
-    assert sorted(piece.sequence.adapter for piece in plan.pieces) == ["", "1", "1", "2"]
+    assert sorted(chunk.sequence.adapter for chunk in plan.scheduled) == ["", "1", "1", "2"]
     assert len(plan.placements) == 2
     assert not harness.step().placements
     run_out(harness)
@@ -143,7 +143,7 @@ def test_a_stream_that_is_stopped_while_its_adapter_loads_leaves_nothing_behind(
 def test_an_adapter_that_cannot_be_loaded_fails_its_sequences_alone() -> None:
     harness = SchedulerHarness(max_loras=1)
     harness.broken_adapters = {2}
-    lost = [harness.submit(prompt(1, 5), 5, adapter=2, sibling_seeds=(3,)) for _ in range(2)]
+    lost = [harness.submit(prompt(1, 5), 5, adapter=2, parallel_seeds=(3,)) for _ in range(2)]
     other = harness.submit(prompt(1, 5), 5, adapter=1)
     run_out(harness)
     for seq_id in lost:
@@ -156,10 +156,10 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_sequences_alone() -> None:
     assert ended(harness, other)
 
 
-def test_a_preempted_stream_and_siblings_go_on_with_their_adapter() -> None:
+def test_a_preempted_stream_and_parallel_samples_go_on_with_their_adapter() -> None:
     harness = SchedulerHarness(max_loras=2, slots=18, max_num_seqs=6)
     for adapter in (1, 2, 1):
-        harness.submit(prompt(adapter, 10), 24, adapter=adapter, sibling_seeds=(5,))
+        harness.submit(prompt(adapter, 10), 24, adapter=adapter, parallel_seeds=(5,))
     run_out(harness)
     assert harness.preemptions
 
@@ -183,7 +183,7 @@ def test_the_holders_of_an_adapter_that_was_not_placed_fail_and_it_is_loaded_ane
     steps(harness, 1)
     harness.load()
     plan = harness.scheduler.schedule(harness.now)
-    assert [piece.sequence.seq_id for piece in plan.pieces] == [first]
+    assert [chunk.sequence.seq_id for chunk in plan.scheduled] == [first]
     assert plan.placements
     harness.receive(harness.scheduler.fail_step(plan, Internal("broken"), harness.now))
     assert ended(harness, first)

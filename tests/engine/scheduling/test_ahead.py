@@ -19,7 +19,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32, Sampled
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.engine.drafts.test_drafts import OracleDrafter
@@ -36,8 +36,8 @@ def run_out(harness: AheadHarness) -> None:
 
 
 def planned(harness: AheadHarness, seq_id: int, plan: StepPlan) -> int | None:
-    """Return where each sequence's piece starts."""
-    return next((piece.start for piece in plan.pieces if piece.sequence.seq_id == seq_id), None)
+    """Return where each sequence's chunk starts."""
+    return next((chunk.start for chunk in plan.scheduled if chunk.sequence.seq_id == seq_id), None)
 
 
 def test_a_plain_stream_never_waits() -> None:
@@ -106,9 +106,9 @@ def test_who_reads_its_history_loses_no_step() -> None:
     assert harness.late_choices == 11, "the other one is chosen at its launch when it is alone"
 
 
-def test_a_sibling_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
+def test_a_parallel_sample_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
     harness = AheadHarness()
-    harness.submit(prompt(1, 9), 6, seed=1, sibling_seeds=(2, 3, 4))
+    harness.submit(prompt(1, 9), 6, seed=1, parallel_seeds=(2, 3, 4))
     harness.step()
     harness.cancel(3)
     run_out(harness)
@@ -169,12 +169,12 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
             scheduler.granted((), now)
             asked = 0
         plan = scheduler.schedule(now)
-        ran.append({piece.sequence.seq_id for piece in plan.pieces})
+        ran.append({chunk.sequence.seq_id for chunk in plan.scheduled})
         outcomes = [scheduler.flush(now)]
         scheduler.launched(plan)
         if flight is not None:
             # The fourth stops with the token of the second step, while the third runs.
-            chosen = [stop if turn == 2 and piece.sequence.seq_id == 4 else 1 for piece in flight.pieces]
+            chosen = [stop if turn == 2 and chunk.sequence.seq_id == 4 else 1 for chunk in flight.scheduled]
             outcomes.append(scheduler.commit(flight, Sampled(tuple(chosen)), now))
         for out in outcomes:
             for order in out.commits:
@@ -191,7 +191,7 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
 def test_what_was_launched_under_an_older_hold_is_void() -> None:
     in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
     sequence.start_running()
-    plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
+    plan = StepPlan((ScheduledChunk(sequence, 0, 6, 1),))
     in_flight.launched(plan)
     sequence.hold(Holding(2, (), (5, 6)), SequenceState.WAITING)
     sequence.start_running()
@@ -206,12 +206,12 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
     for text in texts:
         text.pooled, text.max_tokens = range(5, 6), 0
         text.start_running()
-    plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0, pools=1) for text in texts))
+    plan = StepPlan(tuple(ScheduledChunk(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)
     texts[gone].hold(Holding(9, (), (1, 2)), SequenceState.WAITING)
-    pieces, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
+    scheduled, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
     left = [n for n in range(3) if n != gone]
-    assert [piece.sequence for piece in pieces] == [texts[n] for n in left]
+    assert [chunk.sequence for chunk in scheduled] == [texts[n] for n in left]
     assert [vector.tolist() for vector in found.pooled] == [[n, n] for n in left]
 
 
@@ -288,17 +288,18 @@ class SometimesDrafter(OracleDrafter):
         super().__init__()
         self._knows = knows
 
-    def _guess(self, sequence: Sequence, most: int) -> Int32:
-        return super()._guess(sequence, most if self._knows(sequence.num_tokens) else 0)
+    def _propose(self, sequence: Sequence, most: int) -> Int32:
+        return super()._propose(sequence, most if self._knows(sequence.num_tokens) else 0)
 
 
-def test_a_step_runs_ahead_where_nothing_is_guessed() -> None:
-    """Guesses follow tokens that are known, so their stream waits for each step; one without guesses never does."""
-    guessing = AheadHarness(budget=32, drafter=OracleDrafter())
-    guessing.submit(prompt(1, 9), 33)
-    run_out(guessing)
-    assert guessing.launches < 20
-    assert guessing.device.resolved <= 1, "the first decode was scheduled before anybody had measured anything"
+def test_a_step_runs_ahead_where_nothing_is_drafted() -> None:
+    """Draft tokens follow tokens that are known, so their stream waits for each step; one without draft tokens never
+    does."""
+    drafting = AheadHarness(budget=32, drafter=OracleDrafter())
+    drafting.submit(prompt(1, 9), 33)
+    run_out(drafting)
+    assert drafting.launches < 20
+    assert drafting.device.resolved <= 1, "the first decode was scheduled before anybody had measured anything"
     silent = AheadHarness(budget=32, drafter=SometimesDrafter(lambda length: False))
     silent.submit(prompt(1, 9), 33)
     run_out(silent)
@@ -306,7 +307,7 @@ def test_a_step_runs_ahead_where_nothing_is_guessed() -> None:
     assert silent.device.resolved >= 31, "only the first steps waited, until the drafter had said that it knows nothing"
 
 
-def test_a_stream_that_can_be_guessed_at_last_is() -> None:
+def test_a_stream_that_can_be_drafted_at_last_is() -> None:
     harness = AheadHarness(slots=100, budget=32, drafter=SometimesDrafter(lambda length: length > 40))
     harness.submit(prompt(1, 9), 90)
     run_out(harness)
@@ -315,16 +316,16 @@ def test_a_stream_that_can_be_guessed_at_last_is() -> None:
 
 
 def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
-    budget, pieces = TokenBudget(256), decodes(4, 100)
+    budget, scheduled = TokenBudget(256), decodes(4, 100)
     seen = []
     budget.cost.observe = lambda found, seconds, borrowed_s: seen.append(round(seconds, 6))  # type: ignore[method-assign]
-    budget.begin(pieces, 0.0)
-    budget.begin(pieces, 0.001, 1)
+    budget.begin(scheduled, 0.0)
+    budget.begin(scheduled, 0.001, 1)
     budget.end(0.010)
-    budget.begin(pieces, 0.011, 1)
+    budget.begin(scheduled, 0.011, 1)
     budget.end(0.020, ok=False)
     budget.end(0.035)
-    budget.begin(pieces, 0.050)
+    budget.begin(scheduled, 0.050)
     budget.end(0.058)
     assert seen == [0.010, 0.015, 0.008], "from its own launch, or from the landing before it, a failed one's too"
 
@@ -355,14 +356,14 @@ EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSW
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, siblings, stops, penalized, grammar, scored, adapter, flow = numbers
+        text, length, most, priority, seed, parallel_samples, stops, penalized, grammar, scored, adapter, flow = numbers
         harness.submit(
             prompt(text, length),
             most,
             stop=frozenset(range(stops)),
             priority=priority,
             seed=seed,
-            sibling_seeds=tuple(seed + 1 + number for number in range(siblings if most else 0)),
+            parallel_seeds=tuple(seed + 1 + number for number in range(parallel_samples if most else 0)),
             penalty=float(penalized),
             grammar=None if grammar < 0 else grammar,
             scored=bool(scored),

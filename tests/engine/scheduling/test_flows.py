@@ -178,7 +178,7 @@ def test_a_step_has_the_other_tenants_prompt_before_the_rest_of_a_begun_one() ->
     long = harness.submit(prompt(1, 100), 2, flow=ONE)
     steps(harness, 1)
     short = harness.submit(prompt(2, 5), 2, flow=THREE)
-    assert [piece.sequence.seq_id for piece in harness.answered_step().pieces] == [short, long]
+    assert [chunk.sequence.seq_id for chunk in harness.answered_step().scheduled] == [short, long]
     harness.finish()
 
 
@@ -189,7 +189,7 @@ def test_urgent_goes_before_less_urgent_of_the_same_tenant_and_shares_before_tha
     other = harness.submit(prompt(3, 20), 2, flow=THREE, priority=9)
     order: list[int] = []
     while harness.scheduler.sequences:
-        order += [piece.sequence.seq_id for piece in harness.answered_step().pieces]
+        order += [chunk.sequence.seq_id for chunk in harness.answered_step().scheduled]
     assert list(dict.fromkeys(order)) == [usual, other, patient]
 
 
@@ -203,7 +203,7 @@ def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
         usual = harness.submit(prompt(2, 20), 2, flow=THREE)
         harness.now += early_s
         urgent = harness.submit(prompt(1, 20), 2, flow=ONE, priority=-1)
-        tails = [piece.sequence.seq_id for piece in harness.answered_step().pieces if not piece.sequence.decoding]
+        tails = [chunk.sequence.seq_id for chunk in harness.answered_step().scheduled if not chunk.sequence.decoding]
         assert tails == [urgent if first == "urgent" else usual]
         harness.finish()
 
@@ -225,7 +225,7 @@ def test_the_victim_is_of_the_tenant_that_had_most() -> None:
 
 def test_answers_to_one_prompt_are_charged_for_it_once() -> None:
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
-    harness.submit(prompt(1, 10), 6, flow=ONE, sibling_seeds=(1, 2))
+    harness.submit(prompt(1, 10), 6, flow=ONE, parallel_seeds=(1, 2))
     # Another one stays, so that the account of the first stays too.
     harness.submit(prompt(2, 5), 60, flow=THREE)
     flows = harness.scheduler.queues.flows
@@ -266,7 +266,7 @@ def test_a_weight_is_bounded(weight: float, counted: float) -> None:
 def test_with_one_tenant_nothing_is_different(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int
 ) -> None:
-    """Every step has the same pieces, whether the tenant is named or not."""
+    """Every step has the same chunks, whether the tenant is named or not."""
     plans = []
     for flow in (NOBODY, THREE):
         harness = SchedulerHarness(slots=60, budget=budget, max_num_seqs=max_num_seqs, token_s=0.005)
@@ -275,7 +275,7 @@ def test_with_one_tenant_nothing_is_different(
             harness.submit(prompt(length, length), tokens, flow=flow, priority=length % 3 - 1)
             for _ in range(count):
                 plan = harness.answered_step()
-                found.append([(piece.sequence.seq_id, piece.start, piece.count) for piece in plan.pieces])
+                found.append([(chunk.sequence.seq_id, chunk.start, chunk.count) for chunk in plan.scheduled])
         plans.append(found)
         harness.finish()
     assert plans[0] == plans[1]
@@ -302,9 +302,9 @@ def test_whoever_is_next_had_least(
         waiting = {s.flow.key for s in queues.waiting}
         was_waiting = {s.seq_id for s in queues.waiting}
         lacked = {s.seq_id: s.left_to_compute for s in queues if not s.decoding}
-        pieces = harness.answered_step().pieces
-        largest = sum(lacked.get(p.sequence.seq_id, 0) / p.sequence.flow.weight for p in pieces)
-        for sequence in (piece.sequence for piece in pieces if piece.sequence.seq_id in was_waiting):
+        scheduled = harness.answered_step().scheduled
+        largest = sum(lacked.get(p.sequence.seq_id, 0) / p.sequence.flow.weight for p in scheduled)
+        for sequence in (chunk.sequence for chunk in scheduled if chunk.sequence.seq_id in was_waiting):
             left = waiting & {s.flow.key for s in queues.waiting}
             assert all(counters[sequence.flow.key] <= counters[key] + largest for key in left)
     harness.finish()

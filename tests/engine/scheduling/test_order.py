@@ -14,7 +14,7 @@ from tests.support.scheduler_harness import SchedulerHarness, prompt, states
 
 def served(harness: SchedulerHarness) -> list[int]:
     """One step; who got tokens, in order."""
-    ids = [piece.sequence.seq_id for piece in harness.step().pieces]
+    ids = [chunk.sequence.seq_id for chunk in harness.step().scheduled]
     while harness.answer():
         pass
     return ids
@@ -207,8 +207,8 @@ def test_whole_prompts_wait_until_they_fit() -> None:
     harness = SchedulerHarness(slots=100, budget=24, max_num_seqs=3, max_whole_tokens=23)
     for seed in range(3):
         assert harness.submit(prompt(seed, 15), 4) is not None
-    assert [piece.count for piece in harness.step().pieces] == [15]
-    assert [piece.count for piece in harness.step().pieces] == [1, 15]
+    assert [chunk.count for chunk in harness.step().scheduled] == [15]
+    assert [chunk.count for chunk in harness.step().scheduled] == [1, 15]
     harness.finish()
     harness.check_answers()
 

@@ -165,8 +165,10 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
         numbers = [number for number in arguments if isinstance(number, int)]
         records = list(harness.records.values())
         if kind == "first":
-            text, length, most, siblings = numbers
-            harness.submit(prompt(text, length), most, sibling_seeds=tuple(range(1, 1 + siblings if most else 1)))
+            text, length, most, parallel_samples = numbers
+            harness.submit(
+                prompt(text, length), most, parallel_seeds=tuple(range(1, 1 + parallel_samples if most else 1))
+            )
         elif kind == "turn" and records:
             # A conversation goes on, perhaps after a part of its answer, and with other words.
             which, kept, new, most = numbers

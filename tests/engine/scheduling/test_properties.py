@@ -1,5 +1,5 @@
-"""Any order of arrivals, lengths, priorities, siblings, cancels and slow answers, tiny pools: budget exact, nobody
-starves, nothing leaks, and every stream says what it would say alone, whatever happened to it.
+"""Any order of arrivals, lengths, priorities, parallel samples, cancels and slow answers, tiny pools: budget exact,
+nobody starves, nothing leaks, and every stream says what it would say alone, whatever happened to it.
 
 Every step's plan is checked in :class:`SchedulerHarness`; every slot after every step and every answer.
 """
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
 from tests.engine.drafts.test_drafts import OracleDrafter
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
@@ -54,14 +54,14 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, siblings, grammar, scored, adapter, flow = numbers
+            kind_of_text, length, most, priority, seed, parallel_samples, grammar, scored, adapter, flow = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
                 priority=priority,
                 seed=seed,
                 grammar=None if grammar < 0 else grammar,
-                sibling_seeds=tuple(seed + 1 + number for number in range(siblings if most else 0)),
+                parallel_seeds=tuple(seed + 1 + number for number in range(parallel_samples if most else 0)),
                 scored=bool(scored),
                 adapter=adapter if harness.max_loras else 0,
                 flow=flow,
@@ -88,7 +88,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
-    st.none() | st.integers(0, 3).map(OracleDrafter) | st.builds(SuffixDrafter, st.just(guessing(4, "suffix"))),
+    st.none() | st.integers(0, 3).map(OracleDrafter) | st.builds(SuffixDrafter, st.just(speculative(4, "suffix"))),
     st.booleans(),
     PUNCTUAL,
     st.integers(0, 2),

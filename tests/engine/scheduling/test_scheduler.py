@@ -28,10 +28,10 @@ def test_a_step_is_decodes_then_prompt_tails_filled_exactly() -> None:
     second, third = harness.submit(prompt(2, 11), 20), harness.submit(prompt(3, 30), 20)
     plan = harness.step()
     # One decode, a short prompt tail whole, and of the long one what is left, cut in the middle of a block.
-    assert [(piece.sequence.seq_id, piece.count) for piece in plan.pieces] == [(first, 1), (second, 11), (third, 4)]
-    assert [piece.samples for piece in plan.pieces] == [True, True, False]
+    assert [(chunk.sequence.seq_id, chunk.count) for chunk in plan.scheduled] == [(first, 1), (second, 11), (third, 4)]
+    assert [chunk.samples for chunk in plan.scheduled] == [True, True, False]
     plan = harness.step()
-    assert [(piece.sequence.seq_id, piece.count) for piece in plan.pieces] == [(first, 1), (second, 1), (third, 14)]
+    assert [(chunk.sequence.seq_id, chunk.count) for chunk in plan.scheduled] == [(first, 1), (second, 1), (third, 14)]
     harness.finish()
     harness.check_answers()
 
@@ -42,7 +42,7 @@ def test_a_long_prompt_never_delays_a_decode() -> None:
     run_steps(harness, 1)
     harness.submit(prompt(2, 300), 4)
     for _ in range(40):
-        assert harness.step().pieces[0].sequence.seq_id == first
+        assert harness.step().scheduled[0].sequence.seq_id == first
         while harness.answer():
             pass
     harness.finish()
@@ -185,7 +185,7 @@ def test_a_decode_waits_for_the_lease_under_way() -> None:
         harness.step()
     assert harness.preemptions == 0
     assert states(harness) == [SequenceState.RUNNING]
-    assert not harness.step().pieces, "it ran without a slot"
+    assert not harness.step().scheduled, "it ran without a slot"
     run_steps(harness, 3)
     assert seq_id is not None
     assert len(harness.records[seq_id].token_ids) > 5
@@ -245,7 +245,7 @@ def test_a_step_computes_as_many_chunks_as_fit() -> None:
     assert prefill_range is not None
     harness.now = 1.0
     plan = harness.scheduler.schedule(harness.now)
-    assert [piece.count for piece in plan.pieces] == [40]
+    assert [chunk.count for chunk in plan.scheduled] == [40]
     sampled, harness.now = harness.run_plan(plan), 2.0
     harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
     harness.finish()

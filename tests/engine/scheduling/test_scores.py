@@ -63,7 +63,7 @@ def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
     beside = harness.submit(prompt(2, 30), 3, scored=True)
     plain = harness.submit(prompt(3, 30), 3)
     plan = harness.scheduler.schedule(harness.now)
-    assert [(piece.sequence.seq_id, piece.count, piece.scores) for piece in plan.pieces] == [
+    assert [(chunk.sequence.seq_id, chunk.count, chunk.scores) for chunk in plan.scheduled] == [
         (scored, 5, 5),
         (plain, 11, 0),
     ]
@@ -81,6 +81,6 @@ def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
         sequence.pooled, sequence.pooled_ids = range(5, 6), ids
         sequence.num_scored, sequence.score_end = 5, 6
     plan = harness.scheduler.schedule(harness.now)
-    assert [(piece.sequence.seq_id, piece.pools) for piece in plan.pieces] == [
+    assert [(chunk.sequence.seq_id, chunk.pools) for chunk in plan.scheduled] == [
         (seq_id, 1) for number, seq_id in enumerate(asked) if number != 3
     ]

@@ -25,7 +25,7 @@ from tests.engine.scheduling.test_ahead import SPAN
 from tests.engine.scheduling.test_ahead import play as play_ahead
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, PUNCTUAL, SHAPES, STEP, play
 from tests.support.ahead_harness import AheadHarness
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
@@ -40,16 +40,16 @@ class StateHarness(SchedulerHarness):
         super().__init__(state_pages=pages, **options)  # type: ignore[arg-type]
 
     def run_plan(self, plan: StepPlan) -> Sampled:
-        if plan.pieces:
+        if plan.scheduled:
             assert plan.states is not None
             written: list[int] = plan.states.writes.reshape(-1).tolist()
             assert len(set(written)) == len(written), "two states in one slot"
             assert not set(written) & set(plan.states.reads.reshape(-1).tolist()), "a state is read and written"
-            for piece, reads, writes in zip(plan.pieces, plan.states.reads, plan.states.writes, strict=True):
-                tokens = piece.sequence.tokens(0, piece.start + piece.count).tolist()
-                assert (reads < 0).all() == (piece.start == 0)
-                if piece.start:
-                    assert self.pool[reads].tolist() == self.state(tokens[: piece.start], len(reads))
+            for chunk, reads, writes in zip(plan.scheduled, plan.states.reads, plan.states.writes, strict=True):
+                tokens = chunk.sequence.tokens(0, chunk.start + chunk.count).tolist()
+                assert (reads < 0).all() == (chunk.start == 0)
+                if chunk.start:
+                    assert self.pool[reads].tolist() == self.state(tokens[: chunk.start], len(reads))
                 self.pool[writes] = self.state(tokens, len(writes))
         return super().run_plan(plan)
 
@@ -79,7 +79,9 @@ class PipelineOfStates(AheadHarness):
         return super()._held_up(sequence) or self.ends_at_a_place(sequence)
 
     def _launch(self, plan: StepPlan) -> bool:
-        texts = [(piece.sequence.tokens(0, piece.start + piece.count).tolist(), piece.start) for piece in plan.pieces]
+        texts = [
+            (chunk.sequence.tokens(0, chunk.start + chunk.count).tolist(), chunk.start) for chunk in plan.scheduled
+        ]
         self._expected.append([(tokens[:start], tokens) for tokens, start in texts])
         return super()._launch(plan)
 
@@ -139,7 +141,7 @@ def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
     st.none()
     | st.integers(0, 3).map(OracleDrafter)
-    | st.builds(SuffixDrafter, st.just(guessing(4, "suffix")))
+    | st.builds(SuffixDrafter, st.just(speculative(4, "suffix")))
     | st.sampled_from([drafting, partial(drafting, states=True), heading]),
     st.booleans(),
     PUNCTUAL,
@@ -148,7 +150,7 @@ def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
 def test_any_history(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
-    guesses: Drafter | MakeDraft | None,
+    draft_tokens: Drafter | MakeDraft | None,
     whole_prompts: bool,
     punctual: float,
     pages: int,
@@ -159,8 +161,8 @@ def test_any_history(
         slots=max(slots, 17 + 3 * pages),
         budget=64 + budget if whole_prompts else max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
-        drafter=None if callable(guesses) else guesses,
-        draft=guesses() if callable(guesses) else None,
+        drafter=None if callable(draft_tokens) else draft_tokens,
+        draft=draft_tokens() if callable(draft_tokens) else None,
         max_whole_tokens=64 if whole_prompts else 0,
         punctual=punctual,
     )
@@ -169,19 +171,19 @@ def test_any_history(
     harness.check_answers()
 
 
-def test_a_wrong_guess_is_computed_again_from_the_state_before_it() -> None:
+def test_a_wrong_draft_token_is_computed_again_from_the_state_before_it() -> None:
     """The tokens that count are computed twice, and each answer is that of the model alone."""
     harness = StateHarness(2, drafter=OracleDrafter(2))
     harness.submit(prompt(1, 9), 20)
     starts: list[int] = []
     while harness.scheduler.sequences:
-        starts += [piece.start for piece in harness.answered_step().pieces]
+        starts += [chunk.start for chunk in harness.answered_step().scheduled]
     harness.settle()
     harness.check_answers()
     assert len(set(starts)) < len(starts)
 
 
-def test_a_wrong_guess_costs_a_head_no_context() -> None:
+def test_a_wrong_draft_token_costs_a_head_no_context() -> None:
     """A state that the head has read is not given to it again where the model's tokens are computed again."""
     harness = StateHarness(2, slots=80, budget=64, draft=heading())
     harness.submit(prompt(1, 21), 20, seed=5)
@@ -199,8 +201,8 @@ def resumed_at(slots: int) -> int:
         harness.submit(prompt(seed, 9), 24)
     starts: list[int] = []
     while harness.scheduler.sequences:
-        pieces = harness.answered_step().pieces
-        starts += [piece.start for piece in pieces if piece.sequence.progress.preemptions]
+        scheduled = harness.answered_step().scheduled
+        starts += [chunk.start for chunk in scheduled if chunk.sequence.progress.preemptions]
     harness.settle()
     harness.check_answers()
     assert harness.preemptions > 0
@@ -214,7 +216,7 @@ def test_a_preempted_sequence_goes_on_from_its_last_whole_blocks_state() -> None
 
 def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
     harness = StateHarness(2, slots=80)
-    first = harness.submit(prompt(1, 18), 9, sibling_seeds=(3,))
+    first = harness.submit(prompt(1, 18), 9, parallel_seeds=(3,))
     harness.run_all()
     assert first is not None
     text = [*prompt(1, 18), *harness.records[first].token_ids]
@@ -226,14 +228,14 @@ def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
         harness.run_all()
 
 
-def test_siblings_go_on_from_the_state_at_the_prompts_last_whole_block() -> None:
+def test_parallel_samples_go_on_from_the_state_at_the_prompts_last_whole_block() -> None:
     """They read it where their parent has left it, and each writes states of its own."""
     harness = StateHarness(2, slots=200)
-    harness.submit(prompt(1, 42), 6, sibling_seeds=(3, 4))
+    harness.submit(prompt(1, 42), 6, parallel_seeds=(3, 4))
     first: dict[int, int] = {}
     while harness.scheduler.sequences:
-        for piece in harness.answered_step().pieces:
-            first.setdefault(piece.sequence.seq_id, piece.start)
+        for chunk in harness.answered_step().scheduled:
+            first.setdefault(chunk.sequence.seq_id, chunk.start)
     harness.settle()
     harness.check_answers()
     assert first == {1: 0, 2: 40, 3: 40}

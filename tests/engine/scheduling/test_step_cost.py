@@ -30,7 +30,7 @@ from pillion.engine.scheduling.step_model import (
     MIN_TAIL_TOKENS,
     seconds_beside,
 )
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Sampled
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
@@ -38,7 +38,7 @@ from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 @dataclass
 class SimulatedMachine:
-    """Seconds of a step by its pieces: the truth that the model has to find."""
+    """Seconds of a step by its chunks: the truth that the model has to find."""
 
     constant: float = 4e-3
     per_token: float = 1e-4
@@ -46,26 +46,26 @@ class SimulatedMachine:
     per_pair: float = 1e-9
     slow: float = 1.0
 
-    def seconds(self, pieces: list[SequencePiece]) -> float:
-        tokens = sum(piece.count for piece in pieces)
-        reads = sum(piece.start + piece.count for piece in pieces)
-        pairs = sum(piece.count * (piece.start + piece.count / 2) for piece in pieces)
+    def seconds(self, scheduled: list[ScheduledChunk]) -> float:
+        tokens = sum(chunk.count for chunk in scheduled)
+        reads = sum(chunk.start + chunk.count for chunk in scheduled)
+        pairs = sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in scheduled)
         work = self.constant + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
         return self.slow * work
 
 
-def decodes(count: int, context: int) -> list[SequencePiece]:
-    return [SequencePiece(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
+def decodes(count: int, context: int) -> list[ScheduledChunk]:
+    return [ScheduledChunk(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def chunk(start: int, count: int) -> SequencePiece:
-    return SequencePiece(None, start, count, 0)  # type: ignore[arg-type]
+def chunk(start: int, count: int) -> ScheduledChunk:
+    return ScheduledChunk(None, start, count, 0)  # type: ignore[arg-type]
 
 
 def run(
     budget: TokenBudget,
     machine: SimulatedMachine,
-    pieces: list[SequencePiece],
+    scheduled: list[ScheduledChunk],
     start: int,
     steps: int,
     noise: float = 0.0,
@@ -73,7 +73,7 @@ def run(
     """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
     random, found = np.random.default_rng(7), []
     for now in itertools.islice(itertools.count(), steps):
-        plan = [*pieces, chunk(start, budget.room(pieces, start).at(start))]
+        plan = [*scheduled, chunk(start, budget.room(scheduled, start).at(start))]
         seconds = machine.seconds(plan) * float(1 + noise * random.standard_normal())
         budget.begin(plan, float(now))
         budget.end(now + seconds)
@@ -84,11 +84,11 @@ def run(
 def test_it_finds_the_machine() -> None:
     model, machine, random = StepCost(), SimulatedMachine(), np.random.default_rng(3)
     for _ in range(60):
-        pieces = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
-        pieces += [chunk(int(random.integers(0, 30_000)), int(random.integers(1, 256)))] * int(random.integers(0, 2))
-        model.observe(features(pieces), machine.seconds(pieces))
-    for pieces in (decodes(16, 300), [*decodes(8, 4000), chunk(20_000, 128)], [chunk(0, 256)]):
-        assert model.predict(features(pieces)) == pytest.approx(machine.seconds(pieces), rel=0.3)
+        scheduled = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
+        scheduled += [chunk(int(random.integers(0, 30_000)), int(random.integers(1, 256)))] * int(random.integers(0, 2))
+        model.observe(features(scheduled), machine.seconds(scheduled))
+    for scheduled in (decodes(16, 300), [*decodes(8, 4000), chunk(20_000, 128)], [chunk(0, 256)]):
+        assert model.predict(features(scheduled)) == pytest.approx(machine.seconds(scheduled), rel=0.3)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -130,8 +130,8 @@ def test_a_shape_does_not_stand_against_what_was_measured() -> None:
         budget, machine = TokenBudget(2048, 0.050, pair_tokens=2.6e-4), SimulatedMachine(per_pair=per_pair)
         for at in (0, 3000):
             run(budget, machine, decodes(8, 200), at, 30)
-        pieces = [*decodes(8, 200), chunk(3000, 100)]
-        assert budget.cost.predict(features(pieces)) == pytest.approx(machine.seconds(pieces), rel=0.1)
+        scheduled = [*decodes(8, 200), chunk(3000, 100)]
+        assert budget.cost.predict(features(scheduled)) == pytest.approx(machine.seconds(scheduled), rel=0.1)
 
 
 def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
@@ -213,11 +213,11 @@ def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> 
     own, lent = TokenBudget(2048, target_s), TokenBudget(2048, target_s)
     for budget in (own, lent):
         for number, (count, tokens) in enumerate(itertools.product((1, 4, 16) * 3, (0, 16, 64, 200))):
-            pieces = [*decodes(count, 500), *([chunk(500, tokens)] if tokens else [])]
+            scheduled = [*decodes(count, 500), *([chunk(500, tokens)] if tokens else [])]
             for _ in range(4):
-                seconds = machine.seconds(pieces)
+                seconds = machine.seconds(scheduled)
                 borrowed_s = seconds / 2 if budget is lent and number % 2 else 0.0
-                budget.begin(pieces, 0.0)
+                budget.begin(scheduled, 0.0)
                 budget.end(seconds - borrowed_s, borrowed_s)
     assert lent.cost.weights_s() == pytest.approx(own.cost.weights_s())
     beside = decodes(4, 500)
@@ -231,9 +231,9 @@ def test_scored_rows_leave_the_fit_alone() -> None:
     trained(machine, budget, (500,))
     before = budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)
     for _ in range(20):
-        pieces = [*decodes(4, 500), replace(chunk(0, 100), scores=100)]
-        budget.begin(pieces, 0.0)
-        budget.end(machine.seconds(pieces) + 100 * 2e-3)
+        scheduled = [*decodes(4, 500), replace(chunk(0, 100), scores=100)]
+        budget.begin(scheduled, 0.0)
+        budget.end(machine.seconds(scheduled) + 100 * 2e-3)
     assert (budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)) == before
 
 
@@ -246,10 +246,10 @@ def test_no_budget_is_guessed() -> None:
     )
     random, prompt_tails = np.random.default_rng(1), []
 
-    def step(pieces: list[SequencePiece]) -> float:
-        streams = sum(piece.samples for piece in pieces)
-        seconds = machine.seconds(pieces) - machine.per_token * min(streams, 4) + 3e-4 * streams
-        budget.begin(pieces, 0.0)
+    def step(scheduled: list[ScheduledChunk]) -> float:
+        streams = sum(chunk.samples for chunk in scheduled)
+        seconds = machine.seconds(scheduled) - machine.per_token * min(streams, 4) + 3e-4 * streams
+        budget.begin(scheduled, 0.0)
         budget.end(seconds * float(random.normal(1.0, 0.03)))
         return seconds
 
@@ -278,7 +278,7 @@ def test_the_scheduler_keeps_to_it() -> None:
         harness.now += 0.001
         plan: StepPlan = harness.scheduler.schedule(harness.now)
         sampled: Sampled = harness.run_plan(plan)
-        harness.now += SimulatedMachine(per_token=2e-4).seconds(list(plan.pieces))
+        harness.now += SimulatedMachine(per_token=2e-4).seconds(list(plan.scheduled))
         harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
         while harness.answer():
             pass
@@ -303,10 +303,10 @@ COSTS = st.fixed_dictionaries(
 def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int, ...]) -> None:
     """Teaches a budget its machine: steps with and without prompt tails, of all sizes."""
     for count, context, tokens in itertools.product((1, 4, 16), contexts, (0, 16, 64, 200)):
-        pieces = [*decodes(count, context), *([chunk(context, tokens)] if tokens else [])]
+        scheduled = [*decodes(count, context), *([chunk(context, tokens)] if tokens else [])]
         for _ in range(3):
-            budget.begin(pieces, 0.0)
-            budget.end(machine.seconds(pieces))
+            budget.begin(scheduled, 0.0)
+            budget.end(machine.seconds(scheduled))
 
 
 @given(cost=COSTS, streams=st.integers(6, 32), context=st.sampled_from([100, 500, 2000]))
@@ -392,7 +392,7 @@ def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
         trained(machine, budget, (500,))
         assert budget.room([], 0, 3).at(0) == 256
         assert budget.room(decodes(1, 500), 0, 1).at(0) < 248
-        # The only stream has no piece in this step, and waits for it all the same.
+        # The only stream has no chunk in this step, and waits for it all the same.
         assert budget.room([], 0, 1, streams=1).at(0) < 248
 
 
@@ -405,9 +405,9 @@ def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) 
         start, seconds, counts = 0, [], []
         while start < 6000:
             counts.append(budget.room([], start).at(start))
-            pieces = [chunk(start, counts[-1])]
-            seconds.append(machine.seconds(pieces))
-            budget.begin(pieces, start)
+            scheduled = [chunk(start, counts[-1])]
+            seconds.append(machine.seconds(scheduled))
+            budget.begin(scheduled, start)
             budget.end(start + seconds[-1])
             start += counts[-1]
     assert counts[0] == 256
@@ -430,7 +430,7 @@ def test_auto_holds_back_no_draft() -> None:
 
 
 def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
-    """The stream has no piece in that step, and would wait for the whole of it."""
+    """The stream has no chunk in that step, and would wait for the whole of it."""
     harness = SchedulerHarness(slots=200, budget=256)
     harness.scheduler.budget.target_steps = AUTO_TARGET_STEPS
     harness.submit(prompt(1, 4), 40, grammar=3)
@@ -440,7 +440,7 @@ def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
     harness.step()
     harness.submit(prompt(2, 250), 4)
     plan = harness.scheduler.schedule(harness.now)
-    assert [piece.sequence.decoding for piece in plan.pieces] == [False]
+    assert [chunk.sequence.decoding for chunk in plan.scheduled] == [False]
     assert plan.num_tokens <= FIRST_STEP_TOKENS
 
 

@@ -354,8 +354,8 @@ async def test_stopping_ends_the_wait_for_the_nodes_next_life(monkeypatch: pytes
         assert ended == [True], "its thread uses the attachment, and was not waited for"
 
 
-async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that waits for memory at the node makes a decode worker return slots of its stock while a stream runs."""
+async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits for memory at the node makes a decode worker return free slots while a stream runs."""
     async with running_workers() as workers, connected(workers) as connection:
         backend = workers.decode_backend
         pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
@@ -384,7 +384,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
         backend.gate.set()
         await until("a token of each", lambda: backend.waiting.is_set() and all(a.token_ids for a in answers))
         await workers.release(*tickets)
-        # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
+        # Slots of streams that end go to the free slots, and stay there for others as long as nobody recalls them.
         for key in (2, 3, 4):
             await connection.cancel(key)
         assert not returned
@@ -399,7 +399,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
                 backend.gate.set()
             return returned
 
-        await until("slots of the stock", let_steps_pass)
+        await until("slots of the free ones", let_steps_pass)
         assert answers[0].last is None, "the stream still runs"
         assert not waiting.done()
         waiting.cancel()

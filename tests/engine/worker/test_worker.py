@@ -98,7 +98,7 @@ async def test_a_worker_with_another_layout_is_refused_at_start() -> None:
             await start_decode(flags, backend_factory=factory(FakeBackend(8)))
 
 
-class _HeldTurn:
+class _DelayedTurn:
     """A turn that comes when the test says so."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(mo
     attached, attach = [], worker_module.attach
     monkeypatch.setattr(worker_module, "attach", lambda *a, **named: attached.append(a) or attach(*a, **named))
     async with running_workers() as workers:
-        backend, turn, socket = _NotedWarmUps(BLOCK), _HeldTurn(), workers.folder / "e.sock"
+        backend, turn, socket = _NotedWarmUps(BLOCK), _DelayedTurn(), workers.folder / "e.sock"
         flags = DecodeFlags(
             component_id="decode-1",
             attach_socket=str(workers.folder / "a.sock"),

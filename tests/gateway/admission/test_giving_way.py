@@ -23,7 +23,7 @@ A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.
 SMALL = Tenant(name="small", max_inflight_requests=3)
 
 
-class FullDoor:
+class FullGateway:
     """An admission, whose clock stands still unless it is moved, and the requests that have come to it."""
 
     def __init__(self, requests: int = 8, tokens: int = 1000, slots: int = 2) -> None:
@@ -73,51 +73,51 @@ class FullDoor:
 
 
 async def test_no_urgent_request_is_refused_beside_a_flood_of_its_own_tenant() -> None:
-    door = FullDoor(requests=8, slots=2)
+    gateway = FullGateway(requests=8, slots=2)
     for _ in range(8):
-        await door.come(OPEN, 10)
+        await gateway.come(OPEN, 10)
     with pytest.raises(Overloaded):
-        door.enter(OPEN, 10)
+        gateway.enter(OPEN, 10)
     for _ in range(6):
-        await door.come(OPEN, 0)
-        door.admission.check_integrity()
+        await gateway.come(OPEN, 0)
+        gateway.admission.check_integrity()
     # The newest went first, and those that had their turn stay.
-    assert door.gone() == [2, 3, 4, 5, 6, 7]
-    for number in door.gone():
+    assert gateway.gone() == [2, 3, 4, 5, 6, 7]
+    for number in gateway.gone():
         with pytest.raises(Overloaded, match="goes before this one") as caught:
-            await door.tasks[door.permits[number]]
+            await gateway.tasks[gateway.permits[number]]
         assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
         assert caught.value.retry_after_ms == RETRY_AFTER_MS
-        door.admission.leave(door.permits[number])
-    assert door.admission.requests == 8
+        gateway.admission.leave(gateway.permits[number])
+    assert gateway.admission.requests == 8
     with pytest.raises(Overloaded):
-        door.enter(OPEN, 0)
-    await door.over()
+        gateway.enter(OPEN, 0)
+    await gateway.over()
 
 
 async def test_a_request_that_is_still_tokenized_gives_way_too() -> None:
-    door = FullDoor(requests=2)
-    first = door.admission.enter(OPEN, order=queue_order(10, door.now_s))
-    second = door.enter(OPEN, 10)
-    door.enter(OPEN, 0)
-    door.enter(OPEN, 0)
+    gateway = FullGateway(requests=2)
+    first = gateway.admission.enter(OPEN, order=queue_order(10, gateway.now_s))
+    second = gateway.enter(OPEN, 10)
+    gateway.enter(OPEN, 0)
+    gateway.enter(OPEN, 0)
     with pytest.raises(Overloaded, match="goes before this one"):
-        door.admission.weigh(first, 5)
+        gateway.admission.weigh(first, 5)
     with pytest.raises(Overloaded, match="goes before this one"):
-        await door.admission.turn(second, "m")
-    door.admission.leave(first)
-    assert door.admission.requests == 2
-    await door.over()
+        await gateway.admission.turn(second, "m")
+    gateway.admission.leave(first)
+    assert gateway.admission.requests == 2
+    await gateway.over()
 
 
 async def test_age_makes_up_for_priority_at_the_door_too() -> None:
-    door = FullDoor(requests=4, slots=2)
+    gateway = FullGateway(requests=4, slots=2)
     for _ in range(4):
-        await door.come(OPEN, 1)
-    door.now_s += PRIORITY_AGING_S + 1
+        await gateway.come(OPEN, 1)
+    gateway.now_s += PRIORITY_AGING_S + 1
     with pytest.raises(Overloaded):
-        door.enter(OPEN, 0)
-    await door.over()
+        gateway.enter(OPEN, 0)
+    await gateway.over()
 
 
 @pytest.mark.parametrize(
@@ -140,70 +140,72 @@ async def test_age_makes_up_for_priority_at_the_door_too() -> None:
 async def test_who_gives_way_to_another_tenant(
     held: list[tuple[Tenant, int, int]], newcomer: tuple[Tenant, int], gives_way: str | None
 ) -> None:
-    door = FullDoor(requests=32, slots=1)
-    await door.come(Tenant(name="first"))
+    gateway = FullGateway(requests=32, slots=1)
+    await gateway.come(Tenant(name="first"))
     for tenant, count, priority in held:
         with contextlib.suppress(Overloaded):
             for _ in range(count):
-                await door.come(tenant, priority)
+                await gateway.come(tenant, priority)
     if gives_way is None:
         with pytest.raises(Overloaded):
-            door.enter(*newcomer)
-        assert not door.gone()
+            gateway.enter(*newcomer)
+        assert not gateway.gone()
     else:
-        door.enter(*newcomer)
-        assert {door.permits[number].tenant.name for number in door.gone()} == ({gives_way} if gives_way else set())
-    door.admission.check_integrity()
-    await door.over()
+        gateway.enter(*newcomer)
+        assert {gateway.permits[number].tenant.name for number in gateway.gone()} == (
+            {gives_way} if gives_way else set()
+        )
+    gateway.admission.check_integrity()
+    await gateway.over()
 
 
 async def test_a_tenants_own_bound_concerns_nobody_else() -> None:
-    door = FullDoor(requests=8, slots=1)
-    await door.come(A)
+    gateway = FullGateway(requests=8, slots=1)
+    await gateway.come(A)
     for _ in range(3):
-        await door.come(A, 10)
+        await gateway.come(A, 10)
     for _ in range(2):
-        await door.come(SMALL, 0)
-    await door.come(SMALL, 5)
+        await gateway.come(SMALL, 0)
+    await gateway.come(SMALL, 5)
     with pytest.raises(Overloaded, match="of tenant 'small'"):
-        door.enter(SMALL, 5)
-    door.enter(SMALL, 0)
-    assert [door.permits[number].tenant.name for number in door.gone()] == ["small"]
-    (number,) = door.gone()
+        gateway.enter(SMALL, 5)
+    gateway.enter(SMALL, 0)
+    assert [gateway.permits[number].tenant.name for number in gateway.gone()] == ["small"]
+    (number,) = gateway.gone()
     with pytest.raises(Overloaded) as caught:
-        await door.tasks[door.permits[number]]
+        await gateway.tasks[gateway.permits[number]]
     assert [quota.subject for quota in caught.value.quotas] == ["small/max_inflight_requests"]
-    await door.over()
+    await gateway.over()
 
 
 async def test_as_many_give_way_as_a_prompt_needs_or_none() -> None:
-    door = FullDoor(requests=100, tokens=100, slots=1)
-    await door.come(OPEN, 0, tokens=20)
+    gateway = FullGateway(requests=100, tokens=100, slots=1)
+    await gateway.come(OPEN, 0, tokens=20)
     for _ in range(8):
-        await door.come(OPEN, 10, tokens=10)
+        await gateway.come(OPEN, 10, tokens=10)
     with pytest.raises(Overloaded, match="max_inflight_tokens"):
-        door.enter(OPEN, 0, tokens=81)
-    assert not door.gone()
-    door.enter(OPEN, 0, tokens=25)
-    assert len(door.gone()) == 3
-    assert door.admission.tokens == 95
-    await door.over()
+        gateway.enter(OPEN, 0, tokens=81)
+    assert not gateway.gone()
+    gateway.enter(OPEN, 0, tokens=25)
+    assert len(gateway.gone()) == 3
+    assert gateway.admission.tokens == 95
+    await gateway.over()
 
 
 async def test_what_is_full_says_how_long_it_will_be() -> None:
-    door = FullDoor(requests=4, slots=0)
-    running = [await door.come(OPEN) for _ in range(4)]
+    gateway = FullGateway(requests=4, slots=0)
+    running = [await gateway.come(OPEN) for _ in range(4)]
     for _ in range(8):
-        door.now_s += 2.0
-        door.admission.leave(running.pop(0))
-        running.append(await door.come(OPEN))
+        gateway.now_s += 2.0
+        gateway.admission.leave(running.pop(0))
+        running.append(await gateway.come(OPEN))
     with pytest.raises(Overloaded) as caught:
-        door.enter(OPEN)
+        gateway.enter(OPEN)
     assert caught.value.retry_after_ms == pytest.approx(2000, rel=0.01)
     with pytest.raises(Overloaded) as caught:
-        door.enter(OPEN, answers=3)
+        gateway.enter(OPEN, answers=3)
     assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
-    await door.over()
+    await gateway.over()
 
 
 TENANTS = st.sampled_from([OPEN, A, B, HEAVY, SMALL, A.in_background(), HEAVY.in_background()])
@@ -219,50 +221,50 @@ def test_whatever_happens_nobody_is_lost_or_served_twice(events: list[tuple]) ->
 
 
 async def _happen(events: list[tuple]) -> None:
-    door = FullDoor(requests=10, tokens=120, slots=3)
+    gateway = FullGateway(requests=10, tokens=120, slots=3)
     left: set[AdmissionPermit] = set()
     for kind, *rest in events:
-        inside = [permit for permit in door.permits if permit not in left]
+        inside = [permit for permit in gateway.permits if permit not in left]
         if kind == "comes":
             tenant, priority, answers, tokens = rest
             with contextlib.suppress(Overloaded, InvalidRequest):
-                door.enter(tenant, priority, answers, tokens)
+                gateway.enter(tenant, priority, answers, tokens)
         elif kind == "time":
-            door.now_s += rest[0]
+            gateway.now_s += rest[0]
         elif inside:
             permit = inside[rest[0] % len(inside)]
-            if kind == "turn" and permit not in door.tasks:
-                await door.turn(permit)
-            elif kind == "cancelled" and permit in door.tasks:
-                door.tasks[permit].cancel()
-            elif kind == "ends" and (door.begun[permit] or permit.given_up is not None):
-                door.admission.leave(permit, 5)
+            if kind == "turn" and permit not in gateway.tasks:
+                await gateway.turn(permit)
+            elif kind == "cancelled" and permit in gateway.tasks:
+                gateway.tasks[permit].cancel()
+            elif kind == "ends" and (gateway.begun[permit] or permit.given_up is not None):
+                gateway.admission.leave(permit, 5)
                 left.add(permit)
-        door.admission.check_integrity()
+        gateway.admission.check_integrity()
         await loop_turns(2)
-        door.admission.check_integrity()
-        assert door.admission.requests <= 10
-    for permit in door.permits:
+        gateway.admission.check_integrity()
+        assert gateway.admission.requests <= 10
+    for permit in gateway.permits:
         refused = permit.given_up is not None
-        assert door.begun[permit] + refused <= 1
-        task = door.tasks.get(permit)
+        assert gateway.begun[permit] + refused <= 1
+        task = gateway.tasks.get(permit)
         if refused and task is not None:
             assert task.cancelled() or isinstance(task.exception(), Overloaded)
     for permit in left:
-        door.permits.remove(permit)
-    await door.over()
+        gateway.permits.remove(permit)
+    await gateway.over()
 
 
 async def test_without_an_order_a_call_takes_nobodys_place_and_keeps_its_own() -> None:
-    door = FullDoor(requests=2)
-    kept = door.admission.enter(OPEN)
+    gateway = FullGateway(requests=2)
+    kept = gateway.admission.enter(OPEN)
     assert kept.order == math.inf
-    door.enter(OPEN, 10)
+    gateway.enter(OPEN, 10)
     with pytest.raises(Overloaded):
-        door.admission.enter(OPEN)
-    door.enter(OPEN, 0)
+        gateway.admission.enter(OPEN)
+    gateway.enter(OPEN, 0)
     with pytest.raises(Overloaded):
-        door.enter(OPEN, 0)
+        gateway.enter(OPEN, 0)
     assert kept.given_up is None
-    door.admission.leave(kept)
-    await door.over()
+    gateway.admission.leave(kept)
+    await gateway.over()

@@ -360,7 +360,7 @@ CUT = ("x-anthropic-billing-header:",)
     ids=["a block", "a block's line", "a text's lines"],
 )
 def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> None:
-    """Both doors make the same prompt of requests that differ in the line alone, breakpoints included."""
+    """Both APIs make the same prompt of requests that differ in the line alone, breakpoints included."""
     asked = []
     for mark in ("eb6c6", "0aaa9"):
         body = json.dumps(LEAST | {"system": system}).replace("%s", mark).encode()

@@ -1,4 +1,4 @@
-"""Bodies in the shapes that agents and their libraries send, from tests/clients/bodies, at the doors that they use.
+"""Bodies in the shapes that agents and their libraries send, from tests/clients/bodies, at the APIs that they use.
 
 They are requests that the clients sent to a cluster, with texts and lists cut short. Written by hand are the bodies of
 Cline and Zed, the reasoning in those of Codex and Claude Code, what these two send to their own servers only

@@ -1,4 +1,4 @@
-"""No page of a foreign origin makes a browser change anything: what needs no preflight is refused, at every door."""
+"""No page of a foreign origin makes a browser change anything: what needs no preflight is refused, at every API."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kept(path: pathlib.Path) -> list[pathlib.Path]:
     return list(path.glob("files/*.json"))
 
 
-async def test_no_foreign_page_writes_at_any_door(tmp_path: pathlib.Path) -> None:
+async def test_no_foreign_page_writes_at_any_api(tmp_path: pathlib.Path) -> None:
     flags = {"batch_path": str(tmp_path), "allowed_origins": (FRIEND,), "ui": True}
     async with running_fake_cluster(**flags) as fakes:
         address = fakes.gateway.http_address

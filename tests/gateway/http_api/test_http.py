@@ -141,7 +141,7 @@ async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
         assert (refused.status, refused.error["code"]) == (400, "unknown_parameter")
 
 
-async def test_sloppy_values_mean_the_same_at_every_door() -> None:
+async def test_sloppy_values_mean_the_same_at_every_api() -> None:
     """A seed of -1 is drawn, without mass the likeliest token is taken, and half a pair of surrogates is U+FFFD."""
     said = {"model": None, "seed": -1, "top_p": 0, "max_tokens": 4.0, "x": 1}
     async with running_fake_cluster() as fakes:

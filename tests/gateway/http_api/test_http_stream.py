@@ -51,7 +51,7 @@ async def test_the_stop_string_that_ended_an_answer_is_told() -> None:
         await fakes.settled()
 
 
-async def test_usage_counts_guesses_also_where_a_stop_string_ends_the_answer() -> None:
+async def test_usage_counts_draft_tokens_also_where_a_stop_string_ends_the_answer() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         fakes.decode.timings = DecodeTimings(guessed_tokens=9, accepted_tokens=5)
         expected = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4}

@@ -1,4 +1,4 @@
-"""What is refused or has no effect leaves a trace at each door: a row for operators, a log line, a span."""
+"""What is refused or has no effect leaves a trace at each API: a row for operators, a log line, a span."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sent_by(name: str, client: str) -> dict[str, str]:
 
 
 async def test_operators_see_who_sends_what_in_vain(file: str, caplog: pytest.LogCaptureFixture) -> None:
-    doors: dict[str, dict[str, Any]] = {
+    apis: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": MESSAGES},
         "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
@@ -54,7 +54,7 @@ async def test_operators_see_who_sends_what_in_vain(file: str, caplog: pytest.Lo
     async with running_fake_cluster(api_keys=file) as fakes:
         address = fakes.gateway.http_address
         with caplog.at_level(logging.INFO, "pillion.gateway.refusals"):
-            for path, body in doors.items():
+            for path, body in apis.items():
                 named = {"model": "toy", **body}
                 wrong = await call(address, path, {**named, "temperature": -3}, sent_by("acme", "Agent/2.1"))
                 assert wrong.status == 400
@@ -66,7 +66,7 @@ async def test_operators_see_who_sends_what_in_vain(file: str, caplog: pytest.Lo
         assert (await call(address, "/v1/refusals", headers=sent_by("acme", "a"))).status == 403
         page = await call(address, "/v1/refusals", headers=sent_by("boss", "a"))
         rows = {(row["api"], row["tenant"], row["client"], row["status"]): row for row in page.json["data"]}
-        for path in doors:
+        for path in apis:
             refused, ignored = (rows[path, "acme", "Agent/2.1", status] for status in (400, None))
             assert (refused["field"], refused["times"]) == ("temperature", 1)
             assert (ignored["field"], ignored["reason"], ignored["times"]) == ("of_next_year", "no effect", 2)

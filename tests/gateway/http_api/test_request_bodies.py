@@ -46,7 +46,7 @@ PACKED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 }
 
 
-async def test_a_compressed_body_is_read_at_each_door() -> None:
+async def test_a_compressed_body_is_read_at_each_api() -> None:
     async with running_fake_cluster("abc") as fakes:
         address, messages = fakes.gateway.http_address, [{"role": "user", "content": "hi"}]
         bodies = {
@@ -271,7 +271,7 @@ def test_bytes_that_are_no_json_are_read_somehow(pieces: list[str]) -> None:
 
 
 async def test_twelve_screenshots_do_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each door, in the results of a tool; together they are larger than a body may be."""
+    """At each API, in the results of a tool; together they are larger than a body may be."""
     shot = PNG * (MAX_BODY_BYTES // 11 // len(PNG))
     result = [{"type": "text", "text": "Here."}]
     chat = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shot}"}}
@@ -323,6 +323,6 @@ async def test_twelve_screenshots_do_not_end_a_conversation(monkeypatch: pytest.
                 first, second = fakes.decode.submits[-2:]
                 assert first.token_ids == second.token_ids
             else:
-                # This door does not take images in a tool's result, however small they are.
+                # This API does not take images in a tool's result, however small they are.
                 assert (path, reply.error) == ("/v1/chat/completions", same.error)
         await fakes.settled()

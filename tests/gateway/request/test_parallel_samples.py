@@ -53,7 +53,7 @@ def submitted(c: ParallelSamples, attempt: int = 1) -> ev.SubmitDecode:
 def test_one_submit_begins_all() -> None:
     c = choices()
     assert actions_of(c.start()) == [(0, "LookUp")]
-    assert submitted(c).siblings == (1, 2)
+    assert submitted(c).parallel_samples == (1, 2)
     assert c.handle(2, ev.TokensSampled(1, (5,)), 2.0) == [(2, ev.Emit((5,)))]
     assert c.handle(0, ev.TokensSampled(1, (6,)), 2.0) == [(0, ev.Emit((6,)))]
     assert {machine.state for machine in c.machines} == {RequestState.DECODING}
@@ -66,7 +66,7 @@ def test_one_submit_begins_all() -> None:
     assert (c.timings(99.0).guessed_tokens, c.timings(99.0).accepted_tokens) == (12, 3)
 
 
-def test_before_the_first_token_only_the_first_answer_tries_again_and_siblings_those_without_a_token() -> None:
+def test_before_the_first_token_only_the_first_answer_tries_again_and_parallel_samples_those_without_a_token() -> None:
     c = choices()
     c.start()
     submitted(c)
@@ -78,7 +78,7 @@ def test_before_the_first_token_only_the_first_answer_tries_again_and_siblings_t
     ]
     assert c.handle(1, ev.DecodeLost(1, GONE, True), 2.0) == []
     assert actions_of(c.handle(2, ev.DecodeLost(1, GONE, True), 2.0)) == [(2, "LookUp")]
-    assert submitted(c, 2).siblings == (1,)
+    assert submitted(c, 2).parallel_samples == (1,)
     assert c.handle(1, ev.TokensSampled(2, (7,)), 3.0) == [(1, ev.Emit((7,)))]
 
 
@@ -113,7 +113,7 @@ def test_where_less_is_pinned_the_gateways_submit_begins_all_anew() -> None:
     lost = ev.DecodeLost(1, NotFound("2 of 5 blocks are here"), True)
     assert actions_of(c.handle(0, lost, 1.0)) == [(0, "OpenTicket"), (1, "CancelDecode"), (2, "CancelDecode")]
     ((_, submit),) = c.handle(0, ev.TicketGranted(1, hold(), 99), 1.0)
-    assert (submit.hold, submit.siblings) == (hold(), (1, 2))
+    assert (submit.hold, submit.parallel_samples) == (hold(), (1, 2))
     assert c.handle(1, ev.TokensSampled(1, (5,)), 2.0) == [(1, ev.Emit((5,)))]
 
 
@@ -170,8 +170,8 @@ class AnswersWorld:
                 case ev.SubmitDecode():
                     assert action.hold in {None} | self.opened - set(self.released)
                     tokens = self.choices.machines[index].tokens()
-                    assert not action.siblings or (index == 0 and tokens == self.choices.machines[0].prompt)
-                    for begun in (index, *action.siblings):
+                    assert not action.parallel_samples or (index == 0 and tokens == self.choices.machines[0].prompt)
+                    for begun in (index, *action.parallel_samples):
                         assert begun not in self.streams, "an answer has one stream"
                         self.streams[begun] = action.attempt
                         self.sent[begun, action.attempt] = len(tokens)

@@ -178,12 +178,12 @@ def test_a_ticket_that_the_decode_worker_does_not_get() -> None:
 # ---- losses ------------------------------------------------------------------------------------------------------
 
 
-def test_guesses_of_all_attempts_are_counted() -> None:
+def test_draft_tokens_of_all_attempts_are_counted() -> None:
     m = machine()
     for attempt in (1, 2):
         to_decoding(m, attempt)
-        for guessed in (3, 7):
-            told = DecodeTimings(guessed_tokens=guessed, accepted_tokens=attempt)
+        for drafted in (3, 7):
+            told = DecodeTimings(guessed_tokens=drafted, accepted_tokens=attempt)
             m.handle(ev.TokensSampled(attempt, (1,), told), 2.0)
         if attempt == 1:
             m.handle(ev.DecodeLost(1, GONE, True), 3.0)
@@ -496,7 +496,7 @@ def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
     assert m.attempt == 2
 
 
-def test_a_sibling_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
+def test_a_parallel_sample_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
     m = follower()
     m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     m.handle(ev.DecodeLost(1, GONE, True), 1.0)

@@ -69,8 +69,8 @@ async def test_one_prompt_one_prefill_three_streams() -> None:
         whole(deltas, *TEXTS)
         assert len({delta.index for delta in deltas[:12]}) == 3, "they come mixed"
         (submit,) = fakes.decode.submits
-        assert [sibling.seed for sibling in submit.siblings] == [SEED + 1, SEED + 2]
-        assert len({submit.key, *(sibling.key for sibling in submit.siblings)}) == 3
+        assert [sample.seed for sample in submit.siblings] == [SEED + 1, SEED + 2]
+        assert len({submit.key, *(sample.key for sample in submit.siblings)}) == 3
         assert (len(fakes.node.opened), len(fakes.prefill.prefill_ranges)) == (1, 1)
         assert deltas[-1].timings.replays == 0
         await fakes.settled()
@@ -78,7 +78,7 @@ async def test_one_prompt_one_prefill_three_streams() -> None:
         assert (status.prompt_tokens, status.completion_tokens) == (30, deltas[-1].usage.completion_tokens)
 
 
-async def test_one_answer_siblings_nothing() -> None:
+async def test_one_answer_parallel_samples_nothing() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT))
         await read(fakes.client.generate(PROMPT, n=1, best_of=1))
@@ -90,7 +90,7 @@ async def test_a_drawn_seed_makes_different_answers_too() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT, n=4))
         (submit,) = fakes.decode.submits
-        assert len({submit.sampling.seed, *(sibling.seed for sibling in submit.siblings)}) == 4
+        assert len({submit.sampling.seed, *(sample.seed for sample in submit.siblings)}) == 4
         await fakes.settled()
 
 
@@ -147,8 +147,8 @@ async def test_a_worker_lost_before_the_first_token_is_the_first_answers_busines
         first, second = fakes.decode.submits
         assert (first.attempt, second.attempt) == (1, 2)
         assert (
-            [sibling.seed for sibling in second.siblings]
-            == [sibling.seed for sibling in first.siblings]
+            [sample.seed for sample in second.siblings]
+            == [sample.seed for sample in first.siblings]
             == [SEED + 1, SEED + 2]
         )
         assert len(fakes.node.opened) == 2
@@ -213,7 +213,7 @@ async def test_a_worker_lost_after_the_first_token_is_everybodys(after: int) -> 
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_refused_submit_gets_its_siblings_again(times: int) -> None:
+async def test_a_refused_submit_gets_its_parallel_samples_again(times: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.refusals = [(NotFound.code, True)] * times
@@ -307,7 +307,7 @@ async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
             await asyncio.gather(reading, return_exceptions=True)
         await fakes.settled()
         (submit,) = fakes.decode.submits
-        assert sorted(fakes.decode.cancelled) == sorted([submit.key, *(sibling.key for sibling in submit.siblings)])
+        assert sorted(fakes.decode.cancelled) == sorted([submit.key, *(sample.key for sample in submit.siblings)])
 
 
 async def test_a_deadline_frees_all_streams() -> None:

@@ -71,7 +71,7 @@ def test_rates_come_from_heartbeats_and_own_cells() -> None:
     found = {one["component_id"]: one for one in then["components"]}
     made = found["decode-0"]["steps"]
     assert (made["per_second"], made["mean_s"], made["busy"]) == (10.0, pytest.approx(0.04), pytest.approx(0.4))
-    # What grammars forced is with the guesses; all shares together are the budget.
+    # What grammars forced is with the draft tokens; all shares together are the budget.
     assert made["shares"] == {"decode": 0.3, "tail": 0.1, "prefill": 0.0, "speculative": 0.2, "idle": 0.4}
     assert found["kv-0"]["pool"] | {"disk": 0} == found["kv-0"]["pool"]
     assert sum(found["kv-0"]["pool"][kind] for kind in ("cached", "pinned", "leased", "quarantined", "free")) == 10

@@ -31,7 +31,7 @@ POOL_ID = b"p" * POOL_ID_BYTES
 KILLS = 1_000
 
 
-class KeptLives(MortalLives):
+class SurvivingLives(MortalLives):
     """Two tokens and ten slots, so that blocks are shared, evicted and computed again all the time."""
 
     @initialize()
@@ -79,8 +79,8 @@ class KeptLives(MortalLives):
             assert set(self.node.ledger.tree.by_hash) == known, "what was sealed is there again"
 
 
-KeptLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
-TestKeptLives = KeptLives.TestCase
+SurvivingLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
+TestKeptLives = SurvivingLives.TestCase
 
 
 def test_a_thousand_kills_serve_no_wrong_block() -> None:

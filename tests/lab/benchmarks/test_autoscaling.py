@@ -18,7 +18,7 @@ from lab.benchmarks.autoscaling import (
     SYNC_S,
     TICK_S,
     ChartQueries,
-    HeldScaler,
+    RuleScaler,
     ScaledFleet,
     ScalingRule,
     bent,
@@ -96,7 +96,7 @@ def test_a_fresh_demo_wants_one_worker_of_each_kind() -> None:
 @given(wishes=st.lists(st.integers(0, 60), min_size=2, max_size=80))
 def test_a_rule_bounds_every_change(wishes: list[int]) -> None:
     present, sizes = 4, []
-    scaler = HeldScaler(SLOW, 1, 50)
+    scaler = RuleScaler(SLOW, 1, 50)
     for number, wish in enumerate(wishes):
         present = scaler.take(number * SYNC_S, wish, present)
         sizes.append(present)

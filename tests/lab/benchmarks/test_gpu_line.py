@@ -49,9 +49,9 @@ def test_every_token_arrives_and_every_slot_is_accounted_for(load):
     loop = EngineLoop(backend, slots, load)
     assert loop.run() > 0
     assert [len(seen.tokens_s) for seen in loop.seen.values()] == [load.answer_tokens] * load.streams * load.rounds
-    # The scheduler keeps a few slots in stock for the next stream.
+    # The scheduler keeps a few free slots for the next stream.
     scheduler = loop.scheduler
     scheduler.check_integrity()
-    assert sorted((*loop.free_slots, *scheduler.stock.slots)) == list(range(slots))
+    assert sorted((*loop.free_slots, *scheduler.free_slots.slots)) == list(range(slots))
     assert backend.most_streams == load.streams
     assert (backend.ahead > 0) == (load.answer_tokens > 1)

@@ -126,9 +126,9 @@ def test_colocated_needs_no_prefill_worker() -> None:
 
 
 def test_strangers_with_keys_are_none() -> None:
-    open_doors = {"ui": True, "enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",)}
-    check_flags(ServeFlags(host="0.0.0.0", api_keys="keys.toml", **open_doors))
-    check_flags(ServeFlags(host="127.0.0.1", **open_doors))
+    open_apis = {"ui": True, "enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",)}
+    check_flags(ServeFlags(host="0.0.0.0", api_keys="keys.toml", **open_apis))
+    check_flags(ServeFlags(host="127.0.0.1", **open_apis))
     check_flags(ServeFlags(host="0.0.0.0"))
 
 

@@ -29,7 +29,7 @@ from pillion.cli.flags import (
 from pillion.cli.help_groups import COMMANDS, GROUPS, OPTIONS, group_of
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
-from tests.support.drafts import guessing
+from tests.support.drafts import speculative
 
 
 def parse(cls: type, argv: list[str], env: dict[str, str] | None = None) -> Any:
@@ -206,7 +206,7 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
     if field.name == "target_itl_ms":
         return st.one_of(st.just("auto"), st.floats(0, 1e9))
     if field.name == "speculative_config":
-        return st.sampled_from([guessing(0), guessing(3), guessing(5, "suffix")])
+        return st.sampled_from([speculative(0), speculative(3), speculative(5, "suffix")])
     if field.name == "root_path":
         return st.sampled_from(["", "/a", "/a/b-1"])
     if field.name == "default_chat_template_kwargs":

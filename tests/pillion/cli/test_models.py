@@ -58,8 +58,13 @@ def hub() -> Iterator[tuple[str, list[str]]]:
             parts = self.path.partition("?")[0].split("/")[1:]
             if parts[:4] == ["api", "models", "some", "model"]:
                 if parts[4:] in (["revision", "main"], ["revision", COMMIT]):
-                    siblings = [{"rfilename": name} for name in FILES]
-                    about = {"id": "some/model", "modelId": "some/model", "sha": COMMIT, "siblings": siblings}
+                    parallel_samples = [{"rfilename": name} for name in FILES]
+                    about = {
+                        "id": "some/model",
+                        "modelId": "some/model",
+                        "sha": COMMIT,
+                        "parallel_samples": parallel_samples,
+                    }
                     return self._answer(200, json.dumps(about).encode(), Content_Type="application/json")
                 if parts[4] == "tree":
                     tree = [

@@ -279,7 +279,7 @@ def test_requests_within_the_original_length_have_the_frequencies_of_training(tm
 def test_without_prefix_caching_nothing_is_found(folder: pathlib.Path) -> None:
     # The model has 4,096 tokens, more than this pool holds; nobody asked for so many.
     options = {"dtype": "float32", "kv_pool_bytes": "1MiB", "cpu_threads": 1}
-    guesses = {"method": "ngram", "num_speculative_tokens": 2}
-    with LLM(str(folder), enable_prefix_caching=False, speculative_config=guesses, **options) as llm:
+    draft_tokens = {"method": "ngram", "num_speculative_tokens": 2}
+    with LLM(str(folder), enable_prefix_caching=False, speculative_config=draft_tokens, **options) as llm:
         first, again = (llm.generate("x" * 50, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (again.num_cached_tokens, tokens([first])) == (0, tokens([again]))

@@ -21,7 +21,7 @@ def step_of(rows):
     return step
 
 
-def meeting(naps=1):
+def collective(naps=1):
     return np.array([6, naps, 1000, ROOM * STRIDE], np.int64)
 
 
@@ -44,7 +44,7 @@ def test_partials_are_added_in_the_order_of_the_ranks(runner, spec, threads, wid
     out = torch.full((rows + 1, 160), 3.0)
     words = words_of(7, 6, 8)
     values = {"partials": partials, "out": out, "rank": 1, "number": 1, "width": width, "factor": factor}
-    values |= {"row_stride": STRIDE, "out_stride": 160 * 4, "words": words, "meeting": meeting()}
+    values |= {"row_stride": STRIDE, "out_stride": 160 * 4, "words": words, "collective": collective()}
     runner.run(spec, values, step_of(rows), threads)
     total = (partials[0] + partials[1]) + partials[2]
     wanted = total[:rows, :width].double() * torch.tensor(factor).double() + (3.0 if spec.add else 0.0)
@@ -58,7 +58,7 @@ def test_a_wait_that_lasts_ends_all_waits(runner):
     """Rank 0 may sleep once here; rank 1 does not come, and an aborted wait is none."""
     words = words_of(0, 6, 7)
     step = step_of(1)
-    runner.run(MeetRanks(RANKS), {"rank": 0, "number": 1, "words": words, "meeting": meeting()}, step)
+    runner.run(MeetRanks(RANKS), {"rank": 0, "number": 1, "words": words, "collective": collective()}, step)
     assert words.view(np.int64)[0] == 1
-    runner.run(MeetRanks(RANKS), {"rank": 0, "number": 2, "words": words, "meeting": meeting(2**62)}, step)
+    runner.run(MeetRanks(RANKS), {"rank": 0, "number": 2, "words": words, "collective": collective(2**62)}, step)
     assert arrived(words).tolist() == [8, 6, 7]

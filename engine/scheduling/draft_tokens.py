@@ -1,8 +1,9 @@
-"""Guesses next tokens of decodes, which the step itself judges.
+"""Draft tokens next tokens of decodes, which the step itself judges.
 
-Sampling is a pure function of (logits, seed, position) (I6), so a guess is right exactly when it is the token that
+Sampling is a pure function of (logits, seed, position) (I6), so a draft token is right exactly when it is the token
+that
 would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any temperature.
-Guesses are cut where a grammar refuses them, and are made only after decodes for which no grammar forces tokens.
+Draft tokens are cut where a grammar refuses them, and are made only after decodes for which no grammar forces tokens.
 Sans-IO (I9).
 """
 
@@ -17,15 +18,15 @@ from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 
 
-class Guesses:
-    """Makes the guesses of one scheduler.
+class DraftTokens:
+    """Makes the draft tokens of one scheduler.
 
     Args:
-        control: decides how many tokens are guessed for each stream.
-        drafter: guesses them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
+        control: decides how many tokens are drafted for each stream.
+        drafter: draft tokens them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
     """
 
     def __init__(self, control: DraftControl, drafter: Drafter) -> None:
@@ -45,17 +46,17 @@ class Guesses:
 
     def may_run_ahead(self, running: Iterable[Sequence]) -> bool:
         """Returns whether the next step may be planned before the one just launched has landed: where nothing would be
-        guessed. A guess can only follow tokens that are known."""
+        drafted. A draft token can only follow tokens that are known."""
         if self._control.keeps_resting:
             return True
         chains = self.draft_chains
         streams = (s for s in running if s.decoding and not s.is_prefill)
-        known = [s for s in streams if s.guesses.found or (chains is not None and chains.catches_up(s))]
-        return not self._control.may_guess(known)
+        known = [s for s in streams if s.draft_tokens.found or (chains is not None and chains.catches_up(s))]
+        return not self._control.may_draft(known)
 
-    def guess(
+    def draft_token(
         self,
-        pieces: Seq[SequencePiece],
+        scheduled: Seq[ScheduledChunk],
         spare: int,
         idle: int,
         now: float,
@@ -63,29 +64,29 @@ class Guesses:
         cost: StepCost,
         grammars: Grammars | None,
     ) -> float:
-        """Puts guesses after these decodes' own tokens (:meth:`Sequence.propose`), where none are forced: at most
+        """Puts draft tokens after these decodes' own tokens (:meth:`Sequence.propose`), where none are forced: at most
         ``spare`` altogether. ``idle`` counts tokens of the step that no prompt needs, either, ``cost`` says what steps
-        take, and ``grammars`` cut guesses. Returns the seconds that a draft model took."""
+        take, and ``grammars`` cut draft tokens. Returns the seconds that a draft model took."""
         chains, control, drafter = self.draft_chains, self._control, self._drafter
         if chains is not None:
             chains.begin_step(idle, now)
-        if control.rests(len(pieces)):
+        if control.rests(len(scheduled)):
             return 0.0
         streams, rooms = [], []
-        for piece in pieces:
-            if not piece.sequence.num_proposed:
-                streams.append(piece.sequence)
-                rooms.append(min(spare, _room(piece)))
+        for chunk in scheduled:
+            if not chunk.sequence.num_proposed:
+                streams.append(chunk.sequence)
+                rooms.append(min(spare, _room(chunk)))
         if not streams:
             return 0.0
-        control.observe(pieces, cost, drafter.seconds_per_token(len(streams)) / len(streams))
-        self._guess(streams, control.decide(streams, rooms, spare), grammars)
+        control.observe(scheduled, cost, drafter.seconds_per_token(len(streams)) / len(streams))
+        self._propose(streams, control.decide(streams, rooms, spare), grammars)
         took_s = chains.took_s if chains is not None else 0.0
         control.drafted(took_s)
         return took_s
 
-    def _guess(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
-        """Guesses so many tokens for each of the streams; streams without a guess are probed, in their turn."""
+    def _propose(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
+        """Drafts so many tokens for each of the streams; streams without a draft token are probed, in their turn."""
         control, drafter = self._control, self._drafter
         wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
         silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
@@ -93,32 +94,37 @@ class Guesses:
         if not (wanted or due):
             return
         control.drafts_for(len(wanted), len(due))
-        guesses = drafter.draft([*wanted, *due])
-        found = [(stream, guess[:most]) for (stream, most), guess in zip(wanted, guesses, strict=False)]
+        draft_tokens = drafter.draft([*wanted, *due])
+        found = [
+            (stream, draft_token[:most]) for (stream, most), draft_token in zip(wanted, draft_tokens, strict=False)
+        ]
         if grammars is not None:
-            found = [(stream, grammars.fit(stream, guess) if len(guess) else guess) for stream, guess in found]
+            found = [
+                (stream, grammars.fit(stream, draft_token) if len(draft_token) else draft_token)
+                for stream, draft_token in found
+            ]
         if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
             for stream, tokens in found:
-                stream.guesses.asked(tokens, stream.num_tokens)
+                stream.draft_tokens.asked(tokens, stream.num_tokens)
                 if len(tokens):
                     stream.propose(tokens)
         else:
             for stream, tokens in found:
                 control.keep_as_probe(stream, tokens)
-        for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
-            stream.guesses.probe(guess, stream.num_tokens)
+        for (stream, _), draft_token in zip(due, draft_tokens[len(wanted) :], strict=True):
+            stream.draft_tokens.probe(draft_token, stream.num_tokens)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""
         self._control.stepped(plan, seconds)
 
-    def judged(self, sequence: Sequence, guessed: int, right: int) -> None:
-        """Notes that a step has judged guesses: the first ``right`` of them are the sequence's now."""
-        self._control.judged(sequence, guessed, right)
+    def judged(self, sequence: Sequence, drafted: int, right: int) -> None:
+        """Notes that a step has judged draft tokens: the first ``right`` of them are the sequence's now."""
+        self._control.judged(sequence, drafted, right)
 
 
-def _room(piece: SequencePiece) -> int:
-    """Returns how many tokens may be guessed after a piece: none after a token that nobody knows yet, and after the
-    first token of siblings."""
-    sequence = piece.sequence
-    return 0 if sequence.num_in_flight or piece.sibling_seeds else sequence.room_for_proposals
+def _room(chunk: ScheduledChunk) -> int:
+    """Returns how many tokens may be drafted after a chunk: none after a token that nobody knows yet, and after the
+    first token of parallel samples."""
+    sequence = chunk.sequence
+    return 0 if sequence.num_in_flight or chunk.parallel_seeds else sequence.room_for_proposals

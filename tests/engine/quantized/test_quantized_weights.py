@@ -1,4 +1,4 @@
-"""Packed weights in few bits: what a damaged file says of them is not believed."""
+"""Packed quantized weights: what a damaged file says of them is not believed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.engine.backends.cpu.cpu_weights import load_cpu_weights
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.few_bits import few_bit_packing
+from pillion.kernels.cpu.quantized import quantized_packing
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -33,6 +33,6 @@ def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
         weights.linear("layers.0.o")
     weights.tensors["layers.0.o.row_codes"] = codes
     # Sums of more products than this leave 32 bits.
-    monkeypatch.setattr(few_bit_packing, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
+    monkeypatch.setattr(quantized_packing, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
     with pytest.raises(ConfigError, match="do not fit together"):
         weights.linear("layers.0.o")

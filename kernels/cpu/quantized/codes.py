@@ -1,7 +1,7 @@
 """Defines the order in memory of codes of 4 and 8 bits, and how kernels turn them into numbers in registers.
 
 A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, never rounded ones; scales are
-applied to finished sums (:mod:`pillion.kernels.cpu.few_bits.quantized_tiles`). A *constant* is a scale or an offset:
+applied to finished sums (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`). A *constant* is a scale or an offset:
 float16 where all of a matrix are such numbers, because those of small groups are much of the memory, else float32.
 
     4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:

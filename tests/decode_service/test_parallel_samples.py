@@ -21,11 +21,15 @@ PROMPT = [(position * 7 + 3) % 97 for position in range(30)]
 FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=11, logprobs=2)
 
 
-async def ask(workers: Workers, connection: Connection, siblings: Sequence[Sibling], **other: Any) -> list[Answer]:
-    """Key 1 and its siblings; the gateway lets go of its ticket at once when the worker holds it."""
+async def ask(
+    workers: Workers, connection: Connection, parallel_samples: Sequence[Sibling], **other: Any
+) -> list[Answer]:
+    """Key 1 and its parallel samples; the gateway lets go of its ticket at once when the worker holds it."""
     ticket = await workers.ticket(PROMPT)
-    submit = submit_of(1, ticket, PROMPT, **{"max_tokens": 9, "sampling": FREE, "siblings": tuple(siblings), **other})
-    answers = [connection.answers.setdefault(sibling.key, Answer()) for sibling in siblings]
+    submit = submit_of(
+        1, ticket, PROMPT, **{"max_tokens": 9, "sampling": FREE, "siblings": tuple(parallel_samples), **other}
+    )
+    answers = [connection.answers.setdefault(sample.key, Answer()) for sample in parallel_samples]
     before = connection.batches
     first = await connection.submit(submit)
     await until("the worker's word that it holds the ticket", lambda: connection.batches > before)
@@ -51,7 +55,7 @@ async def test_each_answer_is_what_its_seed_says_alone() -> None:
             await workers.release(ticket)
             assert alone.token_ids == answers[key - 21].token_ids
         assert len({tuple(answer.token_ids) for answer in answers}) == 3
-        # The prompt once; where a sibling found its parent's partial block, nothing of it again.
+        # The prompt once; where a parallel sample found its parent's partial block, nothing of it again.
         assert 30 + 3 * 8 <= together <= 30 + 3 * 8 + 2 * 3
         await workers.quiet()
 
@@ -80,7 +84,7 @@ async def test_each_token_comes_with_its_log_probability() -> None:
         await workers.quiet()
 
 
-async def test_a_submit_that_fails_speaks_for_its_siblings() -> None:
+async def test_a_submit_that_fails_speaks_for_its_parallel_samples() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         connection.answers[5] = Answer()
         ticket = await workers.ticket(PROMPT)
@@ -96,13 +100,13 @@ async def test_a_submit_that_fails_speaks_for_its_siblings() -> None:
 
 
 @pytest.mark.parametrize("before_the_first_token", [True, False])
-async def test_a_cancelled_sibling_leaves_the_others_alone(before_the_first_token: bool) -> None:
+async def test_a_cancelled_parallel_sample_leaves_the_others_alone(before_the_first_token: bool) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         if before_the_first_token:
             workers.decode_backend.gate.clear()
         answers = await ask(workers, connection, [Sibling(key=5, seed=12), Sibling(key=6, seed=13)], max_tokens=40)
         if not before_the_first_token:
-            await until("the sibling's first token", lambda: answers[1].token_ids)
+            await until("the parallel sample's first token", lambda: answers[1].token_ids)
         await connection.cancel(5)
         workers.decode_backend.gate.set()
         await over([answers[0], answers[2]])
@@ -125,7 +129,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
         assert not workers.decode.worker.epoch.listeners
 
 
-async def test_siblings_in_a_pool_too_small_for_all() -> None:
+async def test_parallel_samples_in_a_pool_too_small_for_all() -> None:
     async with running_workers(slots=24) as workers, connected(workers) as connection:
         answers = await ask(
             workers,
@@ -141,7 +145,7 @@ async def test_siblings_in_a_pool_too_small_for_all() -> None:
         await workers.quiet()
 
 
-async def test_an_answer_that_has_begun_starts_no_sibling() -> None:
+async def test_an_answer_that_has_begun_starts_no_parallel_sample() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(PROMPT)
         first = await connection.submit(
@@ -192,17 +196,17 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         await workers.release(*tickets)
 
 
-async def test_streams_are_bounded_with_their_siblings() -> None:
+async def test_streams_are_bounded_with_their_parallel_samples() -> None:
     flags = {"max_num_seqs": 4, "max_waiting_seqs": 4}
     async with running_workers(decode=flags) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT) for _ in range(6)]
         answers = []
         for number, ticket in enumerate(tickets):
-            siblings = tuple(Sibling(key=100 * (number + 1) + sibling, seed=sibling) for sibling in range(4))
-            for sibling in siblings:
-                connection.answers[sibling.key] = Answer()
-            answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, siblings=siblings)))
+            parallel_samples = tuple(Sibling(key=100 * (number + 1) + sample, seed=sample) for sample in range(4))
+            for sample in parallel_samples:
+                connection.answers[sample.key] = Answer()
+            answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, siblings=parallel_samples)))
         await until("five refusals", lambda: sum(answer.over.is_set() for answer in answers) == 5)
         # Refusals wait for no call to the node, so the one that is taken may begin after them.
         await until("the sequences of the sixth", lambda: len(workers.decode.worker.epoch.listeners) == 5)

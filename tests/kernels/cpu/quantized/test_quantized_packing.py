@@ -1,4 +1,4 @@
-"""Packed weights in few bits: the order of codes, what panels cannot hold, and the constants of groups."""
+"""Packed quantized weights: the order of codes, what panels cannot hold, and the constants of groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.few_bits.codes import pack_codes, unpack_codes
-from pillion.kernels.cpu.few_bits.few_bit_packing import has_offsets, packed_kind
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, panel_bytes
+from pillion.kernels.cpu.quantized.codes import pack_codes, unpack_codes
+from pillion.kernels.cpu.quantized.quantized_packing import has_offsets, packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_packing import weights_of
 from tests.support.examples import examples

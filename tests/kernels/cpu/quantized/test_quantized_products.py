@@ -1,4 +1,4 @@
-"""Products with weights in few bits against their reference, and that a row's bits depend on nothing but the row."""
+"""Products with quantized weights against their reference, and that a row's bits depend on nothing but the row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.few_bits.codes import CODE_KINDS
-from pillion.kernels.cpu.few_bits.few_bit_packing import packed_kind
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
+from pillion.kernels.cpu.quantized.codes import CODE_KINDS
+from pillion.kernels.cpu.quantized.quantized_packing import packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close

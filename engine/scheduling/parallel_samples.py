@@ -1,4 +1,4 @@
-"""Manages siblings, further answers to a prompt, from their first token until they run.
+"""Manages parallel samples, further answers to a prompt, from their first token until they run.
 
     first token, chosen from the parent's logits
         --the prompt's blocks are all sent to the node--> a ticket is ordered --> PREEMPTED, waits to run
@@ -15,17 +15,17 @@ from collections.abc import Mapping
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 
-class Siblings:
-    """Manages the siblings of one scheduler, whose queues and block manager it uses."""
+class ParallelSampling:
+    """Manages the parallel samples of one scheduler, whose queues and block manager it uses."""
 
     def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
         self._queues = queues
         self._block_manager = block_manager
-        # The prompts of these siblings are not completely sent to the node yet; they are kept by the id of the parent
-        # that sends the blocks.
+        # The prompts of these parallel samples are not completely sent to the node yet; they are kept by the id of the
+        # parent that sends the blocks.
         self._late: dict[int, list[Sequence]] = {}
 
     def order_ticket(self, parent: Sequence, child: Sequence) -> None:
@@ -43,17 +43,17 @@ class Siblings:
             if alive.get(child.seq_id) is child:
                 self._block_manager.order_resume(child)
 
-    def start_running(self, alive: Mapping[int, Sequence]) -> tuple[list[SequencePiece], list[tuple[int, int]]]:
-        """Returns decodes of the siblings that may run and have all of their prompt, and the (source, target) slots to
-        copy first.
+    def start_running(self, alive: Mapping[int, Sequence]) -> tuple[list[ScheduledChunk], list[tuple[int, int]]]:
+        """Returns decodes of the parallel samples that may run and have all of their prompt, and the (source, target)
+        slots to copy first.
 
-        Siblings queue like other sequences: a further answer is not more urgent than its request. Call this when
-        nothing is preempted any more in this step, so that no sequence lets go of a slot that is copied.
+        Parallel samples queue like other sequences: a further answer is not more urgent than its request. Call this
+        when nothing is preempted any more in this step, so that no sequence lets go of a slot that is copied.
         """
-        pieces: list[SequencePiece] = []
+        scheduled: list[ScheduledChunk] = []
         copies: list[tuple[int, int]] = []
         if not any(s.parent is not None for s in self._queues.preempted):
-            return pieces, copies
+            return scheduled, copies
         not_running = [s for s in self._queues.prompt_tails() if s.state is not SequenceState.RUNNING]
         for child in not_running[: self._queues.free_seqs]:
             parent = child.leave_parent()
@@ -64,8 +64,8 @@ class Siblings:
             if child.left_to_compute == 1:
                 child.start_decoding()
                 self._queues.start_running(child)
-                pieces.append(SequencePiece(child, child.num_computed, 1, 1))
-        return pieces, copies
+                scheduled.append(ScheduledChunk(child, child.num_computed, 1, 1))
+        return scheduled, copies
 
 
 def copy_partial_block(parent: Sequence, child: Sequence) -> tuple[int, int] | None:

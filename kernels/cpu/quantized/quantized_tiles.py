@@ -1,4 +1,4 @@
-"""Multiplies rows by a panel of codes (:mod:`pillion.kernels.cpu.few_bits.codes`), group by group of inputs.
+"""Multiplies rows by a panel of codes (:mod:`pillion.kernels.cpu.quantized.codes`), group by group of inputs.
 
     total = 0;  for each group: total = scale * (chain of code * x) + total;  total = offset * (sum of x) + total
 
@@ -20,7 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pillion.kernels.cpu.few_bits.codes import (
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.isa import LANES, TileRows
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.quantized.codes import (
     UNIT_INPUTS,
     CodeKind,
     Parts,
@@ -32,11 +36,7 @@ from pillion.kernels.cpu.few_bits.codes import (
     store_parts,
     unit_parts,
 )
-from pillion.kernels.cpu.few_bits.few_bit_packing import MAX_GROUP_INPUTS
-from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
-from pillion.kernels.cpu.language.isa import LANES, TileRows
-from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.quantized.quantized_packing import MAX_GROUP_INPUTS
 
 # In a product with widened weights, a thread's scratch holds the totals of at most this many rows, and behind them the
 # widened groups.

@@ -1,4 +1,4 @@
-"""A worker's stock of leased slots: decodes grow out of it without waiting for the node, which may have it back."""
+"""A worker's free slots: decodes grow into them without waiting for the node, which may have them back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int, k
             pass
     for _ in range(48):
         plan = harness.step()
-        assert [piece.sequence.seq_id for piece in plan.pieces] == streams, "a decode waited for a slot"
+        assert [chunk.sequence.seq_id for chunk in plan.scheduled] == streams, "a decode waited for a slot"
         while len(harness.unsent) > late_steps:
             harness.answer()
     assert all(len(harness.records[s].token_ids) > 50 > BLOCK for s in streams if s is not None)
@@ -39,15 +39,15 @@ def decode(room_tokens: int) -> Any:
     return SimpleNamespace(num_blocks=2, next_start=2 * 16 - room_tokens)
 
 
-def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
+def test_the_free_slots_is_recallable_but_for_what_is_needed_at_once() -> None:
     block_manager = BlockManager(16)
     decodes = [decode(2), decode(10), decode(10), decode(16)]
     out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
-    assert out.lease_blocks == 3, "a slot for each decode that fills its block within STOCK_TARGET_TOKENS"
+    assert out.lease_blocks == 3, "a slot for each decode that fills its block within FREE_SLOTS_TARGET_TOKENS"
     block_manager.granted((7, 8, 9), 0.0)
-    block_manager.stock.recall(100)
+    block_manager.free_slots.recall(100)
     out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
-    assert len(out.give_back) == 2, "the one that grows within STOCK_LOW_TOKENS keeps its slot"
+    assert len(out.give_back) == 2, "the one that grows within FREE_SLOTS_LOW_TOKENS keeps its slot"
     assert out.lease_blocks == 0, "what was recalled is not asked for again at once"
     assert block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0).give_back == [], (
         "a recall is for once"

@@ -7,9 +7,9 @@ import pytest
 
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.parallel_samples import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
-from pillion.engine.scheduling.siblings import copy_partial_block
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceState
 from pillion.kernels.step import Sampled
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
@@ -26,7 +26,7 @@ def computed(harness: SchedulerHarness) -> int:
 @pytest.mark.parametrize("length", [1, 3, 8, 10, 11])
 def test_one_prefill_and_as_many_answers(length: int) -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, length), 9, sibling_seeds=(5, 6, 7))
+    harness.submit(prompt(1, length), 9, parallel_seeds=(5, 6, 7))
     ran = 0
     while harness.scheduler.sequences:
         ran += computed(harness)
@@ -43,7 +43,7 @@ def test_one_prefill_and_as_many_answers(length: int) -> None:
 
 def test_all_first_tokens_come_in_the_same_step() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 9, sibling_seeds=(5, 6))
+    harness.submit(prompt(1, 10), 9, parallel_seeds=(5, 6))
     harness.step()
     assert [len(record.token_ids) for record in harness.records.values()] == [1, 1, 1]
     assert states(harness) == [SequenceState.RUNNING, SequenceState.RESUMING, SequenceState.RESUMING]
@@ -51,7 +51,7 @@ def test_all_first_tokens_come_in_the_same_step() -> None:
 
 def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 30, sibling_seeds=(5, 6))
+    harness.submit(prompt(1, 10), 30, parallel_seeds=(5, 6))
     for _ in range(3):
         computed(harness)
     tables = [s.table().tolist() for s in harness.scheduler.sequences.values()]
@@ -61,9 +61,9 @@ def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
     harness.check_answers()
 
 
-def test_a_sibling_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
+def test_a_parallel_sample_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    first = harness.submit(prompt(1, 10), 9, sibling_seeds=(5,))
+    first = harness.submit(prompt(1, 10), 9, parallel_seeds=(5,))
     assert first is not None
     harness.step()
     harness.cancel(first)
@@ -75,16 +75,16 @@ def test_a_sibling_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
 def test_a_first_token_that_stops_is_an_answer() -> None:
     stop = frozenset({(greedy(prompt(1, 10), 1)[0] + 5) % 97})
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 9, stop=stop, sibling_seeds=(5, 6))
+    harness.submit(prompt(1, 10), 9, stop=stop, parallel_seeds=(5, 6))
     harness.finish()
     assert len(harness.records[2].token_ids) == 1
     assert harness.records[2].end is not None
     harness.check_answers()
 
 
-def test_a_sibling_that_is_cancelled_before_it_begins_never_does() -> None:
+def test_a_parallel_sample_that_is_cancelled_before_it_begins_never_does() -> None:
     harness = SchedulerHarness(budget=4, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 9, sibling_seeds=(5, 6))
+    harness.submit(prompt(1, 10), 9, parallel_seeds=(5, 6))
     computed(harness)
     harness.cancel(2)
     harness.finish()
@@ -93,9 +93,9 @@ def test_a_sibling_that_is_cancelled_before_it_begins_never_does() -> None:
     harness.check_answers()
 
 
-def test_siblings_outgrow_a_small_pool_by_turns() -> None:
+def test_parallel_samples_outgrow_a_small_pool_by_turns() -> None:
     harness = SchedulerHarness(slots=14, budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 24, sibling_seeds=(5, 6, 7))
+    harness.submit(prompt(1, 10), 24, parallel_seeds=(5, 6, 7))
     harness.finish()
     assert harness.preemptions > 0
     harness.check_answers()
@@ -103,14 +103,14 @@ def test_siblings_outgrow_a_small_pool_by_turns() -> None:
 
 def test_more_answers_than_slots() -> None:
     harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=2)
-    harness.submit(prompt(1, 10), 12, sibling_seeds=(5, 6, 7, 8))
+    harness.submit(prompt(1, 10), 12, parallel_seeds=(5, 6, 7, 8))
     harness.finish()
     harness.check_answers()
 
 
-def test_a_sibling_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
+def test_a_parallel_sample_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
     harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 10), 30, sibling_seeds=(5,))
+    harness.submit(prompt(1, 10), 30, parallel_seeds=(5,))
     harness.step()
     harness.submit(prompt(2, 300), 4)
     computed(harness)
@@ -124,7 +124,7 @@ def test_a_sibling_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
 
 def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
-    first = harness.submit(prompt(1, 10), 30, sibling_seeds=(5,))
+    first = harness.submit(prompt(1, 10), 30, parallel_seeds=(5,))
     assert first is not None
     harness.step()
     while harness.answer():
@@ -142,12 +142,12 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     assert copy_partial_block(parent, child) is not None
 
 
-def test_siblings_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
+def test_parallel_samples_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
     harness = SchedulerHarness(slots=100, budget=16, max_num_seqs=4)
-    harness.submit(prompt(1, 30), 9, sibling_seeds=(5, 6, 7))
+    harness.submit(prompt(1, 30), 9, parallel_seeds=(5, 6, 7))
     ran, hurried = 0, False
     while harness.scheduler.sequences:
-        # The node's answer comes while the next step runs, so the siblings begin while a run is under way.
+        # The node's answer comes while the next step runs, so the parallel samples begin while a run is under way.
         late = len(harness.unsent)
         ran += harness.step().num_tokens
         hurried = hurried or any(outcome.hurry for outcome in harness.unsent[late:])
@@ -157,20 +157,20 @@ def test_siblings_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
     harness.settle()
     harness.check_answers()
     assert ran == 30 + 4 * 8
-    assert hurried, "the siblings waited until other orders went to the node"
+    assert hurried, "the parallel samples waited until other orders went to the node"
 
 
-def test_a_sibling_is_not_more_urgent_than_its_request() -> None:
+def test_a_parallel_sample_is_not_more_urgent_than_its_request() -> None:
     harness = SchedulerHarness(slots=200, budget=32, max_num_seqs=2)
-    harness.submit(prompt(1, 10), 8, priority=1, sibling_seeds=(5, 6, 7))
+    harness.submit(prompt(1, 10), 8, priority=1, parallel_seeds=(5, 6, 7))
     computed(harness)
     urgent = harness.submit(prompt(2, 6), 4, priority=-1)
-    assert urgent in [piece.sequence.seq_id for piece in harness.step().pieces]
+    assert urgent in [chunk.sequence.seq_id for chunk in harness.step().scheduled]
     harness.finish()
     harness.check_answers()
 
 
-def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, ...] = ()) -> Sequence:
+def stream(seq_id: int, length: int, slots: range, parallel_samples: tuple[ParallelSampleSpec, ...] = ()) -> Sequence:
     return Sequence(
         Holding(seq_id, (), tuple(slots)),
         BLOCK,
@@ -182,18 +182,18 @@ def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, 
         sampling=GREEDY,
         max_tokens=50,
         max_model_len=1000,
-        siblings=siblings,
+        parallel_samples=parallel_samples,
     )
 
 
 @pytest.mark.parametrize("recall", [0, 8])
-@pytest.mark.parametrize("victim", ["sibling", "parent"])
+@pytest.mark.parametrize("victim", ["parallel_sample", "parent"])
 def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
-    """A decode needs memory, and takes it from the sibling or its parent, in the very step that would start the
-    sibling."""
+    """A decode needs memory, and takes it from the parallel sample or its parent, in the very step that would start the
+    parallel sample."""
     scheduler = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=4)
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)
-    scheduler.add(stream(2, 11, range(20, 24), (SiblingSpec(3, 5),)), 0.0)
+    scheduler.add(stream(2, 11, range(20, 24), (ParallelSampleSpec(3, 5),)), 0.0)
     if victim == "parent":
         parent = scheduler.sequences[2]
         parent.priority = 1
@@ -202,7 +202,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
     for step in range(4):
         now = step / 100
         for outcome in outcomes:
-            # The node takes nothing and has nothing, but for the sibling's ticket, at last.
+            # The node takes nothing and has nothing, but for the parallel sample's ticket, at last.
             for order in outcome.commits:
                 scheduler.committed(order.seq_id, (), "no", now)
             if outcome.lease_blocks:
@@ -218,7 +218,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
         for source, target in plan.copies:
             assert {source, target} <= owned
             assert not {source, target} & set(outcomes[0].give_back)
-        if plan.pieces:
-            tokens = sum(piece.samples + len(piece.sibling_seeds) for piece in plan.pieces)
+        if plan.scheduled:
+            tokens = sum(chunk.samples + len(chunk.parallel_seeds) for chunk in plan.scheduled)
             outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))
     assert any(s.progress.preemptions for s in scheduler.sequences.values()), "nobody was preempted"

@@ -43,7 +43,7 @@ def family(request, tmp_path):
 
 
 def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[PreparedModel, torch.nn.Module]:
-    """The model in few bits, and transformers' model of the numbers that its codes stand for."""
+    """The model quantized, and transformers' model of the numbers that its codes stand for."""
     prepared = prepare(dataclasses.replace(flags, quantization=kind))
     check_roles(prepared.folder)
     names, values = load_file(folder / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
@@ -83,7 +83,7 @@ def run(driver, text):
 
 
 def check_roles(folder):
-    """Asserts which tensors of a folder are in few bits, and that the head has a scale for each output."""
+    """Asserts which tensors of a folder are quantized, and that the head has a scale for each output."""
     config = load_config(folder)
     others = {
         f"layers.{index}.{tensor.name}"
@@ -104,7 +104,7 @@ def check_roles(folder):
 
 
 def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
-    """Only matrices of linear layers are in few bits. The reference of KV is torch, which rounds rows before it writes
+    """Only matrices of linear layers are quantized. The reference of KV is torch, which rounds rows before it writes
     them, latents and rotated keys apart."""
     name, folder, flags = family
     (prepared, model), text = quantized(folder, flags, "int8"), tokens_of(PROMPT_TOKENS, 2)
@@ -136,11 +136,11 @@ def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
     (other,) = driver.sequences.add()
     driver.step((other, texts[0][:20]), sample=())
     driver.step((other, texts[0][20:PREFIX]), sample=())
-    first = sibling(driver, other)
+    first = parallel_sample(driver, other)
     driver.step((other, tails[1][:5]), sample=())
     rows = range(PROMPT - PREFIX)
     close(driver.step((first, texts[0][PREFIX:PROMPT]), sample=rows), wanted[0, PREFIX:PROMPT])
-    numbers = [first, sibling(driver, first), sibling(driver, first)]
+    numbers = [first, parallel_sample(driver, first), parallel_sample(driver, first)]
     for begin, end in ((0, 1), (1, 2), (2, len(tails[0]))):
         parts = [(number, tail[begin:end]) for number, tail in zip(numbers, tails, strict=True)]
         found = driver.step(*parts, sample=range(3 * (end - begin))).unflatten(0, (3, -1))
@@ -155,8 +155,8 @@ def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
     assert torch.equal(replayed, found[0])
 
 
-def sibling(driver, number):
+def parallel_sample(driver, number):
     """A sequence that goes on where another one is, with its full blocks and copies of the rest."""
-    other, sources, targets = driver.sequences.sibling(number)
+    other, sources, targets = driver.sequences.parallel_sample(number)
     driver.backend.copy_blocks(sources, targets)
     return other

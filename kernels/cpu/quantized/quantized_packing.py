@@ -1,10 +1,10 @@
-"""Lays out matrices in few bits for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and
+"""Lays out quantized matrices for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and
 tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
 
     int8_dots  [N / 32]: float32 scales [2 tiles][16], int32 sums of each output's codes, float32 offsets where the
            matrix has them, and the codes [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
     codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
-           the group's inputs (pillion.kernels.cpu.few_bits.codes)
+           the group's inputs (pillion.kernels.cpu.quantized.codes)
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from pillion.kernels.cpu.few_bits.codes import (
+from pillion.kernels.cpu.products.packed_weight import PackedWeight, in_turn
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.quantized.codes import (
     CODE_KINDS,
     UNIT_INPUTS,
     CodeKind,
@@ -24,8 +26,6 @@ from pillion.kernels.cpu.few_bits.codes import (
     pack_codes,
     unpack_codes,
 )
-from pillion.kernels.cpu.products.packed_weight import PackedWeight, in_turn
-from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS, TOTALS_BYTES
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, row_codes_of, same_order
 
 # The products of the codes of at most this many inputs, 255 * 128 each at most, add up to an integer of 32 bits.
@@ -60,7 +60,7 @@ def dots_constants_bytes(offsets: bool) -> int:
 
 
 def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
-    """Returns the kind in which panels hold all these matrices: ``wide`` where one is not in few bits, where they
+    """Returns the kind in which panels hold all these matrices: ``wide`` where one is not quantized, where they
     differ in their groups or in the order of their inputs, or where vectors do not divide a group."""
     first, quantized = matrices[0], [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     if not isinstance(first, QuantizedMatrix) or len(quantized) < len(matrices):
@@ -91,7 +91,7 @@ def has_offsets(matrix: Matrix, kind: str) -> bool:
     return kind in KINDS and isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix, kind).any())
 
 
-def pack_few_bits(matrices: Sequence[Matrix], kind: str, offsets: bool) -> PackedWeight:
+def pack_quantized(matrices: Sequence[Matrix], kind: str, offsets: bool) -> PackedWeight:
     """Packs one matrix, or two with their tiles in turn."""
     few = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     assert len(few) == len(matrices)
@@ -103,7 +103,7 @@ def pack_few_bits(matrices: Sequence[Matrix], kind: str, offsets: bool) -> Packe
     return replace(packed, order=torch.cat((first.order, torch.arange(first.shape[1], packed.depth))).to(torch.int32))
 
 
-def unpack_few_bits(packed: PackedWeight) -> torch.Tensor:
+def unpack_quantized(packed: PackedWeight) -> torch.Tensor:
     """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
     if packed.kind in CODE_KINDS:
         return _unpack_codes(packed)

@@ -14,12 +14,12 @@ from pillion.kernels.cpu.runtime.program import Buffer, Operation
 
 # Buffers in the memory that ranks share: a rank's own partials and those of all ranks, by turn, the logits, and the
 # words of the waits. A rank's own memory has what its kernels read about its waits.
-PARTIAL, PARTIALS, LOGITS, WORDS, MEETING = (
-    f"rank.{name}" for name in ("partial", "partials", "logits", "words", "meeting")
+PARTIAL, PARTIALS, LOGITS, WORDS, COLLECTIVE = (
+    f"rank.{name}" for name in ("partial", "partials", "logits", "words", "collective")
 )
 
 
-class RankMeeting:
+class RankCollective:
     """Makes the sums and waits of one program of the rank ``shard``; its calls come in the order of the operations.
 
     Args:
@@ -35,8 +35,8 @@ class RankMeeting:
         """Returns the arguments of every operation that waits for other ranks. The waits of a step are numbered one
         after the other."""
         self._number += 1
-        words, meeting = (Buffer(name, 1, "int64", "steps") for name in (WORDS, MEETING))
-        return {"words": words, "meeting": meeting, "rank": self._shard.rank, "number": self._number}
+        words, collective = (Buffer(name, 1, "int64", "steps") for name in (WORDS, COLLECTIVE))
+        return {"words": words, "collective": collective, "rank": self._shard.rank, "number": self._number}
 
     def sum(
         self, out: Buffer, rows_of: str, when: str, *, add: bool = False, factor: float = 1.0

@@ -1,8 +1,8 @@
-"""The tests of products in few bits once more: as ARM code, under emulation, where there is an emulator."""
+"""The tests of quantized products once more: as ARM code, under emulation, where there is an emulator."""
 
 from __future__ import annotations
 
-from tests.kernels.cpu.few_bits import test_input_rows, test_integer_products, test_quantized_products
+from tests.kernels.cpu.quantized import test_input_rows, test_integer_products, test_quantized_products
 from tests.kernels.cpu.test_emulated_kernels import emulated
 from tests.support.emulated import available
 

@@ -1,4 +1,4 @@
-"""The kernels that prepare rows for weights in few bits, against their references."""
+"""The kernels that prepare rows for quantized weights, against their references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.few_bits.input_rows import SUMMED_GROUPS, GatherInputs, SumInputs
+from pillion.kernels.cpu.quantized.input_rows import SUMMED_GROUPS, GatherInputs, SumInputs
 from tests.support.cpu_references import reference_gather_inputs, reference_sum_inputs
 from tests.support.examples import examples
 from tests.support.kernel_runner import normal, rows_step, runner_of, stride

@@ -1,4 +1,4 @@
-"""Prepares rows for products with weights in few bits: puts inputs in another order, sums groups, or rounds to int8."""
+"""Prepares rows for products with quantized weights: puts inputs in another order, sums groups, or rounds to int8."""
 
 from __future__ import annotations
 

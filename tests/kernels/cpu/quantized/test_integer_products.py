@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, packed_kind
-from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, packed_kind
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm

@@ -1,6 +1,6 @@
-"""Answers of models with states, for which a draft model or an EAGLE-3 head guesses, are those without guesses:
-greedy ones, which are transformers', and sampled ones, with siblings and penalties. A model that guesses for itself
-has states as a draft, too, and is right."""
+"""Answers of models with states, for which a draft model or an EAGLE-3 head drafts, are those without draft tokens:
+greedy ones, which are transformers', and sampled ones, with parallel samples and penalties. A model that drafts for
+itself has states as a draft, too, and is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.oracle import Oracle, first_difference
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(9, 3)]
 TOKENS = 32
 GREEDY = SamplingParams(temperature=0, logprobs=1, max_tokens=TOKENS, ignore_eos=True)
-# Hot samples follow the noise, which a guess has too, more than the model, so that some guesses are right.
+# Hot samples follow the noise, which a draft token has too, more than the model, so that some draft tokens are right.
 SETTINGS = [
     GREEDY,
     SamplingParams(temperature=6.0, seed=5, max_tokens=TOKENS, ignore_eos=True, n=2),
@@ -67,7 +67,7 @@ def test_no_answer_changes(
     monkeypatch: pytest.MonkeyPatch,
     own_cache: None,
 ) -> None:
-    # So that the machine's speed does not decide whether anything is guessed.
+    # So that the machine's speed does not decide whether anything is drafted.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = make_model(tmp_path / "main", HYBRIDS[name])[0]
@@ -88,5 +88,5 @@ def test_no_answer_changes(
         bits = pytest.approx(chances(plain) * 2, abs=0.0 if kernels == "auto" else 1e-3)
         assert chances(found) == bits
         timings = [output.timings for output in found if output.timings is not None]
-        guessed, right = (sum(getattr(one, name) for one in timings) for name in ("guessed_tokens", "accepted_tokens"))
-        assert right > 0.9 * guessed > 0 if draft == "itself" else 0 < right < guessed
+        drafted, right = (sum(getattr(one, name) for one in timings) for name in ("guessed_tokens", "accepted_tokens"))
+        assert right > 0.9 * drafted > 0 if draft == "itself" else 0 < right < drafted

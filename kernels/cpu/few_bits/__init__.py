@@ -1,4 +1,0 @@
-"""Has the CPU kernels of products with weights in few bits.
-
-Open ``few_bit_packing.py`` first.
-"""

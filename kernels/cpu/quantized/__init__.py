@@ -1,0 +1,4 @@
+"""Has the CPU kernels of products with quantized weights.
+
+Open ``quantized_packing.py`` first.
+"""
