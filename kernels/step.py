@@ -226,7 +226,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Holds the tokens that a step chose. For each SequencePiece of the plan, in order, these are its ``samples``
+    """Holds the tokens that a step chose. For each ScheduledChunk of the plan, in order, these are its ``samples``
     tokens, followed by one token for each of its ``parallel_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN; a row whose mask is late has MASK_LATE. ``logprobs`` is

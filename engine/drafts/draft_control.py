@@ -119,7 +119,7 @@ class DraftControl:
     """Decides for one scheduler how much is drafted.
 
     Args:
-        most_guesses: most tokens that are drafted for a stream in one step.
+        most_draft_tokens: most tokens that are drafted for a stream in one step.
         most_decodes: steps of more decodes draft nothing; with 0 the costs alone decide.
     """
 

@@ -52,7 +52,7 @@ class CompiledGrammar:
             use for new answers.
         slow: whether its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
-        takes_guesses: whether its matchers can move back.
+        takes_draft_tokens: whether its matchers can move back.
     """
 
     def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_draft_tokens: bool = True) -> None:

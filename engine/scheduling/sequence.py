@@ -1,7 +1,7 @@
 """Represents one sequence of a worker, a decode stream or a prefill range: its tokens, its block table and how far each
 has come.
 
-    WAITING --first chunk--> RUNNING --stop id, length, prefill range computed, cancel, error----> CLOSING --settled--> gone
+    WAITING --first chunk--> RUNNING --stop id, length, range computed, cancel, failure-----> CLOSING --settled--> gone
                              ^     |  '--gave way to another tenant--> PREEMPTED              |
                              |     +--preempted (also from WAITING, PREEMPTED)-----------> CLOSING
                  first chunk |                                                               | settled

@@ -23,7 +23,7 @@ class ScheduledChunk:
         samples: rows at the end of the chunk whose logits choose tokens; the row of position p chooses that of p + 1.
             With 0 none does. Above 1 the tokens after the first of these rows are proposed, and the sequence holds them
             after its own until the step's commit has judged them. Tokens that are certain need no rows.
-        sibling_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
+        parallel_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
         scores: number of rows of the chunk that score the prompt's next token; the last one is that of position
             ``scores_end`` - 1.
         pools: number of rows of the chunk that are added to a text's vector; the last one is that of the same position.
@@ -157,7 +157,8 @@ class Outcome:
             :meth:`Scheduler.adapter_failed` takes each answer.
         hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a parallel
             sample.
-        judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
+        judged_draft_tokens: for each stream whose proposed tokens were judged, how many there were, and how many were
+            right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
         load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a
             mapping because the scheduler runs where the packages of services are not installed.
