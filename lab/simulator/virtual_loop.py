@@ -384,13 +384,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._runnable.clear()
         asyncio._set_running_loop(self)
         try:
-            for process in self.processes:
-                process.ready.clear()
-                tasks, process.tasks = process.tasks, []
-                for task in tasks:
-                    if not task.done():
-                        task._log_destroy_pending = False  # type: ignore[attr-defined]
-                        _close(task.get_coro())
+            # What a task does while it is closed may make further tasks, which are closed before they begin.
+            while left := [process for process in self.processes if process.tasks or process.ready]:
+                for process in left:
+                    process.ready.clear()
+                    tasks, process.tasks = process.tasks, []
+                    for task in tasks:
+                        if not task.done():
+                            task._log_destroy_pending = False  # type: ignore[attr-defined]
+                            _close(task.get_coro())
         finally:
             asyncio._set_running_loop(None)
 
