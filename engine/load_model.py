@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pillion.config import PrepareFlags, WorkerFlags
-from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_loading import (
     choose_kernels,
     core_share,
@@ -38,6 +37,7 @@ from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.states.states_check import check_states
 from pillion.errors import ConfigError
+from pillion.host.cores import parse_cores
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kvstore.memory.domain import CPU
 

@@ -61,7 +61,7 @@ from pillion.kvstore.index.shared_buckets import SharedBuckets
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
-from pillion.served_models import other_models
+from pillion.settings.served_models import other_models
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.registry import ComponentRecord
 

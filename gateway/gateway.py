@@ -93,8 +93,8 @@ from pillion.gateway.tokens.tokenizer import (
 )
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
-from pillion.priority import queue_order
-from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
+from pillion.rules.priority import queue_order
+from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
 

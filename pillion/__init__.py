@@ -4,20 +4,21 @@ caller's process.
 Importing it imports no torch and no numpy. The clients and LLM are imported when they are first used, because kernels
 and engine import errors and types from here and run where gRPC and OpenTelemetry are not installed.
 
-Users of the SDK meet:
-- `types`, `errors`: the values and errors of the public API. Open them first.
-- `client`: the clients. `offline`: LLM.
+    types.py, errors.py   values and errors of the public API; open them first
+    client, offline       the clients; LLM
+    config.py             every flag of every component
+    settings              flags whose values have a form of their own
+    rules                 what components must agree on about a request: the order of waiting, bounds
+    host                  what the processes of one machine share: cores, copies of adapters
+    net                   servers, channels, TLS
+    wire, v1              what travels between components, and its generated messages
+    observability         metrics, traces, logs
+    cli, supervisor       the command, and the processes that it starts
+    loadgen               `pillion bench`
 
-All components share:
-- `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
-- `priority`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
-  `speculative_config`, `cores`, `core_lending_table`, `served_models`: rules that several packages must agree on.
-- `weighted_limit`: a bound on what is under way, which calls of texts and `LLM` use.
-
-
-Operators meet `cli`, `supervisor`, `loadgen`. The servers themselves (`gateway`, `prefill_service`, `decode_service`,
-`engine`, `kvstore`, `kernels`) are links to folders at the root of the repository; nothing here but `cli`, `supervisor`
-and `offline` imports them, and those do so inside functions.
+The servers themselves (`gateway`, `prefill_service`, `decode_service`, `engine`, `kvstore`, `kernels`) are links to
+folders at the root of the repository; nothing here but `cli`, `supervisor` and `offline` imports them, and those do so
+inside functions.
 """
 
 from importlib import import_module

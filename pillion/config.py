@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-from pillion.adapter_folders import STORE_LIMITS, StoreLimits
-from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
+from pillion.host.adapter_folders import STORE_LIMITS, StoreLimits
+from pillion.host.cores import MAX_CPU_THREADS
 from pillion.net.addresses import is_local
-from pillion.sampling_defaults import parse_override
-from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
+from pillion.settings.sampling_defaults import parse_override
+from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
 # An API key has at most so many characters.

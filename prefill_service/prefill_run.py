@@ -23,7 +23,7 @@ from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import RequestNeeds, Worker
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
-from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
+from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 

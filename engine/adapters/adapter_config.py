@@ -15,11 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pillion.adapter_folders import MAX_CONFIG_BYTES
 from pillion.engine.adapters.pattern_cost import MAX_WAYS, ways_of
 from pillion.engine.models.config_json import above_zero, read_json, size
 from pillion.engine.models.config_keys import words
 from pillion.errors import ConfigError
+from pillion.host.adapter_folders import MAX_CONFIG_BYTES
 
 CONFIG_NAME = "adapter_config.json"
 # A regular expression in the config has at most MAX_PATTERN_CHARS characters, and a key at most MAX_PATTERNS

@@ -32,13 +32,13 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, VirtualConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
 from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
+from pillion.host.adapter_folders import MAX_HEADER_BYTES
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pillion.adapter_folders import StoreLimits
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.backend import Backend, PackedAdapter, bound_adapters
@@ -30,6 +29,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
+from pillion.host.adapter_folders import StoreLimits
 from pillion.kvstore.adapters.adapter_pieces import next_piece, receive_files
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import metric_catalog

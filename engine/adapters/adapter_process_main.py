@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
-from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes, made
 from pillion.errors import ConfigError, PillionError
+from pillion.host.cores import BACKGROUND_NICENESS
 
 # The head of an answer has the number of bytes of its JSON, and of the bytes after it.
 ANSWER_HEAD = struct.Struct("<QQ")

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pillion.adapter_folders import (
+from pillion.engine.adapters.adapter_files import READ_AT_ONCE_BYTES, AdapterFiles
+from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
+from pillion.host.adapter_folders import (
     ADAPTER_FILES,
     ADAPTERS,
     STORE_LIMITS,
@@ -26,12 +32,6 @@ from pillion.adapter_folders import (
     adapter_draft,
     is_adapter_digest,
 )
-from pillion.engine.adapters.adapter_files import READ_AT_ONCE_BYTES, AdapterFiles
-from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes
-from pillion.engine.checkpoints.model_cache import ModelCache
-from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_config import ModelConfig
-from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 
 
 def folder_digest(folder: Path) -> str:

@@ -12,7 +12,7 @@ from pillion.config import AnswerFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_json import read_json
 from pillion.errors import ConfigError
-from pillion.sampling_defaults import NO_DEFAULTS, joined, override_of, read_defaults
+from pillion.settings.sampling_defaults import NO_DEFAULTS, joined, override_of, read_defaults
 from pillion.types import SamplingParams
 
 FILE_NAME = "generation_config.json"

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from pillion.adapter_folders import cache_root
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
+from pillion.host.adapter_folders import cache_root
 
 # Raise this when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and older
 # results stay on the disk.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.kernels.step import Int32
-from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
+from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 
 Float64 = npt.NDArray[np.float64]
 

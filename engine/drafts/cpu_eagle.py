@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_layer import LayerEmitter, projections
@@ -34,6 +33,7 @@ from pillion.engine.drafts.eagle_weights import EagleWeights
 from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.models.rope import rope_tables
+from pillion.host.core_lending_table import CoreShare
 from pillion.kernels.cpu.rows.rows import Embed
 from pillion.kernels.cpu.runtime.program import Buffer, Operation, Program
 from pillion.kernels.step import Int32, States, StepBatch

@@ -36,7 +36,7 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 
 # The cost of steps is assumed to be linear between these numbers of rows, the knots. Each measured step moves the costs
 # at the two knots beside it by the factor LEARNING_RATE.

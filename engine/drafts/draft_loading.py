@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import WorkerFlags
-from pillion.cores import parse_cores
 from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.cpu.cpu_loading import core_share, unsupported
 from pillion.engine.backends.devices import resolve_device
@@ -23,8 +22,9 @@ from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
 from pillion.engine.drafts.state_drafts import StateDraftModel
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.host.cores import parse_cores
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from pillion.engine.drafts.eagle_config import EagleConfig

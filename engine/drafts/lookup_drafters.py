@@ -14,7 +14,7 @@ from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.recent_answers import END, MAX_PLACES, Int64, RecentAnswers
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.kernels.step import Int32
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 
 # A search for a text's last tokens goes back over at most this many tokens, so that it takes at most some 20
 # microseconds.

@@ -18,7 +18,7 @@ from pillion.engine.drafts.state_drafts import StateDraftChains
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.kvstore.client.attachment import Attachment
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 
 
 def chains_of(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> DraftChains:

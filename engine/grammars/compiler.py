@@ -24,13 +24,13 @@ from weakref import WeakSet
 
 import numpy as np
 
-from pillion.cores import give_way
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.errors import BrokenGrammar, InvalidRequest
-from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
+from pillion.host.cores import give_way
 from pillion.kernels.step import UInt32
+from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

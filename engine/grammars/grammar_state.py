@@ -31,8 +31,8 @@ import numpy as np
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskRows, MaskThreads
 from pillion.errors import BrokenGrammar, PillionError
-from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kernels.step import UInt32
+from pillion.rules.grammar_limits import GRAMMAR_FAULT
 
 # After an answer was followed anew because of an error, a further error lets it be followed anew only this many tokens
 # later.

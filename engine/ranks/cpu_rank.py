@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
@@ -21,6 +20,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.ranks.rank_collective import COLLECTIVE, LOGITS, PARTIAL, PARTIALS, WORDS
 from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember
 from pillion.errors import Internal
+from pillion.host.core_lending_table import CoreShare
 from pillion.kernels.cpu.runtime.program import Program
 from pillion.kernels.step import StepBatch
 

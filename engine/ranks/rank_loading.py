@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import PrepareFlags, WorkerFlags
-from pillion.core_lending_table import CoreShare
-from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, load_cpu_share, tell_of_kernels
 from pillion.engine.backends.devices import check_gpu_ranks
 from pillion.engine.backends.loaded_model import LoadedModel
@@ -21,6 +19,8 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
+from pillion.host.core_lending_table import CoreShare
+from pillion.host.cores import parse_cores
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import logs_json

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pillion.config import WorkerFlags
-from pillion.cores import give_way
 from pillion.engine.backends.backend import BackendLost, PackedAdapter, bound_adapters
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.ranks.rank_messages import (
@@ -33,6 +32,7 @@ from pillion.engine.ranks.rank_messages import (
 from pillion.engine.ranks.rank_processes import AbortableMemory
 from pillion.engine.ranks.ranked_backend import ShareBackend
 from pillion.errors import ConfigError, Internal
+from pillion.host.cores import give_way
 from pillion.kvstore.client.attachment import Attachment, MapDevice
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import set_up_logging

@@ -9,16 +9,16 @@ Preempted and waiting sequences whose adapter is not there are passed over.
 
 Decodes come first, always. Prompt tails of one tenant are served by their place in line, whether they have begun or
 not: by arrival, later for each level of less urgency and for each second of their own work
-(:func:`pillion.priority.prompt_order`). So a short prompt overtakes a long one between two steps, and nobody is
+(:func:`pillion.rules.priority.prompt_order`). So a short prompt overtakes a long one between two steps, and nobody is
 overtaken for ever. Only streams that were preempted, whose readers wait in the middle of an answer, go before others
 that came within PRIORITY_AGING_S of them.
 
 Between tenants shares decide. A flow is what the worker has of one tenant, whom it knows by an opaque key and a weight
-(:class:`pillion.priority.Flow`). Each flow has a counter: tokens that it was served, over its weight. The next sequence
-is of the flow with the smallest counter, and within a flow the first in place. A generated token counts OUTPUT_COST
-times one of a prompt, and of a prompt what was computed here, so a long one is no debt before it has had its steps. A
-flow that had nothing waiting begins at the counter of those that wait, so nobody saves up. This is the Virtual Token
-Counter, by which gateways order what waits there (:mod:`pillion.gateway.admission.turns`), too.
+(:class:`pillion.rules.priority.Flow`). Each flow has a counter: tokens that it was served, over its weight. The next
+sequence is of the flow with the smallest counter, and within a flow the first in place. A generated token counts
+OUTPUT_COST times one of a prompt, and of a prompt what was computed here, so a long one is no debt before it has had
+its steps. A flow that had nothing waiting begins at the counter of those that wait, so nobody saves up. This is the
+Virtual Token Counter, by which gateways order what waits there (:mod:`pillion.gateway.admission.turns`), too.
 
 Between flows, priority decides only at its ends: what is more urgent than usual, for which a tenant needs a permission,
 goes before what came within PRIORITY_AGING_S of it for each level, and what is in the background goes after what does.
@@ -50,7 +50,7 @@ from typing import Any
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.priority import MAX_PRIORITY, PRIORITY_AGING_S, rank_of
+from pillion.rules.priority import MAX_PRIORITY, PRIORITY_AGING_S, rank_of
 
 # The worker remembers the counters of this many flows that have no sequence on it while others have some.
 MAX_ABSENT_FLOWS = 1024

@@ -33,7 +33,7 @@ from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
 from pillion.kernels.step import Float32, Int32, UInt32
-from pillion.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
+from pillion.rules.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
 from pillion.types import FinishReason, SamplingParams
 
 
@@ -125,7 +125,7 @@ class Sequence(BlockChain):
         max_model_len: most tokens in all.
         chunk_ends: the ends of a prefill range's chunks, each of which is acknowledged when it is committed; the last
             one is the range's end. A step may compute several chunks. Empty for a stream.
-        priority: smaller is more urgent (:mod:`pillion.priority`).
+        priority: smaller is more urgent (:mod:`pillion.rules.priority`).
         parallel_samples: further answers to the prompt that have not begun: they do with this sequence's first token.
             Empty for a prefill range.
         scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not

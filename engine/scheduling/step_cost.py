@@ -8,9 +8,9 @@ the machine, are in a factor beside the fit: the median of measured over predict
 change is followed within three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve
 offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
 
-A step on borrowed cores (:mod:`pillion.core_lending_table`) teaches the fit what it would have taken on the worker's
-own: what others lend changes from step to step, and is in the factor like any other change of speed. The planner is
-told the cost on own cores, and who shares cores with whom.
+A step on borrowed cores (:mod:`pillion.host.core_lending_table`) teaches the fit what it would have taken on the
+worker's own: what others lend changes from step to step, and is in the factor like any other change of speed. The
+planner is told the cost on own cores, and who shares cores with whom.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.kernels.step import Int32, StateSlots
-from pillion.priority import NO_FLOW, Flow
+from pillion.rules.priority import NO_FLOW, Flow
 from pillion.types import FinishReason, TokenLogprob
 
 

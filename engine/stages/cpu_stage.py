@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
-from pillion.core_lending_table import CoreShare
 from pillion.engine.backends.backend import Bytes
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
@@ -22,6 +21,7 @@ from pillion.engine.ranks.rank_memory import RankMember
 from pillion.engine.stages.stage_clock import Worked
 from pillion.engine.stages.stage_rows import StageLink
 from pillion.errors import Internal
+from pillion.host.core_lending_table import CoreShare
 from pillion.kernels.cpu.runtime.program import Program
 from pillion.kernels.step import Int32, StepBatch
 

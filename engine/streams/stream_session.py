@@ -51,10 +51,10 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
-from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
+from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
+from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit

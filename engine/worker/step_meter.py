@@ -8,7 +8,7 @@ from typing import Any
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
-from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
+from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 from pillion.wire.registry import WorkerLoad
 
 DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"

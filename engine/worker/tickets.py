@@ -23,7 +23,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import ChainOrder, ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.priority import NO_FLOW, Flow
+from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
 # A stream waits at most this long in the node's queue for memory.

@@ -33,7 +33,6 @@ from typing import Protocol
 import msgspec
 
 from pillion._version import VERSION
-from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.backends.backend import gives_vectors
@@ -47,6 +46,7 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
+from pillion.host.adapter_folders import is_adapter_digest
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over

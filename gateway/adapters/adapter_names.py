@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterCopier, AdapterStore
 from pillion.errors import (
@@ -36,6 +35,7 @@ from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
+from pillion.host.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Reading

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 
-from pillion.adapter_folders import ADAPTERS, cache_root
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import NotFound, PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
+from pillion.host.adapter_folders import ADAPTERS, cache_root
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 
 log = logging.getLogger("pillion.gateway")

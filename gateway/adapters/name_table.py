@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from pillion.adapter_folders import is_adapter_digest
+from pillion.host.adapter_folders import is_adapter_digest
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024

@@ -94,8 +94,8 @@ class Admission:
             tenant: the sender.
             answers: how many answers it generates.
             field: the request's field that asks for them.
-            order: its place in any queue (:func:`pillion.priority.queue_order`); without one it never gives way, and no
-                other request of its tenant gives way to it.
+            order: its place in any queue (:func:`pillion.rules.priority.queue_order`); without one it never gives way,
+                and no other request of its tenant gives way to it.
 
         Raises:
             Overloaded: a bound is met, and nobody gives way.

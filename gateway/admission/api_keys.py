@@ -36,7 +36,7 @@ from pillion.config import MAX_API_KEY_CHARS
 from pillion.errors import ConfigError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.net.watched import Watched
-from pillion.priority import MAX_PRIORITY, MAX_WEIGHT
+from pillion.rules.priority import MAX_PRIORITY, MAX_WEIGHT
 
 log = logging.getLogger("pillion.gateway")
 

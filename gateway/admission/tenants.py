@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from pillion.errors import Overloaded, QuotaViolation
-from pillion.priority import MAX_PRIORITY, NO_FLOW, Flow
+from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, Flow
 
 # A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Where
 # n tenants flood the gateway, each gets 1/(n+1) of it, and as much stays free for the next one: this is the dynamic

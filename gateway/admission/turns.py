@@ -41,7 +41,7 @@ from typing import Protocol
 from pillion.errors import Overloaded, QuotaViolation
 from pillion.gateway.admission.answer_times import MAX_ANSWERS, AnswerTimes, ServedRequest
 from pillion.gateway.admission.tenants import BACKGROUND_SHARE, Tenant, share_of
-from pillion.priority import OUTPUT_COST
+from pillion.rules.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
 
 # The rate at which answers end is a decaying mean: half of its weight is younger than this.
@@ -55,8 +55,8 @@ ANSWER_RESERVE = 1.25
 
 @dataclass(frozen=True, slots=True, order=True)
 class WaitingRequest:
-    """Holds one waiting request. Requests are sorted by queue order (:func:`pillion.priority.queue_order`), then by
-    arrival."""
+    """Holds one waiting request. Requests are sorted by queue order (:func:`pillion.rules.priority.queue_order`), then
+    by arrival."""
 
     queue_order: float
     number: int
@@ -204,7 +204,7 @@ class AdmissionPermit:
 
     Attributes:
         answers: number of answers that it generates; each counts as a request.
-        order: its place in any queue (:func:`pillion.priority.queue_order`); infinite where it waits in none.
+        order: its place in any queue (:func:`pillion.rules.priority.queue_order`); infinite where it waits in none.
         number: it differs from request to request, and grows.
         tokens: number of its prompt's tokens, once it is weighed.
         weight: the prompt's tokens and the log probabilities that it asks of them, which the gateway holds at the most.

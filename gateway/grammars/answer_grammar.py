@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.grammar_limits import MAX_GRAMMAR_BYTES
+from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 
 # These characters cannot stand in a regular expression of Lark as they are, whether or not a client has escaped them.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)

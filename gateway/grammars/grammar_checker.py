@@ -17,7 +17,7 @@ from typing import Any
 from pillion.errors import FieldViolation, InvalidRequest, Unavailable
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar
-from pillion.grammar_limits import PARSER_LIMITS
+from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 
 # The compilation of one grammar may take this much computing time; a schema of 80 KB takes 0.2 s.

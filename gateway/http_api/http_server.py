@@ -39,7 +39,7 @@ from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.net.addresses import is_local, listen
 from pillion.observability.metrics_export import MetricsPage
-from pillion.sampling_defaults import SAMPLING_KEYS
+from pillion.settings.sampling_defaults import SAMPLING_KEYS
 from pillion.types import ModelInfo
 
 log = logging.getLogger("pillion.gateway")

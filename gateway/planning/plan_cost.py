@@ -7,12 +7,12 @@ A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.
 few formulas and without a search, because a gateway weighs several routes for each request. Every price grows with a
 worker's load, so that a busier worker never looks cheaper.
 
-Workers compute short prompts before long ones (:func:`pillion.priority.prompt_order`), and prices follow it: a request
-waits for the part of a queue that goes first, and costs later requests what this order costs
+Workers compute short prompts before long ones (:func:`pillion.rules.priority.prompt_order`), and prices follow it: a
+request waits for the part of a queue that goes first, and costs later requests what this order costs
 (:class:`PromptLengths`).
 
-A decode worker that shares a core lending table (:mod:`pillion.core_lending_table`) with prefill workers borrows their
-cores, so it is as fast as the whole table, and prompts are not split between them.
+A decode worker that shares a core lending table (:mod:`pillion.host.core_lending_table`) with prefill workers borrows
+their cores, so it is as fast as the whole table, and prompts are not split between them.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Queue(NamedTuple):
         tokens have to be computed in all.
 
         It waits for all prompts if they are not longer than it on the average. If they are, it overtakes them
-        (:func:`pillion.priority.prompt_order`), and each of them waits for it. What a longer prompt waits counts less,
-        in proportion to its length: so long waits are judged, and so workers bound them.
+        (:func:`pillion.rules.priority.prompt_order`), and each of them waits for it. What a longer prompt waits counts
+        less, in proportion to its length: so long waits are judged, and so workers bound them.
         """
         if self.prompts_s <= 0 or not self.prompts:
             return self.wait_s

@@ -29,8 +29,8 @@ from pillion.gateway.request.admitted_request import LAST_ROW, PoolingRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import too_long
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
+from pillion.rules.weighted_limit import WeightedLimit
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
-from pillion.weighted_limit import WeightedLimit
 
 # This cut keeps as many tokens of each text as the model takes, as vLLM's truncate_prompt_tokens has it.
 CUT_TO_MODEL = -1

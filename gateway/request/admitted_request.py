@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.priority import NO_FLOW, Flow
+from pillion.rules.priority import NO_FLOW, Flow
 from pillion.types import GenerateRequest, Resume, SamplingParams
 
 

@@ -50,10 +50,10 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
-from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
+from pillion.rules.grammar_limits import GRAMMAR_FAULT
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import flow_to_pb

@@ -26,8 +26,8 @@ from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
-from pillion.priority import MAX_PRIORITY
-from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
+from pillion.rules.priority import MAX_PRIORITY
+from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
 from pillion.types import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from pillion.adapter_folders import ADAPTER_FILES, MAX_CONFIG_BYTES, MAX_HEADER_BYTES
 from pillion.errors import InvalidRequest, Unavailable
+from pillion.host.adapter_folders import ADAPTER_FILES, MAX_CONFIG_BYTES, MAX_HEADER_BYTES
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 MAX_PIECE_BYTES = 2**19

@@ -20,14 +20,14 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from pillion.adapter_folders import (
+from pillion.config import KVNodeFlags
+from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
+from pillion.host.adapter_folders import (
     ADAPTERS,
     adapter_draft,
     cache_root,
     is_adapter_digest,
 )
-from pillion.config import KVNodeFlags
-from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.registry import Addresses

@@ -14,7 +14,7 @@ import grpc
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
-from pillion.priority import NO_FLOW, Flow
+from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import (
     AdapterPiece,

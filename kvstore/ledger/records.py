@@ -102,7 +102,7 @@ class TicketState:
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
         state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
-        flow_key: key of the flow whose claim it is (:class:`pillion.priority.Flow`).
+        flow_key: key of the flow whose claim it is (:class:`pillion.rules.priority.Flow`).
         asked_blocks: blocks that the request needed in all when the ticket was opened.
         known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool or
             another node had when a state was looked for, or more where the pool remembers a place after them.

@@ -5,13 +5,14 @@
                        +--withdrawn, or its epoch is gone--> (forgotten)
 
 Within a tenant the queue is first come, first served. A more urgent waiter counts as having come earlier
-(:mod:`pillion.priority`). Preempted streams (``resume``) stand before new prompts, because their readers wait already.
+(:mod:`pillion.rules.priority`). Preempted streams (``resume``) stand before new prompts, because their readers wait
+already.
 
-Between tenants, whom the node knows by their flows (:class:`pillion.priority.Flow`), shares of the pool decide: the
-next waiter is of the flow whose tickets claim least of it in proportion to its weight, and where two flows claim as
+Between tenants, whom the node knows by their flows (:class:`pillion.rules.priority.Flow`), shares of the pool decide:
+the next waiter is of the flow whose tickets claim least of it in proportion to its weight, and where two flows claim as
 much, the first in place. So a flow that claims nothing waits for the next memory that comes free, whatever others hold,
 and nobody has to remember what a flow had before. As between the sequences of a worker, priority decides between flows
-only at its ends, by :func:`pillion.priority.rank_of`.
+only at its ends, by :func:`pillion.rules.priority.rank_of`.
 
 Only the first waiter is ever looked at. It is overtaken by flows that claim less than its own alone, and the claim of
 its own falls as its streams end, so that a big prompt is not overtaken for ever.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.priority import NO_FLOW, Flow, queue_order, rank_of
+from pillion.rules.priority import NO_FLOW, Flow, queue_order, rank_of
 from pillion.v1.kvnode_pb2 import AdoptTicketReply
 
 # A refused caller should try again after this time.

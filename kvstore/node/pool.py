@@ -28,7 +28,7 @@ from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
-from pillion.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
+from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.kvnode_pb2 import (
     AdoptTicketReply,
     CommitRun,

@@ -28,8 +28,8 @@ from lab.benchmarks.peers import RunningSystem, pillion_system
 from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.plain_model import plain_folder
 from pillion.config import ModelFlags
-from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.host.cores import usable_cores
 
 MODEL = "demo"
 LOADS = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lab.fleets.clock import Clock
-from pillion.core_lending_table import LINGER_NS
+from pillion.host.core_lending_table import LINGER_NS
 
 # Each core beyond the first one of a step adds this much to its speed, where one core alone has the speed 1.
 NEXT_CORE_SPEED = 0.9

@@ -28,7 +28,7 @@ from pillion.gateway.planning.planner import RequestPlan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
-from pillion.priority import queue_order
+from pillion.rules.priority import queue_order
 from pillion.wire.registry import ComponentRecord
 
 MODEL = "m"

@@ -37,7 +37,7 @@ from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ScheduledChunk, StepPlan, Update
 from pillion.kernels.step import Sampled
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.priority import NO_FLOW, Flow
+from pillion.rules.priority import NO_FLOW, Flow
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord, WorkerLoad
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from pillion.cores import usable_cores
+from pillion.host.cores import usable_cores
 
 HASH_SEED = "0"
 

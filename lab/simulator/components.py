@@ -30,7 +30,7 @@ from pillion.kvstore.tiers.disk_tier.disk_files import PAGE_BYTES
 from pillion.net import rpc
 from pillion.net.addresses import IN_PROCESS
 from pillion.prefill_service.assemble import start_prefill
-from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
+from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.supervisor.restarts import EXIT_CONFIG
 from pillion.v1 import gateway_pb2_grpc
 

@@ -14,10 +14,10 @@ from pillion.config import (
     refuse_contradictions,
     refuse_strangers,
 )
-from pillion.cores import parse_cores
 from pillion.errors import ConfigError
+from pillion.host.cores import parse_cores
 from pillion.net.addresses import is_local
-from pillion.served_models import other_models
+from pillion.settings.served_models import other_models
 
 
 def check_flags(flags: Any) -> None:

@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
 from pillion.observability.metrics import Labels, Snapshot, Values
-from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
+from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 
 _UNITS = {"s": "seconds", "By": "bytes"}
 _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}

@@ -37,8 +37,8 @@ import msgspec
 from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
+from pillion.rules.weighted_limit import WeightedLimit
 from pillion.types import GenerateRequest
-from pillion.weighted_limit import WeightedLimit
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")

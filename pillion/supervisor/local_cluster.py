@@ -28,9 +28,9 @@ from pillion.config import (
     PrepareFlags,
     ServeFlags,
 )
-from pillion.core_lending_table import CoreLendingTable
-from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.errors import ConfigError
+from pillion.host.core_lending_table import CoreLendingTable
+from pillion.host.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ

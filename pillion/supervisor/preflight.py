@@ -21,7 +21,7 @@ from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.net import tls
 from pillion.net.addresses import listening_host
-from pillion.served_models import other_models
+from pillion.settings.served_models import other_models
 
 # The check waits this long for a Redis that is just being started.
 REDIS_WAIT_MS = 5000

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import Conflict
-from pillion.priority import Flow
+from pillion.rules.priority import Flow
 from pillion.v1 import common_pb2
 
 

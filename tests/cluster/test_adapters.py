@@ -28,8 +28,8 @@ from lab.testbed.cluster import ServedCluster, served
 from lab.testbed.conditions import WITHIN_S, result_of, wait_for
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
-from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
+from pillion.host.adapter_folders import ADAPTERS
 from pillion.types import StructuredOutputs
 from tests.support.adapters import adapted_model, make_adapter, make_virtual
 from tests.support.drafts import speculative

@@ -29,10 +29,10 @@ from lab.testbed.nested_forks import FORKED
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
 from pillion.config import ModelFlags
-from pillion.core_lending_table import CoreLendingTable
-from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound, PillionError
+from pillion.host.core_lending_table import CoreLendingTable
+from pillion.host.cores import usable_cores
 from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.supervisor.standbys import fork_server
 from pillion.types import TokenLogprob

@@ -39,7 +39,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.observability import metric_catalog as names
 from pillion.prefill_service.assemble import start_prefill
-from pillion.speculative_config import parse_speculative_config
+from pillion.settings.speculative_config import parse_speculative_config
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from tests.support.batches import Sequences
 from tests.support.cpu_model import needs_kernels

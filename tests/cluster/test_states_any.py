@@ -26,7 +26,7 @@ from lab.testbed.hosts import hosts
 from pillion import AsyncClient, Delta
 from pillion.engine.drafts import draft_control
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.speculative_config import parse_speculative_config
+from pillion.settings.speculative_config import parse_speculative_config
 from tests.support.components import running_components
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS

@@ -17,7 +17,7 @@ from lab.testbed.faults.points import BY_NAME
 from lab.testbed.hosts import Hosts, hosts
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client, Delta
-from pillion.adapter_folders import ADAPTERS
+from pillion.host.adapter_folders import ADAPTERS
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache

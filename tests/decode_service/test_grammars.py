@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from pillion.errors import Internal
-from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
+from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2
 from tests.support.fake_backend import EOS

@@ -10,7 +10,7 @@ from lab.testbed.conditions import until
 from pillion.engine.streams import stream_session
 from pillion.engine.worker import tickets, worker_epoch
 from pillion.kvstore.hashing import chain_hashes
-from pillion.priority import Flow
+from pillion.rules.priority import Flow
 from pillion.v1 import common_pb2
 from pillion.v1.decode_pb2 import Sibling
 from pillion.v1.kvnode_pb2 import OpenTicketReply

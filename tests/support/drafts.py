@@ -13,7 +13,7 @@ from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import GREEDY
 
 

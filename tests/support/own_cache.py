@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pillion.adapter_folders import cache_root
+from pillion.host.adapter_folders import cache_root
 
 # The compiled kernels of all tests, and of the components that this user runs. Tests name other model caches later.
 KERNEL_CACHE = cache_root() / "kernels"

@@ -13,7 +13,7 @@ from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.structured_outputs import structured_piece
-from pillion.grammar_limits import PARSER_LIMITS
+from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 
 MAX_TOKENS = 400

@@ -39,8 +39,8 @@ from pillion.kernels.step import MASK_LATE, Sampled, StepBatch
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.priority import NO_FLOW, Flow
-from pillion.speculative_config import MAX_SPECULATIVE_TOKENS
+from pillion.rules.priority import NO_FLOW, Flow
+from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run

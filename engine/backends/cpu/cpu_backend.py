@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.core_lending_table import CoreShare
 from pillion.engine.adapters.cpu_adapters import CpuAdapters
 from pillion.engine.backends.backend import Bytes, bound_adapters, distinct_rows
 from pillion.engine.backends.cpu.cpu_model import (
@@ -32,6 +31,7 @@ from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampler import LargestLogits
 from pillion.errors import Internal
+from pillion.host.core_lending_table import CoreShare
 from pillion.kernels.cpu.attention.cpu_attention import step_field
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels

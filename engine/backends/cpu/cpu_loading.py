@@ -7,8 +7,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
-from pillion.core_lending_table import CoreLendingTable, CoreShare
-from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -16,6 +14,8 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
+from pillion.host.core_lending_table import CoreLendingTable, CoreShare
+from pillion.host.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from pillion.core_lending_table import LINE_BYTES
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
@@ -39,6 +38,7 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
+from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
 from pillion.kernels.cpu.products.packing import (

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pillion import core_lending_table
+from pillion.host import core_lending_table
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.core_lending_table import LINE_BYTES
 from pillion.errors import Internal
+from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pillion.core_lending_table import LINE_BYTES, CoreShare
-from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
+from pillion.host.core_lending_table import LINE_BYTES, CoreShare
+from pillion.host.cores import MAX_CPU_THREADS
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES
 from pillion.kernels.cpu.language.records import STEP, Words
 from pillion.kernels.cpu.runtime import thread_pool_code

@@ -16,7 +16,7 @@ sees every helper that has found the door open.
 
     borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
 
-A borrower is a helper on a core of another worker (:mod:`pillion.core_lending_table`). Before each entry it looks
+A borrower is a helper on a core of another worker (:mod:`pillion.host.core_lending_table`). Before each entry it looks
 whether the owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the
 core. Of the borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step
 wakes one thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own
@@ -37,7 +37,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from pillion.core_lending_table import LENT_UNTIL, LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL
+from pillion.host.core_lending_table import LENT_UNTIL, LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL
 from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, KernelVariable, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lab.testbed.random_adapter import random_adapter_folder
-from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_files import AdapterFiles, modules
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.host.adapter_folders import MAX_HEADER_BYTES
 from tests.support.adapters import edit_config, edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
 

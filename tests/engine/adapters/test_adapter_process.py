@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, wait_for
-from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_process_main import (
     BURST_S,
@@ -19,6 +18,7 @@ from pillion.engine.adapters.adapter_process_main import (
     WorkPace,
 )
 from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
+from pillion.host.cores import BACKGROUND_NICENESS
 from tests.support.fake_adapter_jobs import FakeJobs
 
 MEMORY_BYTES = 2**30

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-from pillion.adapter_folders import ADAPTER_FILES, StoreLimits
 from pillion.engine.adapters import adapter_store
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
+from pillion.host.adapter_folders import ADAPTER_FILES, StoreLimits
 from tests.support.adapters import edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
 

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from lab.testbed.conditions import WITHIN_S, until
-from pillion.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.config import KVNodeFlags
-from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters import adapter_loader
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
+from pillion.host.adapter_folders import ADAPTERS, MIN_FREE_BYTES
+from pillion.host.cores import BACKGROUND_NICENESS
 from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.assemble import start_kvnode

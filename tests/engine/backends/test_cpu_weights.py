@@ -13,7 +13,6 @@ import torch
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
-from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_loading import choose_kernels
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -22,6 +21,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import is_ready, load_model, make_ready
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.host.cores import parse_cores
 from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 

@@ -15,7 +15,7 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32, Sampled
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import OracleDrafter, sequence_of
 from tests.support.drafts import speculate
 from tests.support.scheduler_harness import SchedulerHarness, answer, prompt

@@ -27,7 +27,7 @@ from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
 from pillion.engine.load_model import load_model
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.errors import ConfigError
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.support.drafts import text_to_guess_for
 from tests.support.oracle import Oracle, first_difference
 

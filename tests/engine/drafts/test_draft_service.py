@@ -22,7 +22,7 @@ from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.worker.heartbeat import Heartbeats
 from pillion.kernels.step import StepBatch
 from pillion.kvstore.hashing import chain_hashes, request_root
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.workers import (

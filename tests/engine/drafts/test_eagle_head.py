@@ -32,7 +32,7 @@ from pillion.engine.drafts.eagle_head import TorchEagle
 from pillion.engine.load_model import load_model
 from pillion.errors import ConfigError
 from pillion.kernels.step import SamplingRows, StepBatch
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from pillion.types import SamplingParams
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.drafts import text_to_guess_for

@@ -11,7 +11,7 @@ import pytest
 from lab.testbed.conditions import until
 from pillion.engine.drafts import worker_drafts
 from pillion.engine.drafts.draft_chains import DraftShape
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_draft_service import (
     answered_first,
     answers_of,

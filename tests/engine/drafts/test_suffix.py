@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pillion.engine.drafts import recent_answers
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter, make_lookup_drafter
 from pillion.engine.drafts.recent_answers import END, LEAST_MATCH_TOKENS, MAX_RINGS, AnswerRing, RecentAnswers
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import looked_up, sequence_of
 from tests.support.drafts import speculative
 from tests.support.examples import examples

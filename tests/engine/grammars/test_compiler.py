@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, result_of, wait_for
-from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import BrokenGrammar, InvalidRequest
+from pillion.host.cores import BACKGROUND_NICENESS
 from tests.support.fake_backend import EOS, VOCAB_SIZE
 from tests.support.grammars import follow, text_of, write_tokenizer
 

@@ -15,7 +15,7 @@ from lab.testbed.conditions import until
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Delta
 from pillion.observability import metric_catalog as names
-from pillion.speculative_config import parse_speculative_config
+from pillion.settings.speculative_config import parse_speculative_config
 from pillion.types import StructuredOutputs
 from tests.support.components import Components, running_components
 from tests.support.oracle import Oracle, first_difference

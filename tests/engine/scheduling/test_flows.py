@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.scheduling import queues as queues_module
-from pillion.priority import MAX_PRIORITY, MAX_WEIGHT, MIN_FLOW_WEIGHT, OUTPUT_COST, PRIORITY_AGING_S, bounded_flow
+from pillion.rules.priority import (
+    MAX_PRIORITY,
+    MAX_WEIGHT,
+    MIN_FLOW_WEIGHT,
+    OUTPUT_COST,
+    PRIORITY_AGING_S,
+    bounded_flow,
+)
 from tests.support.ahead_harness import AheadHarness
 from tests.support.examples import examples
 from tests.support.scheduler_harness import FLOWS, SchedulerHarness, prompt

@@ -8,7 +8,7 @@ from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import ConfigError
-from pillion.priority import PRIORITY_AGING_S
+from pillion.rules.priority import PRIORITY_AGING_S
 from tests.support.scheduler_harness import SchedulerHarness, prompt, states
 
 

@@ -15,7 +15,7 @@ from pillion.engine.load_model import load_model
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.states.states_check import check_states
 from pillion.errors import ConfigError
-from pillion.speculative_config import SpeculativeConfig
+from pillion.settings.speculative_config import SpeculativeConfig
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model
 from tests.support.hybrids import HYBRIDS

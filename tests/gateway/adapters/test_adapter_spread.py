@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.adapters import adapter_spread
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
+from pillion.host.adapter_folders import ADAPTER_FILES, ADAPTERS
 from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of
 from pillion.v1.kvnode_pb2 import AdapterPiece
 from tests.support.adapters import make_adapter

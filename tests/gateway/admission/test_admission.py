@@ -19,7 +19,7 @@ from pillion.gateway.admission.admission import Admission, TenantSlots
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
-from pillion.priority import queue_order
+from pillion.rules.priority import queue_order
 from pillion.wire.registry import ComponentRecord
 
 A, B = Tenant(name="a"), Tenant(name="b")

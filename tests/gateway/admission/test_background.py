@@ -15,7 +15,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, queue_order
+from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, queue_order
 
 A, B = Tenant(name="a"), Tenant(name="b")
 HIDDEN = A.in_background()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.admission.turns import RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
-from pillion.priority import OUTPUT_COST
+from pillion.rules.priority import OUTPUT_COST
 from tests.support.examples import examples
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)

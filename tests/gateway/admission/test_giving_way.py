@@ -16,7 +16,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.priority import PRIORITY_AGING_S, queue_order
+from pillion.rules.priority import PRIORITY_AGING_S, queue_order
 from tests.support.examples import examples
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)

@@ -27,7 +27,7 @@ from pillion.gateway.batches.batches_api import MAX_FORM_BYTES, TENANT_UPLOADS
 from pillion.gateway.batches.multipart import FormReader
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
-from pillion.priority import MAX_PRIORITY
+from pillion.rules.priority import MAX_PRIORITY
 from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
 from tests.support.http import call, connected, parse_reply, request_bytes

@@ -25,7 +25,7 @@ from pillion.gateway.grammars.grammar_worker import empty_part, trial
 from pillion.gateway.grammars.json_schema import followable, written
 from pillion.gateway.grammars.json_strings import few_texts
 from pillion.gateway.grammars.structured_outputs import structured_piece
-from pillion.grammar_limits import PARSER_LIMITS
+from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 from tests.support.examples import examples
 from tests.support.random_answers import TOKENIZER, allows, answer, exact, matcher_of, structured_matcher

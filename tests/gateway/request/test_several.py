@@ -16,7 +16,7 @@ from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overl
 from pillion.errors import BrokenGrammar, Internal, NotFound
 from pillion.gateway.request import request_runner
 from pillion.gateway.request.request_runner import RequestRunner
-from pillion.grammar_limits import GRAMMAR_FAULT
+from pillion.rules.grammar_limits import GRAMMAR_FAULT
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lab.testbed.conditions import wait_for
-from pillion import core_lending_table
-from pillion.core_lending_table import LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL, CoreLendingTable, CoreShare
 from pillion.errors import ConfigError
+from pillion.host import core_lending_table
+from pillion.host.core_lending_table import LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL, CoreLendingTable, CoreShare
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
@@ -243,7 +243,7 @@ def test_close_does_not_wait_for_a_core(kernels, lending_table):
 
 
 WORKER = """
-from pillion.core_lending_table import CoreLendingTable, CoreShare
+from pillion.host.core_lending_table import CoreLendingTable, CoreShare
 share = CoreShare(CoreLendingTable.open(sys.argv[1]), 1)
 pool, table = ThreadPool(kernels, 1, (), share), program(20, 1.0)
 pool.run(table, step)

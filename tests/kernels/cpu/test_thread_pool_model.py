@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pillion import core_lending_table
+from pillion.host import core_lending_table
 from pillion.kernels.cpu.runtime import thread_pool_code
 
 CODE = Path(thread_pool_code.__file__)

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from lab.testbed.conditions import wait_for
-from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
+from pillion.host.cores import MAX_CPU_THREADS
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool

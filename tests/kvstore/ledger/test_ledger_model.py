@@ -17,7 +17,7 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
-from pillion.priority import PRIORITY_AGING_S
+from pillion.rules.priority import PRIORITY_AGING_S
 from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
 

@@ -13,7 +13,7 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
-from pillion.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
+from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
 from tests.support.examples import examples
 
 SLOTS = 8

@@ -11,8 +11,8 @@ from lab.fleets.host_cores import NEXT_CORE_SPEED, SharedCores
 from lab.fleets.traffic import Request
 from lab.fleets.world import FleetConfig, lab_fleet, simulate_closed
 from pillion.config import AUTO
-from pillion.core_lending_table import LINGER_NS
 from pillion.gateway.request import events as ev
+from pillion.host.core_lending_table import LINGER_NS
 from pillion.loadgen.figures import percentile
 
 # Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.

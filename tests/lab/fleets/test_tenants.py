@@ -14,7 +14,7 @@ from lab.fleets.traffic import ClientRecord, Request
 from lab.fleets.world import FleetConfig, FleetWorld
 from pillion.config import ServeFlags
 from pillion.gateway.admission.tenants import Tenant
-from pillion.priority import OUTPUT_COST
+from pillion.rules.priority import OUTPUT_COST
 
 # Seconds of a step, a token, a sequence, a KV token read, a query-key pair: a small model on a CPU.
 COST = (2e-2, 1e-3, 1e-3, 1e-7, 1e-8)

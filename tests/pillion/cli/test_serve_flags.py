@@ -141,7 +141,7 @@ def test_every_flag_of_a_component_reaches_its_process(
     field: Field[Any],
     give: Callable[[Field[Any], str, pathlib.Path], tuple[list[str], dict[str, str]]],
 ) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr("pillion.host.cores.allowed_cores", lambda: frozenset(range(8)))
     text = text_of(field)
     argv, environ = give(field, text, tmp_path)
     flags = served(monkeypatch, argv, environ)

@@ -10,7 +10,7 @@ import pytest
 from pillion.cli.checks import check_flags
 from pillion.config import GatewayFlags, ServedModelFlags, ServeFlags
 from pillion.errors import ConfigError
-from pillion.served_models import other_models
+from pillion.settings.served_models import other_models
 from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
 
 

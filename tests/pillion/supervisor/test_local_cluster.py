@@ -170,7 +170,7 @@ def test_each_further_split_policy_has_a_gateway(monkeypatch: pytest.MonkeyPatch
 def test_workers_get_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], prefill: str, decode: str
 ) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr("pillion.host.cores.allowed_cores", lambda: frozenset(range(8)))
     specs = process_specs(on_cpu(model="m", **flags), pathlib.Path("/run/x"), None)
     by_name = {spec.component_id: spec.argv for spec in specs}
     assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
@@ -225,7 +225,7 @@ def test_stages_that_cannot_be_are_refused_before_the_start(
 
 
 def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr("pillion.host.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
         process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
 
@@ -264,7 +264,7 @@ def test_workers_lend_each_other_cores(
 
 
 def test_borrowed_cores_are_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr("pillion.host.cores.allowed_cores", lambda: frozenset(range(8)))
     lending_table = cluster.core_lending_table(on_cpu(model="m", cpu_affinity="4-6"))
     assert lending_table is not None
     assert [lending_table.processor(core) for core in range(lending_table.cores)] == [4, 5, 6]

@@ -23,8 +23,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pillion.cores import MAX_CORES
 from pillion.errors import ConfigError
+from pillion.host.cores import MAX_CORES
 
 LINE_BYTES = 64
 # In the line of a core, the words stand at these places. Only the first line of an owner's cores has the time until

@@ -11,7 +11,7 @@ import pytest
 from pillion.cli.flags import read_config
 from pillion.errors import ConfigError
 from pillion.offline.llm import read_options
-from pillion.speculative_config import (
+from pillion.settings.speculative_config import (
     MAX_SPECULATIVE_TOKENS,
     NO_SPECULATION,
     SpeculativeConfig,

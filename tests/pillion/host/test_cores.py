@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
-from pillion import cores
-from pillion.cores import quota_cores, usable_cores
+from pillion.host import cores
+from pillion.host.cores import quota_cores, usable_cores
 
 V2 = "0::/kube.slice/pod.slice/app.scope"
 V1 = "11:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc"

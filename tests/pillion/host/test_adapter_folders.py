@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pillion.adapter_folders import MIN_FREE_BYTES, adapter_draft, make_room
+from pillion.host.adapter_folders import MIN_FREE_BYTES, adapter_draft, make_room
 
 
 def copy(adapters: Path, name: str, *, used: bool) -> Path:
@@ -57,7 +57,7 @@ def test_a_draft_goes_when_its_writer_has_died(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from pillion.adapter_folders import adapter_draft
+from pillion.host.adapter_folders import adapter_draft
 with adapter_draft(Path({str(tmp_path)!r}), 1) as draft:
     os.kill(os.getpid(), 9)
 """

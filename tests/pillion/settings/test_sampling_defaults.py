@@ -13,7 +13,7 @@ from pillion.config import AnswerFlags
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
-from pillion.sampling_defaults import SAMPLING_KEYS, override_of
+from pillion.settings.sampling_defaults import SAMPLING_KEYS, override_of
 from pillion.types import SamplingParams
 
 GIVEN: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}

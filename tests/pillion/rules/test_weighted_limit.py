@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pillion.weighted_limit import WeightedLimit
+from pillion.rules.weighted_limit import WeightedLimit
 
 
 async def settle() -> None:

@@ -1,0 +1,6 @@
+"""Holds what the processes of one machine share.
+
+    cores.py                which of the machine's cores a process may use, and threads that leave them to others
+    core_lending_table.py   shared memory by which the workers of one host lend each other cores
+    adapter_folders.py      where copies of adapters lie, and when old ones go
+"""
