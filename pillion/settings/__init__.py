@@ -3,4 +3,6 @@
     served_models.py        --also-model: the further models of a gateway
     sampling_defaults.py    --generation-config and --override-generation-config
     speculative_config.py   --speculative-config: how a decode worker drafts tokens
+
+`pillion/config.py` declares these flags, and its dataclasses hold what is read here.
 """
