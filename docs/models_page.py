@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections import defaultdict
 from functools import partial
 
 from transformers import AutoConfig
@@ -33,7 +34,7 @@ LEFT_OUT = {
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
     "several residual streams that layers predict and correct (AltUp), low-rank residuals (LAuReL), activations of "
     "which a share is cut off": "gemma3n gemma3n_text",
-    "keys and values of another model, to guess its tokens": "gemma4_assistant gemma4_unified_assistant",
+    "keys and values of another model, to draft its tokens": "gemma4_assistant gemma4_unified_assistant",
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         diffllama jetmoe laguna""",
@@ -98,20 +99,16 @@ description ([why](decisions/models.md)), which the torch backend, the CPU kerne
 `config.json` that its family does not know, and that is not off, is refused by its name before weights are read. The
 third column has those of transformers' own keys that are refused unless they are off.
 
-Each family runs beside transformers in float32 (`tests/engine/models/test_families.py`): logits at split points, in
-mixed steps and greedily, on torch and on the CPU kernels, on two ranks, with quantized weights, with KV in 8 bits, with
-several answers to one prompt, and with a LoRA adapter. In a real cluster an answer goes on, with the tokens of
-transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`). Models whose values are keys
-(Gemma 4 with `attention_k_eq_v`) have no adapters yet.
+Tests compare each family with transformers in float32 (`tests/engine/models/test_families.py`), also over a `kill -9`
+of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have no adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
 ([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers
 (`ForSequenceClassification`) are served.
 
 A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes,
-in shards, without its head, and as the text model alone of one of text and pictures
-(`tests/engine/checkpoints/test_saved_forms.py`). Without a head it gives vectors alone, unless its config says that the
-head is the embedding.
+in shards, without its head, and as the text model alone of one of text and pictures. Without a head it gives vectors
+alone, unless its config says that the head is the embedding.
 
 Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
 and on torch's operators under every split policy, by workers of several [ranks](tensor-parallelism.md) and
@@ -249,10 +246,14 @@ def refused(name: str, family: ModelFamily) -> set[str]:
 
 def render() -> str:
     """Return the whole page."""
-    lines = [INTRO.format(families=len(FAMILIES))]
+    rows: dict[str, list[str]] = defaultdict(list)
     for name, family in sorted(FAMILIES.items()):
-        lines.append(f"| {name} | {options(family)} | {_words(refused(name, family))} |")
-    text = ", ".join(f"`{outer}` ({_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
+        rows[f"{options(family)} | {_words(refused(name, family))}"].append(name)
+    texts: dict[str, list[str]] = defaultdict(list)
+    for outer, inner in sorted(TEXT_OF.items()):
+        texts[_words(set(inner))].append(f"`{outer}`")
+    lines = [INTRO.format(families=len(FAMILIES)), *(f"| {', '.join(names)} | {row} |" for row, names in rows.items())]
+    text = "; ".join(f"{', '.join(outer)} ({inner})" for inner, outer in texts.items())
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
     lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
     return "\n".join(lines) + "\n"
