@@ -54,7 +54,7 @@ SAMPLE_PERIOD_S = 5.0
 # Most points of a series. More are thinned, since there is a slope for each pair of points.
 MAX_POINTS = 400
 STAGE_S = 20.0
-POOL = "64MiB"
+POOL = "128MiB"
 # How much a series may grow in the observed time: an absolute amount, or a share of its median.
 ALLOWED = {
     "memory MiB": (24.0, 0.10),
