@@ -32,7 +32,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pillion.errors import ConfigError, Conflict, FieldViolation, InvalidRequest, NotFound, Overloaded
-from pillion.gateway.batches.batch_lines import whole_entries
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_WINDOW_S, BatchRecord, FileRecord
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
@@ -409,28 +408,6 @@ class BatchFolder:
             else:
                 return lock
         return None
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError where records, files, journals and outputs do not fit each other."""
-        known = {path.stem: _read(path, FileRecord) for path in self._files.glob("*.json")}
-        for name, file in known.items():
-            assert file is not None, f"the record of {name} cannot be read"
-            assert file.id == name, f"the record of {name} is of {file.id}"
-            assert _size(self.content(name)) == file.bytes, f"{name} has another size than its record says"
-        for name in self.batch_ids():
-            batch = self.known_batch(name)
-            assert batch is not None, f"the record of {name} cannot be read"
-            assert batch.completed + batch.failed <= max(batch.total, 0), f"{name} counts more lines than it has"
-            journal = self.of_batch(name) / "journal"
-            if batch.over:
-                for output, lines in ((batch.output_file_id, batch.completed), (batch.error_file_id, batch.failed)):
-                    if output in known:
-                        found = self.content(output).read_bytes().count(b"\n")
-                        assert found == lines, f"{output} has {found} lines, not {lines}"
-            elif journal.exists():
-                with journal.open("rb") as entries:
-                    numbers = [entry.number for entry, _ in whole_entries(entries)]
-                assert len(numbers) == len(set(numbers)), f"the journal of {name} has a line twice"
 
     def _remove_file(self, name: str) -> None:
         # The record goes first, because content without a record is no file.

@@ -19,6 +19,7 @@ from pillion.gateway.batches.batch_claim import BatchClaim, claim
 from pillion.gateway.batches.batch_folder import BatchFolder, FileTooLarge, FolderFull, page_of
 from pillion.gateway.batches.batch_lines import InputCheck, JournalEntry, output_line, unserved_line
 from pillion.gateway.batches.batch_machine import BatchMachine
+from tests.support.batch_checks import check_batches
 
 CHAT = "/v1/chat/completions"
 DAY_S = 86400
@@ -123,10 +124,10 @@ def test_a_batch_killed_at_any_moment_is_finished_once(tmp_path: pathlib.Path, m
                 with contextlib.suppress(Killed):
                     worked(folder, name)
                     ended = attempt == 0
-            folder.check_integrity()
+            check_batches(folder)
         worked(folder, name)
         folder.sweep(time.time())
-        folder.check_integrity()
+        check_batches(folder)
         assert not list(folder.path.glob("batches/*/journal"))
         batch = folder.batch("", name)
         assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 3, 2, 1)
@@ -148,7 +149,7 @@ def test_a_file_killed_at_any_moment_is_whole_or_not_there(
             death = Death(patch, at)
             with contextlib.suppress(Killed):
                 uploaded(folder, b"content")
-        folder.check_integrity()
+        check_batches(folder)
         assert [one.bytes for one in folder.files("")] in ([], [7])
         folder.sweep(time.time() + batch_folder.PART_AGE_S + 60)
         assert len(list((folder.path / "files").iterdir())) == 2 * len(folder.files(""))
@@ -350,7 +351,7 @@ def test_a_full_disk_is_said_and_costs_nothing(
     again.append([JournalEntry(2, False, b"{}")])
     assert again.replay() == [(1, False), (2, False)]
     again.close()
-    folder.check_integrity()
+    check_batches(folder)
 
 
 def test_unserved_lines_stand_among_the_errors(folder: BatchFolder) -> None:
@@ -385,12 +386,12 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: pathlib.Path) -> None:
 def test_damage_is_found(folder: BatchFolder) -> None:
     name = created(folder)
     worked(folder, name)
-    folder.check_integrity()
+    check_batches(folder)
     batch = folder.batch("", name)
     path = folder.of_batch(name) / "batch.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(batch, completed=1)))
     with pytest.raises(AssertionError, match="has 2 lines, not 1"):
-        folder.check_integrity()
+        check_batches(folder)
     folder.content(str(batch.output_file_id)).write_bytes(b"")
     with pytest.raises(AssertionError, match="another size"):
-        folder.check_integrity()
+        check_batches(folder)

@@ -28,6 +28,7 @@ from pillion.gateway.batches.multipart import FormReader
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
 from pillion.rules.priority import MAX_PRIORITY
+from tests.support.batch_checks import check_batches
 from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
 from tests.support.http import call, connected, parse_reply, request_bytes
@@ -64,7 +65,7 @@ async def running(path: pathlib.Path, **flags: Any) -> AsyncIterator[tuple[FakeC
 
 
 def sound(path: pathlib.Path) -> None:
-    BatchFolder(path, max_bytes=1, file_bytes=1, keep_s=1).check_integrity()
+    check_batches(BatchFolder(path, max_bytes=1, file_bytes=1, keep_s=1))
 
 
 def kept(path: pathlib.Path) -> list[pathlib.Path]:
