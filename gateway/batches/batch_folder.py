@@ -23,11 +23,10 @@ import secrets
 import shutil
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -41,6 +40,10 @@ MAX_BATCHES = 4096
 # One tenant may have this many batches that have not ended.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
+# Clients may send at most MAX_UPLOADS files to one gateway at the same time, and those of one tenant at most
+# TENANT_UPLOADS; a further one may come after UPLOAD_RETRY_MS.
+MAX_UPLOADS, TENANT_UPLOADS = 64, 4
+UPLOAD_RETRY_MS = 1000
 # An unfinished file that has not changed for this long has lost its writer.
 PART_AGE_S = 3600
 # A client may try again after this time where a bound of the folder is met: files go when they are old or deleted.
@@ -76,14 +79,6 @@ def told_if_full() -> Iterator[None]:
         raise FolderFull(f"the disk of --batch-path keeps nothing more: {error.strerror}", FULL_RETRY_MS) from None
 
 
-class FolderUse(NamedTuple):
-    """Holds the numbers of bytes, files and batches that a tenant uses."""
-
-    bytes: int
-    files: int
-    batches: int
-
-
 class Upload:
     """Represents a file that is being uploaded or written. Its tenant sees it once it is whole, or never.
 
@@ -95,19 +90,19 @@ class Upload:
         self.tenant = tenant
         self.id = f"file-{secrets.token_hex(12)}"
         self._path = folder.content(self.id).with_suffix(".part")
-        self.size, self._most_bytes = 0, most_bytes
+        self.size, self.most_bytes = 0, most_bytes
         self._file = open_new(self._path)
         try:
             self._resize(most_bytes)
         except BaseException:
             self.close()
             raise
-        folder.uploads[self.id] = self
+        folder.uploads.add(self)
 
     def write(self, data: bytes | bytearray) -> None:
         """Adds bytes to the file. Raises FileTooLarge, and FolderFull."""
         self.size += len(data)
-        if self.size > self._most_bytes:
+        if self.size > self.most_bytes:
             raise self._folder.too_large()
         with told_if_full():
             write_all(self._file, data)
@@ -121,7 +116,7 @@ class Upload:
 
     def close(self) -> None:
         """Ends the writing of the file. A file that was not kept is removed."""
-        self._folder.uploads.pop(self.id, None)
+        self._folder.uploads.discard(self)
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
@@ -140,7 +135,7 @@ class BatchFolder:
         tenant_percent: share of all bounds that a tenant with a name may have.
 
     Attributes:
-        uploads: files that this process is writing, by their ids.
+        uploads: files that clients are bringing to this process.
     """
 
     def __init__(
@@ -154,11 +149,9 @@ class BatchFolder:
     ) -> None:
         self.path = Path(path)
         self.tenant_percent = tenant_percent
-        self.uploads: dict[str, Upload] = {}
-        # These are the tenants of files and batches, which never change, and a lock that keeps two threads from
-        # reserving the same bytes.
-        self._tenants: dict[str, str] = {}
-        self._lock = threading.RLock()
+        self.uploads: set[Upload] = set()
+        # No two threads may reserve the same bytes.
+        self._lock = threading.Lock()
         self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
         self._files, self._batches = self.path / "files", self.path / "batches"
         try:
@@ -175,25 +168,36 @@ class BatchFolder:
         as much as any may have. Raises FolderFull, and FileTooLarge."""
         if size_bytes > self.file_bytes:
             raise self.too_large()
+        size_bytes = size_bytes or self.file_bytes
         with self._lock, told_if_full():
-            self._require_room(tenant, size_bytes or self.file_bytes, files=1)
-            return Upload(self, tenant, size_bytes or self.file_bytes)
+            mine = [upload for upload in self.uploads if upload.tenant == tenant]
+            if len(mine) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
+                text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
+                raise Overloaded(text, UPLOAD_RETRY_MS)
+            files = self.files(tenant)
+            mine_bytes = sum(one.bytes for one in files) + sum(upload.most_bytes for upload in mine)
+            self._require_room(
+                "bytes (--batch-bytes)", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes
+            )
+            count = len(list(self._files.glob("*.json")))
+            self._require_room("files", MAX_FILES, count + len(self.uploads), tenant, len(files) + len(mine), 1)
+            return Upload(self, tenant, size_bytes)
 
     def too_large(self) -> InvalidRequest:
         """Makes the error for a file that is larger than clients may bring."""
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
 
-    def _require_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
-        """Raises FolderFull where so much more does not fit within a tenant's share, or in the folder."""
-        wanted, uses = FolderUse(size_bytes, files, batches), self.uses()
-        for whose in (tenant, "") if tenant else ("",):
-            most, used = self._share(whose), [use for one, use in uses.items() if whose in ("", one)]
-            for place, what in enumerate(("bytes (--batch-bytes)", "files", "batches")):
-                if wanted[place] and wanted[place] + sum(use[place] for use in used) > most[place]:
-                    share = f", the share of a tenant (--batch-tenant-percent {self.tenant_percent})" if whose else ""
-                    holds = "this tenant has in" if whose else "there are in"
-                    text = f"{holds} the folder of --batch-path already {most[place]} {what}{share}"
-                    raise FolderFull(text, FULL_RETRY_MS)
+    def _require_room(self, what: str, most: int, used: int, tenant: str, mine: int, more: int) -> None:
+        """Raises FolderFull where so much more does not fit in the folder, or within the share of a tenant with a
+        name. ``used`` is what all have, ``mine`` what the tenant has."""
+        if used + more > most:
+            raise FolderFull(f"there are in the folder of --batch-path already {most} {what}", FULL_RETRY_MS)
+        share = max(1, most * self.tenant_percent // 100)
+        if tenant and mine + more > share:
+            text = f"the share of a tenant (--batch-tenant-percent {self.tenant_percent})"
+            raise FolderFull(
+                f"this tenant has in the folder of --batch-path already {share} {what}, {text}", FULL_RETRY_MS
+            )
 
     def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
         """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then."""
@@ -256,9 +260,9 @@ class BatchFolder:
         if known.purpose != INPUT_PURPOSE:
             text = f"a file of purpose {known.purpose!r} is no input; purpose={INPUT_PURPOSE} is"
             raise InvalidRequest.of(FieldViolation("input_file_id", text))
-        with self._lock:
-            self._require_room(tenant, 0, batches=1)
-        if sum(batch.tenant == tenant for batch in self.open_batches()) >= MAX_OPEN_BATCHES:
+        mine = self.batches(tenant)
+        self._require_room("batches", MAX_BATCHES, len(self.batch_ids()), tenant, len(mine), 1)
+        if sum(not batch.over for batch in mine) >= MAX_OPEN_BATCHES:
             raise Overloaded(f"{MAX_OPEN_BATCHES} batches have not ended yet", FULL_RETRY_MS)
         now = int(time.time())
         record = BatchRecord(
@@ -323,58 +327,14 @@ class BatchFolder:
         known = map(self.known_batch, self.batch_ids())
         return [one for one in known if one is not None and not one.over]
 
-    def uses(self) -> dict[str, FolderUse]:
-        """Returns what each tenant uses of the folder. Files that other gateways are writing count for the tenant whose
-        name is empty."""
-        with self._lock:
-            known, counts = dict[str, str](), defaultdict[str, tuple[int, int, int]](lambda: (0, 0, 0))
-            # This loop uses paths as texts and the sizes of directory entries, because there may be thousands of them
-            # and it runs for each upload.
-            for entry in os.scandir(self._files):
-                name, _, kind = entry.name.partition(".")
-                own = self.uploads.get(name) if kind == "part" else None
-                tenant = own.tenant if own else self._tenant_of(name, known)
-                size_bytes, files, batches = counts[tenant]
-                files += kind == "json" or own is not None
-                counts[tenant] = size_bytes + _entry_size(entry), files, batches
-            for name in self.batch_ids():
-                tenant = self._tenant_of(name, known)
-                size_bytes, files, batches = counts[tenant]
-                counts[tenant] = size_bytes + _size(self.of_batch(name) / "journal"), files, batches + 1
-            self._tenants = known
-            return {tenant: FolderUse(*count) for tenant, count in counts.items()}
-
     def used_bytes(self) -> int:
-        """Returns the bytes of all files and journals."""
-        return sum(use.bytes for use in self.uses().values())
+        """Returns the bytes of all files and journals, with those that files which are being sent may have."""
+        journals = (self.of_batch(name) / "journal" for name in self.batch_ids())
+        return sum(map(_size, os.scandir(self._files))) + sum(map(_size, journals))
 
     def full(self) -> bool:
         """Returns whether --batch-bytes is used up."""
         return self.used_bytes() >= self.max_bytes
-
-    def full_tenants(self) -> frozenset[str]:
-        """Returns the tenants whose share of --batch-bytes is used up."""
-        uses = self.uses()
-        return frozenset(one for one, use in uses.items() if one and use.bytes >= self._share(one).bytes)
-
-    def _share(self, tenant: str) -> FolderUse:
-        """Returns the most of the folder that a tenant may use; the tenant without a name may use all of it."""
-        percent = self.tenant_percent if tenant else 100
-        bounds = (self.max_bytes, MAX_FILES, MAX_BATCHES)
-        return FolderUse(*(max(1, bound * percent // 100) for bound in bounds))
-
-    def _tenant_of(self, name: str, known: dict[str, str]) -> str:
-        """Returns the tenant of a file or a batch, by its id; "" where it is not known. A tenant that a record names is
-        added to ``known``."""
-        found = known.get(name, self._tenants.get(name))
-        if found is None:
-            record: FileRecord | BatchRecord | None = _read(self._files / f"{name}.json", FileRecord)
-            record = record or (self.known_batch(name) if _BATCH_ID.fullmatch(name) else None)
-            if record is None:
-                return ""
-            found = record.tenant
-        known[name] = found
-        return found
 
     def sweep(self, now_s: float) -> None:
         """Removes files and batches that are older than they are kept, and what writers that died have left."""
@@ -477,16 +437,9 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def _size(path: Path) -> int:
+def _size(path: Path | os.DirEntry[str]) -> int:
     try:
         return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _entry_size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
     except OSError:
         return 0
 

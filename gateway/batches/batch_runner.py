@@ -119,7 +119,6 @@ class BatchRunner:
         self._over: set[str] = set()
         self._wake = asyncio.Event()
         self._full = False
-        self._full_tenants: frozenset[str] = frozenset()
         self._swept_s = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         meters.watch(self._readings)
@@ -165,7 +164,6 @@ class BatchRunner:
             if full and not self._full:
                 log.warning("batches stand still: the folder of --batch-path holds --batch-bytes bytes")
             self._full = full
-            self._full_tenants = await self.on_disk(self.folder.full_tenants)
         for record in await self.on_disk(self._unclaimed):
             mine = sum(one.record.tenant == record.tenant for one in self._claimed.values())
             if len(self._claimed) >= MAX_BATCHES_AT_ONCE or mine >= TENANT_BATCHES_AT_ONCE:
@@ -303,7 +301,7 @@ class BatchRunner:
             return of_tenant[one.tenant] / weight, len(one.machine.running), one.machine.record.created_at
 
         for running in sorted(self._running, key=load):
-            tenant = None if running.tenant in self._full_tenants else tenants[running.tenant]
+            tenant = tenants[running.tenant]
             number = None if tenant is None or running.failure else running.machine.next_line(time.monotonic())
             if number is not None and tenant is not None:
                 return running, number, tenant

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,9 +35,6 @@ MAX_BATCH_BODY_BYTES = 64 * 2**10
 MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
 MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
 JSON_LINES = b"application/jsonl"
-# Clients may upload at most MAX_UPLOADS files to one gateway at the same time, and those of one tenant at most
-# TENANT_UPLOADS.
-MAX_UPLOADS, TENANT_UPLOADS = 64, 4
 # An upload may take UPLOAD_GRACE_S, and as long as its bytes take at MIN_BYTES_PER_S.
 UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
 
@@ -68,16 +64,10 @@ class BatchesApi:
         self._calls = calls
         self._kept = runner
         self._urls = urls
-        # The numbers of uploads that are under way, by tenant.
-        self._uploads: Counter[str] = Counter()
 
     async def create_file(self, call: HttpCall) -> None:
         """Takes a file of requests, and keeps it for batches."""
-        form, folder, tenant = FormReader(call.header(b"content-type")), self._folder, call.tenant.name
-        if self._uploads[tenant] >= TENANT_UPLOADS or self._uploads.total() >= MAX_UPLOADS:
-            text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
-            raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
-        self._uploads[tenant] += 1
+        form, folder = FormReader(call.header(b"content-type")), self._folder
         limit = asyncio.timeout(UPLOAD_GRACE_S)
         try:
             async with limit:
@@ -86,8 +76,6 @@ class BatchesApi:
             if not limit.expired():
                 raise
             raise ApiError(408, f"the file comes at less than {MIN_BYTES_PER_S} bytes a second") from None
-        finally:
-            self._uploads[tenant] -= 1
         await _answer(call, record.shown())
 
     async def _uploaded(

@@ -22,8 +22,8 @@ from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
 from pillion.gateway.batches import batch_folder, batch_machine, batch_runner, batches_api
-from pillion.gateway.batches.batch_folder import BatchFolder
-from pillion.gateway.batches.batches_api import MAX_FORM_BYTES, TENANT_UPLOADS
+from pillion.gateway.batches.batch_folder import TENANT_UPLOADS, BatchFolder
+from pillion.gateway.batches.batches_api import MAX_FORM_BYTES
 from pillion.gateway.batches.multipart import FormReader
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.observability import metric_catalog as names
