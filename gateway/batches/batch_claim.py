@@ -56,7 +56,7 @@ class BatchClaim:
             if line:
                 check.add(line)
             if not line or check.hopeless or len(line) > max_line_bytes + 1:
-                self._offsets = dict(zip(check.numbers, check.offsets, strict=True))
+                self._offsets = check.offsets
                 return False
         return True
 

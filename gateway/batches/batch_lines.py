@@ -87,9 +87,8 @@ class InputCheck:
         self._max_line_bytes = max_line_bytes
         self._ids: set[str] = set()
         self.number = 0
-        # For each line that holds a request, these give the byte where it begins, and its number.
-        self.offsets: list[int] = []
-        self.numbers: list[int] = []
+        # For each line that holds a request, by its number, this gives the byte where it begins.
+        self.offsets: dict[int, int] = {}
         self.errors: list[BatchError] = []
         self._offset = 0
 
@@ -104,8 +103,7 @@ class InputCheck:
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():
             return
-        self.offsets.append(offset)
-        self.numbers.append(self.number)
+        self.offsets[self.number] = offset
         code, message, param = self._judged(raw)
         if code:
             self.errors.append(BatchError(code=code, message=message, line=self.number, param=param))

@@ -38,10 +38,9 @@ class BatchMachine:
     """
 
     def __init__(self, record: BatchRecord, numbers: Sequence[int], done: Iterable[tuple[int, bool]] = ()) -> None:
-        self._numbers = numbers
-        self._next = 0
-        self._done: set[int] = set()
-        self._again: deque[int] = deque()
+        results = dict(done)
+        # These lines have no result and do not run, in the order in which they will.
+        self._left = deque(number for number in numbers if number not in results)
         self._faults: dict[int, int] = {}
         self._refusals = 0
         self._paused_until_s = 0.0
@@ -50,9 +49,10 @@ class BatchMachine:
         self._most = float(len(numbers))
         self._ending: tuple[str, tuple[BatchError, ...]] = ("", ())
         self.running: set[int] = set()
-        self.record = msgspec.structs.replace(record, total=len(numbers), completed=0, failed=0)
-        for number, failed in done:
-            self._count(number, failed)
+        failed = sum(results.values())
+        self.record = msgspec.structs.replace(
+            record, total=len(numbers), completed=len(results) - failed, failed=failed
+        )
 
     def begin(self, now_s: float) -> None:
         """Notes that the batch's input was found good."""
@@ -61,17 +61,9 @@ class BatchMachine:
 
     def next_line(self, now_s: float) -> int | None:
         """Returns the number of a line that is to run now, and counts the line as running; None where no line is."""
-        if self.ending or now_s < self._paused_until_s or len(self.running) >= int(self._most):
+        if self.ending or now_s < self._paused_until_s or len(self.running) >= int(self._most) or not self._left:
             return None
-        if self._again:
-            number = self._again.popleft()
-        else:
-            while self._next < len(self._numbers) and self._numbers[self._next] in self._done:
-                self._next += 1
-            if self._next == len(self._numbers):
-                return None
-            number = self._numbers[self._next]
-            self._next += 1
+        number = self._left.popleft()
         self.running.add(number)
         return number
 
@@ -99,12 +91,13 @@ class BatchMachine:
         self._faults.pop(number, None)
         self._refusals = 0
         self._most += 1 / self._most
-        self._count(number, failed)
+        completed, errors = self.record.completed + (not failed), self.record.failed + failed
+        self.record = msgspec.structs.replace(self.record, completed=completed, failed=errors)
 
     def give_back(self, number: int) -> None:
         """Notes that a running line stopped without a result, so that it runs again."""
         self.running.discard(number)
-        self._again.append(number)
+        self._left.appendleft(number)
 
     def tick(self, now_s: float, *, cancel: bool, tenant_known: bool) -> None:
         """Ends the batch early where there is a reason to: it was cancelled, its time is over or its tenant is gone."""
@@ -127,22 +120,22 @@ class BatchMachine:
     @property
     def complete(self) -> bool:
         """Says whether all lines have their results."""
-        return len(self._done) == len(self._numbers)
+        return not self._left and not self.running
 
     @property
     def may_finish(self) -> bool:
         """Says whether no result can come any more, so that the outputs can be written."""
-        return not self.running and (self.complete or bool(self.ending))
+        return not self.running and (not self._left or bool(self.ending))
 
     @property
     def queued(self) -> int:
         """Gives the number of lines without a result that do not run."""
-        return len(self._numbers) - len(self._done) - len(self.running)
+        return len(self._left)
 
     def unserved(self) -> list[int]:
         """Returns the numbers of the lines that an expired batch leaves without an answer; its file of errors names
         them."""
-        return [number for number in self._numbers if number not in self._done] if self.ending == "expired" else []
+        return sorted(self._left) if self.ending == "expired" else []
 
     def finalize(self, now_s: float) -> None:
         """Notes that the batch's outputs are being written. A batch that ends early keeps its status until they are
@@ -162,10 +155,3 @@ class BatchMachine:
             errors=errors,
             failed=failed,
         )
-
-    def _count(self, number: int, failed: bool) -> None:
-        if number in self._done:
-            return
-        self._done.add(number)
-        completed, errors = self.record.completed + (not failed), self.record.failed + failed
-        self.record = msgspec.structs.replace(self.record, completed=completed, failed=errors)
