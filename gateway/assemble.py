@@ -31,7 +31,10 @@ from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.anthropic.anthropic_api import anthropic_routes
-from pillion.gateway.batches.batch_part import Batches
+from pillion.gateway.batches.batch_calls import LineCalls
+from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.gateway.batches.batch_runner import BatchRunner
+from pillion.gateway.batches.batches_api import batch_routes
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.gateway_server import BesideRequests, GatewayServer, Ports
@@ -70,6 +73,7 @@ log = logging.getLogger("pillion.gateway")
 SERVICE = "pillion.v1.Gateway"
 # The public gRPC service may have this many open calls, those that watch the health included.
 MAX_GRPC_CALLS = 8192
+DAY_S = 24 * 3600
 
 # Such a function listens for a gateway; its last argument makes the pages of features. It raises OSError for an address
 # that cannot be bound.
@@ -125,7 +129,9 @@ async def serve_models(
     retentions = Retentions(cluster) if caches else None
     read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
     gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead)
-    beside = BesideRequests(Batches(gateway, flags), adapters, read_ahead, retentions)
+    lines = LineCalls()
+    batches = _batches(flags, gateway, lines) if flags.batch_path else None
+    beside = BesideRequests(batches, adapters, read_ahead, retentions)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.
@@ -142,7 +148,7 @@ async def serve_models(
             *pooling_routes(calls, vectors),
         ]
         # The lines of a batch may call the pages before them.
-        return [*found, *beside.batches.routes(calls, (*core, *found)), *adapter_routes(calls)]
+        return [*found, *batch_routes(calls, batches, lines, (*core, *found)), *adapter_routes(calls)]
 
     try:
         ports = await listen(gateway, servicer, more_routes)
@@ -173,6 +179,18 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
         prefix_caching=flags.enable_prefix_caching,
         max_running_requests=flags.max_running_requests,
     )
+
+
+def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRunner:
+    """Makes the runner of the batches in the folder of --batch-path. Raises ConfigError."""
+    folder = BatchFolder(
+        flags.batch_path,
+        max_bytes=flags.batch_bytes,
+        file_bytes=flags.batch_file_bytes,
+        keep_s=flags.batch_keep_days * DAY_S,
+        tenant_percent=flags.batch_tenant_percent,
+    )
+    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
 
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:

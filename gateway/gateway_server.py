@@ -19,7 +19,7 @@ import msgspec
 from pillion.errors import PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames
 from pillion.gateway.admission.api_keys import KeyFile
-from pillion.gateway.batches.batch_part import Batches
+from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.http_api.http_server import HttpServer
@@ -58,20 +58,22 @@ class BesideRequests:
     start -> stop, when the gateway begins to drain -> aclose
     """
 
-    batches: Batches
+    batches: BatchRunner | None
     adapters: AdapterNames | None
     read_ahead: ReadAhead | None
     retentions: Retentions | None
 
     def start(self, heartbeat_s: float) -> None:
         """Begins all work. The gateway is complete, and sends a heartbeat every ``heartbeat_s`` seconds."""
-        self.batches.start()
+        if self.batches is not None:
+            self.batches.start()
         if self.adapters is not None:
             self.adapters.start(heartbeat_s)
 
     async def stop(self) -> None:
         """Ends all work in the background; calls of clients are still answered."""
-        await self.batches.stop()
+        if self.batches is not None:
+            await self.batches.stop()
         if self.read_ahead is not None:
             await self.read_ahead.stop()
         if self.retentions is not None:
@@ -81,7 +83,8 @@ class BesideRequests:
 
     async def aclose(self) -> None:
         """Frees what is held; no call of a client comes any more."""
-        await self.batches.aclose()
+        if self.batches is not None:
+            self.batches.close()
 
 
 class GatewayServer:

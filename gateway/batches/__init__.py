@@ -7,9 +7,8 @@ batch_folder.py    the folder of --batch-path: files, batches, bounds and ages
 batch_claim.py     one batch in this process's hands: its lock, its input, its journal and its outputs
 batch_runner.py    claims batches, and runs their lines through the gateway like calls
 batch_calls.py     the lines of batches, served by the pages of the HTTP port that allow it
-batches_api.py     handlers of /v1/files and /v1/batches
+batches_api.py     pages of /v1/files and /v1/batches
 multipart.py       the form in which a file comes
-batch_part.py      all this as a part of a gateway
 
 The HTTP port brings files and asks for batches; what a line of a batch does is what the same call would do.
 """

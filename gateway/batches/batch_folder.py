@@ -23,7 +23,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -379,17 +379,6 @@ class BatchFolder:
         if lock is not None:
             shutil.rmtree(self.of_batch(name), ignore_errors=True)
             os.close(lock)
-
-
-def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) -> tuple[Sequence[T], bool]:
-    """Returns at most ``limit`` records after the one with the id ``after``, and whether there are more. Raises
-    NotFound."""
-    begin = 0
-    if after:
-        if after not in ids:
-            raise NotFound(f"after: there is no {after[:100]!r}")
-        begin = ids.index(after) + 1
-    return records[begin : begin + limit], len(records) > begin + limit
 
 
 def open_new(path: Path) -> int:

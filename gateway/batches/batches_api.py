@@ -9,19 +9,15 @@ from typing import Any
 
 import msgspec
 from msgspec import Raw
+from starlette.routing import Route
 
-from pillion.gateway.batches.batch_folder import (
-    INPUT_PURPOSE,
-    BatchFolder,
-    FileTooLarge,
-    FolderFull,
-    Upload,
-    page_of,
-)
+from pillion.errors import NotFound
+from pillion.gateway.batches.batch_calls import LineCalls
+from pillion.gateway.batches.batch_folder import INPUT_PURPOSE, BatchFolder, FileTooLarge, FolderFull, Upload
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
-from pillion.gateway.batches.multipart import FormReader
-from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.batches.multipart import FORM_TYPE, FormReader, UploadForm
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import parse
@@ -37,6 +33,29 @@ MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
 JSON_LINES = b"application/jsonl"
 # An upload may take UPLOAD_GRACE_S, and as long as its bytes take at MIN_BYTES_PER_S.
 UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
+
+_UPLOAD = {"purpose": "batch", "file": "@requests.jsonl"}
+_BATCH = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+
+
+def batch_routes(
+    calls: ModelCalls, runner: BatchRunner | None, lines: LineCalls, others: Sequence[Route]
+) -> list[Route]:
+    """Returns the rows for the HTTP port's table of files and batches. The lines of a batch may call those of
+    ``others`` that allow it; without a runner the pages say that no batches are kept."""
+    lines.take(others)
+    api, tenant_of = BatchesApi(calls, runner, lines.urls), calls.gateway.tenant_of
+    upload = Endpoint("POST", api.create_file, tenant_of, UploadForm, body_type=FORM_TYPE, example=_UPLOAD)
+    create = Endpoint("POST", api.create_batch, tenant_of, BatchBody, example=_BATCH)
+    file, delete = Endpoint("GET", api.file, tenant_of), Endpoint("DELETE", api.delete_file, tenant_of)
+    return [
+        Route("/v1/files", Methods(upload, Endpoint("GET", api.files, tenant_of))),
+        Route("/v1/files/{id}", Methods(file, delete)),
+        Route("/v1/files/{id}/content", Endpoint("GET", api.content, tenant_of)),
+        Route("/v1/batches", Methods(create, Endpoint("GET", api.batches, tenant_of))),
+        Route("/v1/batches/{id}", Endpoint("GET", api.batch, tenant_of)),
+        Route("/v1/batches/{id}/cancel", Endpoint("POST", api.cancel_batch, tenant_of)),
+    ]
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -230,7 +249,12 @@ def _listed(
     limit = asked.get("limit", str(usual))
     if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
         raise refused("limit", f"a number from 1 to {most}")
-    page, more = page_of(records, [one.id for one in records], asked.get("after", ""), int(limit))
+    ids, after, begin = [one.id for one in records], asked.get("after", ""), 0
+    if after:
+        if after not in ids:
+            raise NotFound(f"after: there is no {after[:100]!r}")
+        begin = ids.index(after) + 1
+    page, more = records[begin : begin + int(limit)], len(records) > begin + int(limit)
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": [one.shown() for one in page], **ends, "has_more": more}
 

@@ -16,7 +16,7 @@ import pytest
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.gateway.batches import batch_folder
 from pillion.gateway.batches.batch_claim import BatchClaim, claim
-from pillion.gateway.batches.batch_folder import BatchFolder, FileTooLarge, FolderFull, page_of
+from pillion.gateway.batches.batch_folder import BatchFolder, FileTooLarge, FolderFull
 from pillion.gateway.batches.batch_lines import InputCheck, JournalEntry, output_line, unserved_line
 from pillion.gateway.batches.batch_machine import BatchMachine
 from tests.support.batch_checks import check_batches
@@ -344,15 +344,6 @@ def test_unserved_lines_stand_among_the_errors(folder: BatchFolder) -> None:
     assert errors is not None
     assert folder.content(output).read_bytes() == b'{"n": 1}\n'
     assert [json.loads(line)["custom_id"] for line in folder.content(errors).read_text().splitlines()] == ["c1", "c3"]
-
-
-def test_pages() -> None:
-    ids = ["a", "b", "c"]
-    assert page_of(ids, ids, "", 2) == (["a", "b"], True)
-    assert page_of(ids, ids, "b", 2) == (["c"], False)
-    assert page_of(ids, ids, "c", 2) == ([], False)
-    with pytest.raises(NotFound, match="after"):
-        page_of(ids, ids, "d", 2)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: pathlib.Path) -> None:

@@ -551,7 +551,7 @@ async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypa
         batch = await begun(client, chats(20))
         await until("lines to run", lambda: len(fakes.decode.streams) == 2)
         server: Any = fakes.gateway
-        runner = server.beside.batches._runner
+        runner = server.beside.batches
         runner.folder.max_bytes = 1
         await until("the gateway to see it", lambda: runner._full)
         fakes.decode.gate.set()
