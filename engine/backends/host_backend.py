@@ -17,8 +17,7 @@ from pillion.engine.backends.backend import (
     checked_memory,
     warm_up_batches,
 )
-from pillion.engine.sampling.sampler import LargestLogits
-from pillion.engine.sampling.scores import sample_and_score
+from pillion.engine.sampling.sampler import LargestLogits, sample
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StateSlots, StepBatch
 
@@ -123,7 +122,7 @@ class HostBackend(ABC):
             self.copy_blocks(*zip(*copies, strict=True))
         logits = self.forward(batch)
         chosen = logits.shape[0] - sum(map(bool, batch.pooled_ids))
-        sampled = sample_and_score(logits[:chosen], rows, self.largest)
+        sampled = sample(logits[:chosen], rows, self.largest)
         if batch.pooled_ids:
             sampled = replace(sampled, pooled=self._pooled(batch, logits[chosen:]))
         if self.state_layers:

@@ -1,10 +1,9 @@
 """Chooses tokens on the CPU, as a pure function of (logits, history, seed, position) (I6).
 
-    sampler.py         the stages of a row of logits, from edits to the chosen token
+    sampler.py         the stages of a row of logits, from its bias and penalties to the chosen token
     masks.py           what grammars and requests allow
     allowed_masks.py   the tokens that a request allows, beside its grammar
     bad_words.py       the tokens that would complete a bad word
-    penalties.py       bias, penalties and banned ids
     cuts.py            top_k, top_p and min_p
     gumbel.py          the noise, and its random numbers
     logprobs.py        log probabilities of chosen and most likely tokens

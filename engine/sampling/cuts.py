@@ -36,6 +36,16 @@ _RANGES = 4096
 _RANGE_END = 32.0
 
 
+def whole_groups(logits: torch.Tensor) -> Float32:
+    """Returns the logits C-contiguous, with a multiple of GROUP_TOKENS columns. A vocabulary that is no such multiple
+    is padded with -inf in a copy."""
+    missing = -logits.shape[1] % GROUP_TOKENS
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    table: Float32 = logits.contiguous().numpy()
+    return table
+
+
 def group_maxima(table: Float32) -> Float32:
     """Returns each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that contain a NaN."""
     grouped = torch.from_numpy(table).view(len(table), -1, GROUP_TOKENS)

@@ -3,9 +3,13 @@
 A row of logits passes these stages, in the order of Hugging Face's processors:
 
     the grammar's mask, here or while its tokens race                                             masks.py
-    bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   penalties.py
+    bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   here
     temperature, top_k, top_p, min_p: scores, and the cut below which no token is drawn           cuts.py
     the token with the largest score + noise                                                      gumbel.py
+
+Bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et al., 2019);
+presence and frequency penalties are subtracted, as OpenAI defines them; banned tokens get -inf. Repetition counts
+tokens of prompt and answer, the other two only those of the answer.
 
 Temperature 0 takes the largest logit, of equals the lowest id. Other rows are drawn all at once. The result is exactly
 that of noise for every token, but a group of 128 tokens is looked at only if its largest logit with its largest noise
@@ -18,6 +22,9 @@ rows of the step do not. Nothing raises.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -32,11 +39,12 @@ from pillion.engine.sampling.cuts import (
     lone_nuclei,
     row_cut,
     surely_in_nucleus,
+    whole_groups,
 )
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import AllowedTokens, mask_rows
-from pillion.engine.sampling.penalties import edited
+from pillion.engine.sampling.scores import score_on_host
 from pillion.kernels.step import (
     MASK_LATE,
     MIN_TEMPERATURE,
@@ -45,6 +53,7 @@ from pillion.kernels.step import (
     Float32,
     Ids,
     Int64,
+    RowEdit,
     Sampled,
     SamplingRows,
 )
@@ -67,12 +76,16 @@ class LargestLogits(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
-    """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
-    ``largest`` are those of these rows, and maybe of more, where they are known.
+    """Chooses a token for each of the first rows of logits [R + Q, V] float32, with log probabilities for rows that
+    report them, and scores the others. ``largest`` are those of the first rows, and maybe of more, where they are
+    known.
 
     Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. In rows with a mask, logits and the
     maxima in ``largest`` may be minus infinity afterwards.
     """
+    if rows.scored is not None:
+        chosen = sample(logits[: len(rows)], replace(rows, scored=None), largest)
+        return replace(chosen, scored=score_on_host(logits[len(rows) :], rows.scored))
     if not len(rows):
         return Sampled()
     late, edits, allowed = NO_IDS, rows.edits, None
@@ -107,14 +120,38 @@ def _largest(logits: torch.Tensor) -> list[int] | None:
     return tokens if all(isfinite(value(row, token)) for row, token in enumerate(tokens)) else None
 
 
-def whole_groups(logits: torch.Tensor) -> Float32:
-    """Returns the logits C-contiguous, with a multiple of GROUP_TOKENS columns. A vocabulary that is no such multiple
-    is padded with -inf in a copy."""
-    missing = -logits.shape[1] % GROUP_TOKENS
-    if missing:
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    table: Float32 = logits.contiguous().numpy()
-    return table
+@contextmanager
+def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
+    """Edits the logits ``table`` [R, V] for the duration of the block, and then restores them bit by bit."""
+    touched = []
+    for edit in edits:
+        ids = np.concatenate((edit.biased, edit.seen, edit.answered, _within(edit.banned, table.shape[1])))
+        # An id may occur several times: all values are read before the first is written, so each is the old one.
+        touched.append((edit.row, ids, table[edit.row, ids]))
+    try:
+        for edit in edits:
+            _apply(table[edit.row], edit)
+        yield
+    finally:
+        for row, ids, before in touched:
+            table[row, ids] = before
+
+
+def _apply(row: Float32, edit: RowEdit) -> None:
+    row[edit.biased] += edit.bias
+    if len(edit.seen):
+        values, penalty = row[edit.seen], np.float32(edit.repetition)
+        # A token that was seen several times is written several times, always with the same value.
+        row[edit.seen] = np.where(values > 0, values / penalty, values * penalty)
+    if len(edit.answered):
+        ids, counts = np.unique(edit.answered, return_counts=True)
+        row[ids] -= np.float32(edit.frequency) * counts.astype(np.float32) + np.float32(edit.presence)
+    row[_within(edit.banned, len(row))] = -np.inf
+
+
+def _within(ids: Int64, width: int) -> Int64:
+    """Drops ids that have no logit: a tokenizer may have end tokens beyond the model's vocabulary."""
+    return ids[ids < width]
 
 
 def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None, allowed: AllowedTokens | None) -> Int64:

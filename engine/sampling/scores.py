@@ -7,27 +7,17 @@ little memory beside its logits. Never raises.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 
+from pillion.engine.sampling.cuts import whole_groups
 from pillion.engine.sampling.logprobs import MIN_LOGPROB, LogprobReport
-from pillion.engine.sampling.sampler import LargestLogits, sample, whole_groups
-from pillion.kernels.step import Sampled, SamplingRows, ScoredRows
+from pillion.kernels.step import ScoredRows
 from pillion.types import TokenLogprob
 
 # One round on a GPU has this many rows, because its temporary values are as large as the logits.
 ROUND_ROWS = 32
-
-
-def sample_and_score(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
-    """Chooses a token for the first rows of logits [R + Q, V] on the host, as :func:`sample` does, and scores the
-    others."""
-    if rows.scored is None:
-        return sample(logits, rows, largest)
-    count = len(rows)
-    return replace(sample(logits[:count], rows, largest), scored=score_on_host(logits[count:], rows.scored))
 
 
 def score_on_host(logits: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.sampling.penalties import edited
+from pillion.engine.sampling.sampler import edited
 from pillion.errors import Internal
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS, EditPacker

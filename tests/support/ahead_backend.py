@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lab.testbed.conditions import WITHIN_S
-from pillion.engine.sampling.scores import sample_and_score
+from pillion.engine.sampling.sampler import sample
 from pillion.kernels.step import Sampled, SamplingRows, StepBatch
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
@@ -122,7 +122,7 @@ class AheadBackend(FakeBackend):
                     self.copy_blocks(*zip(*flight.copies, strict=True))
                 logits = self.forward(batch)
                 assert flight.chosen.wait(LANDING_TIMEOUT_S)
-                before = flight.sampled = Sampled() if flight.rows is None else sample_and_score(logits, flight.rows)
+                before = flight.sampled = Sampled() if flight.rows is None else sample(logits, flight.rows)
             except Exception as error:
                 # What such a step chose is anything, but it is there.
                 before = Sampled((0,) * len(flight.batch.sample_rows))

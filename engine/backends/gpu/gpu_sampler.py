@@ -20,9 +20,9 @@ import torch
 
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu.device_memory import event_on, to_device, to_host
+from pillion.engine.sampling.cuts import whole_groups
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
-from pillion.engine.sampling.sampler import whole_groups
 from pillion.engine.sampling.scores import entries, most_alternatives, score
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
-from pillion.engine.sampling.penalties import edited
-from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampler import edited, sample
 from tests.support.examples import examples
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, rows_of
 
@@ -60,7 +59,7 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
 
 
 def plain(logits: list[float], params: RowParameters) -> list[float]:
-    """Applies all edits in float64, token by token, in the order of pillion.engine.sampling.penalties."""
+    """Applies all edits in float64, token by token, in the order of pillion.engine.sampling.sampler."""
     values, answered = list(logits), Counter(params.answered)
     for token in range(len(values)):
         values[token] += params.bias.get(token, 0.0)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
+from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.scores import (
     ROUND_ROWS,
     entries,
     most_alternatives,
-    sample_and_score,
     score,
     score_on_host,
 )
@@ -60,7 +60,7 @@ def test_rows_that_choose_and_rows_that_score() -> None:
     kept = logits.clone()
     rows = rows_of([RowParameters(temperature=0.0, bias={7: 50.0}), RowParameters(seed=3, logprobs=2)])
     object.__setattr__(rows, "scored", ScoredRows(np.array([4, 5, 6]), np.array([0, 1, 2])))
-    found = sample_and_score(logits, rows)
+    found = sample(logits, rows)
     assert (len(found.token_ids), found.token_ids[0], len(found.logprobs)) == (2, 7, 2)
     assert list(found.scored) == on_host(kept[2:], [4, 5, 6], [0, 1, 2])
     assert torch.equal(logits, kept)
