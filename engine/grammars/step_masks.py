@@ -25,9 +25,7 @@ class StepMasks:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
-        """Asks for the masks of a plan, when its batch is built. Returns None where no row has one."""
-        if not any(chunk.sequence.grammar is not None for chunk in plan.scheduled):
-            return None
+        """Asks for the masks of a plan with grammars, when its batch is built. Returns None where no row has one."""
         rows: list[int] = []
         asked: list[tuple[MaskRows, int]] = []
         row = 0

@@ -19,27 +19,28 @@ from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 
 class ParallelSampling:
-    """Manages the parallel samples of one scheduler, whose queues and block manager it uses."""
+    """Manages the parallel samples of one scheduler, whose queues and block manager it uses; ``late`` is for
+    reading."""
 
     def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
         self._queues = queues
         self._block_manager = block_manager
         # The prompts of these parallel samples are not completely sent to the node yet; they are kept by the id of the
         # parent that sends the blocks.
-        self._late: dict[int, list[Sequence]] = {}
+        self.late: dict[int, list[Sequence]] = {}
 
     def order_ticket(self, parent: Sequence, child: Sequence) -> None:
         """Orders a ticket for ``child``, at once or after the parent's running commit: a ticket that is opened before
         the prompt's last blocks are sent would not pin them."""
         if parent.in_commit and parent.num_sent < parent.prompt_tokens // parent.block_size:
-            self._late.setdefault(parent.seq_id, []).append(child)
+            self.late.setdefault(parent.seq_id, []).append(child)
             self._block_manager.out.hurry = True
         else:
             self._block_manager.order_resume(child)
 
     def parent_answered(self, seq_id: int, alive: Mapping[int, Sequence]) -> None:
         """Notes that the node has answered the commit of a parent's run, and that the next one, if any, is ordered."""
-        for child in self._late.pop(seq_id, ()):
+        for child in self.late.pop(seq_id):
             if alive.get(child.seq_id) is child:
                 self._block_manager.order_resume(child)
 
@@ -52,8 +53,6 @@ class ParallelSampling:
         """
         scheduled: list[ScheduledChunk] = []
         copies: list[tuple[int, int]] = []
-        if not any(s.parent is not None for s in self._queues.preempted):
-            return scheduled, copies
         not_running = [s for s in self._queues.prompt_tails() if s.state is not SequenceState.RUNNING]
         for child in not_running[: self._queues.free_seqs]:
             parent = child.leave_parent()

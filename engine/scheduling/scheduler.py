@@ -214,7 +214,8 @@ class Scheduler:
             self._close(sequence, now)
         else:
             self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
-        self._parallel_samples.parent_answered(seq_id, self.sequences)
+        if seq_id in self._parallel_samples.late:
+            self._parallel_samples.parent_answered(seq_id, self.sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
         """Takes the node's answer to Outcome.lease_blocks: the slots that it has leased."""
@@ -277,8 +278,10 @@ class Scheduler:
         if queues.yielding or queues.flows.several:
             queues.make_way(self.in_flight)
         scheduled = self._decodes(now)
-        parallel_chunks, copies = self._parallel_samples.start_running(self.sequences)
-        scheduled += [chunk for chunk in parallel_chunks if not self._keeps_back(chunk.sequence, now)]
+        copies: list[tuple[int, int]] = []
+        if any(sequence.parent is not None for sequence in queues.preempted):
+            begun, copies = self._parallel_samples.start_running(self.sequences)
+            scheduled += [chunk for chunk in begun if not self._keeps_back(chunk.sequence, now)]
         most = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
         took_s = 0.0
