@@ -20,8 +20,8 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.streams.stream_session import MAX_KEPT_PLACES
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.step_spans import record
-from pillion.engine.worker.worker import RequestNeeds, Worker
+from pillion.engine.worker.worker import Worker
+from pillion.engine.worker.worker_telemetry import record
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.v1.common_pb2 import Queued
@@ -86,7 +86,7 @@ class PrefillRun:
         start, end = start_tokens // block_size, (start_tokens + len(prefill_range.token_ids)) // block_size
         beside = self._worker.model.backend.layout.working_pages
         started = await self._worker.run_sequence(
-            RequestNeeds(adapter=prefill_range.adapter),
+            prefill_range.adapter,
             hold=lambda epoch: epoch.tickets.adopt(
                 prefill_range.ticket_id, end + beside, start_block=start, draft_blocks=end - start + beside
             ),

@@ -29,15 +29,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from opentelemetry.context import Context
 
+from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import Update
-from pillion.engine.worker.step_spans import record, record_stream
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
-from pillion.engine.worker.worker import RequestNeeds, Worker
+from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch
+from pillion.engine.worker.worker_telemetry import record, record_stream
 from pillion.errors import (
     BrokenGrammar,
     BrokenModel,
@@ -55,7 +56,7 @@ from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
-from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, range_violations
+from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, SamplingParams, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.errors import as_pillion_error
@@ -175,7 +176,7 @@ class DecodeSession:
         worker, waits = self._worker, _waits(submit)
         try:
             worker.check_open()
-            check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
+            sampling = check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
             if _pooling_rows(submit) is not None and not worker.gives_vectors:
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes in stages")
             if _pooling_rows(submit) is None and self._limits.vectors_alone:
@@ -197,7 +198,7 @@ class DecodeSession:
         stream = self._open(submit, submit.key, submit.sampling.seed)
         parallel_samples = [self._open(submit, sample.key, sample.seed) for sample in submit.siblings]
         stream.parallel_samples = tuple(parallel_samples)
-        task = asyncio.create_task(self._start(stream, submit))
+        task = asyncio.create_task(self._start(stream, submit, sampling))
         # A stream that waits takes its place when it has all that it waits for.
         self._adopting[task] = 0 if waits else len(keys)
         task.add_done_callback(self._adopting.pop)
@@ -298,14 +299,17 @@ class DecodeSession:
         if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > most:
             raise Overloaded(f"{worker.component_id} has {most} streams ({self._limits.flags})")
 
-    async def _start(self, stream: _DecodeStream, submit: Submit) -> None:
+    async def _start(self, stream: _DecodeStream, submit: Submit, sampling: SamplingParams) -> None:
         """Adopt or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
         try:
-            needs = _needs_of(submit)
+            grammar = None
+            if submit.grammar:
+                answer = submit.token_ids[submit.prompt_tokens :]
+                grammar = await self._worker.compiled(submit.grammar, answer, frozenset(submit.stop_token_ids))
             started = await self._worker.run_sequence(
-                needs,
-                hold=lambda epoch: self._hold(stream, submit, needs, epoch),
-                begin=lambda holding: self._begin(stream, submit, holding),
+                submit.adapter,
+                hold=lambda epoch: self._hold(stream, submit, epoch),
+                begin=lambda holding: self._begin(stream, submit, sampling, grammar, holding),
                 wanted=lambda: self._streams.get(submit.key) is stream,
             )
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (each stream has an end, whatever failed)
@@ -317,20 +321,17 @@ class DecodeSession:
             # The delta tells that the worker holds the ticket now, so the gateway may let go of it.
             self._pending_delta(submit.key).pinned_blocks = len(holding.chain_slots)
 
-    async def _hold(
-        self, stream: _DecodeStream, submit: Submit, needs: RequestNeeds, epoch: WorkerEpoch
-    ) -> tuple[Holding, bytes]:
+    async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[Holding, bytes]:
         """Adopts the gateway's ticket and awaits its chain, or opens one of the worker's own. Raises as
         :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
         tickets = stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
-        pages = self._worker.model.backend.layout.state_pages
         if submit.ticket_id:
             held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
             if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
                 return held
-            if needs.adapter:
-                epoch.expect_adapter(needs.adapter)
+            if submit.adapter:
+                epoch.expect_adapter(submit.adapter)
             return await tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
         began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:
@@ -341,7 +342,7 @@ class DecodeSession:
                 resume=submit.attempt > 1,
                 priority=submit.priority,
                 expected_blocks=submit.expected_blocks,
-                state_pages=pages,
+                state_pages=self._worker.model.backend.layout.state_pages,
                 known_blocks=submit.known_blocks,
                 flow=bounded_flow(submit.flow.key, submit.flow.weight),
             )
@@ -357,7 +358,12 @@ class DecodeSession:
         return holding, last_hash
 
     def _begin(
-        self, stream: _DecodeStream, submit: Submit, holding: Holding
+        self,
+        stream: _DecodeStream,
+        submit: Submit,
+        sampling: SamplingParams,
+        grammar: GrammarState | None,
+        holding: Holding,
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
         """Returns the sequence of a stream that has waited, with those of its parallel samples that are still there.
         Raises Overloaded where the worker has no room for them."""
@@ -366,7 +372,7 @@ class DecodeSession:
         )
         if _waits(submit):
             self._check_room(1 + len(stream.parallel_samples))
-        sampling, vocab_size = sampling_from_pb(submit.sampling), self._worker.model.backend.vocab_size
+        allowed, model = sampling.allowed_token_ids, self._worker.model
         sequence = Sequence(
             holding,
             self._worker.block_size,
@@ -379,7 +385,7 @@ class DecodeSession:
             stop_token_ids=frozenset(submit.stop_token_ids),
             max_tokens=submit.max_tokens,
             max_model_len=self._worker.max_model_len,
-            rope_shift=self._worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
+            rope_shift=model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
             priority=bounded(submit.priority),
             parallel_samples=tuple(other.sample for other in stream.parallel_samples),
             scored_tokens=submit.scored_tokens,
@@ -387,12 +393,14 @@ class DecodeSession:
             pooled=_pooling_rows(submit),
             pooled_ids=tuple(submit.pooled_ids),
             second_from=submit.second_from,
-            keeps_blocks=not self._worker.model.whole_texts,
+            keeps_blocks=not model.whole_texts,
             kept_tokens=tuple(submit.kept_tokens),
-            allowed=mask_of(sampling.allowed_token_ids, vocab_size) if sampling.allowed_token_ids else None,
+            allowed=mask_of(allowed, model.backend.vocab_size) if allowed else None,
             bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
+        if grammar is not None:
+            sequence.follow_grammar(grammar)
         return sequence, {one.seq_id: one for one in (stream, *stream.parallel_samples)}
 
     def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
@@ -454,17 +462,6 @@ def _pooling_rows(submit: Submit) -> range | None:
     return range(submit.prompt_tokens - 1, submit.prompt_tokens) if submit.pooled else None
 
 
-def _needs_of(submit: Submit) -> RequestNeeds:
-    if not (submit.grammar or submit.adapter):
-        return RequestNeeds()
-    return RequestNeeds(
-        adapter=submit.adapter,
-        grammar=submit.grammar,
-        answer=submit.token_ids[submit.prompt_tokens :],
-        stop_token_ids=frozenset(submit.stop_token_ids),
-    )
-
-
 def _error_of(error: PillionError) -> DecodeError:
     retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenGrammar | BrokenModel | MemoryShort)
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
@@ -482,14 +479,19 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
     )
 
 
-def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> None:
-    """Check a submit before anything is done for it. Raises InvalidRequest with every violation.
+def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> SamplingParams:
+    """Checks a submit before anything is done for it, and returns its parameters. Raises InvalidRequest with every
+    violation.
 
     A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
     """
-    violations = (*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(submit, vocab_size))
+    sampling = sampling_from_pb(submit.sampling)
+    violations = [*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(sampling, submit, vocab_size)]
+    if submit.pooled or submit.pooled_rows or submit.pooled_ids or submit.second_from:
+        violations += _pooling(submit, vocab_size)
     if violations:
         raise InvalidRequest.of(*violations)
+    return sampling
 
 
 def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
@@ -509,20 +511,6 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
-    pooled = _pooling_rows(submit)
-    if pooled is not None and pooled.stop > submit.prompt_tokens:
-        yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
-    if submit.second_from >= max(submit.prompt_tokens, 1):
-        yield FieldViolation(
-            "second_from", f"a second text from {submit.second_from} of {submit.prompt_tokens} tokens on"
-        )
-    if pooled is not None and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
-        yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
-    if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):
-        text = f"{len(submit.pooled_ids)} tokens; at most {MAX_POOLED_IDS}, and only with pooled"
-        yield FieldViolation("pooled_ids", text)
-    elif submit.pooled_ids and max(submit.pooled_ids) >= vocab_size:
-        yield FieldViolation("pooled_ids", f"an id is outside the vocabulary of {vocab_size}")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
     if submit.awaited_blocks and not submit.ticket_id:
@@ -545,9 +533,27 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("flow.key", f"{len(submit.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
 
 
-def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Violations of the sampling fields. A field that an older gateway does not know is unset and does nothing."""
-    params = sampling_from_pb(submit.sampling)
+def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
+    """Yields the violations of the fields by which a stream ends with a vector."""
+    pooled = _pooling_rows(submit)
+    if pooled is not None and pooled.stop > submit.prompt_tokens:
+        yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
+    if submit.second_from >= max(submit.prompt_tokens, 1):
+        yield FieldViolation(
+            "second_from", f"a second text from {submit.second_from} of {submit.prompt_tokens} tokens on"
+        )
+    if pooled is not None and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
+        yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
+    if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):
+        text = f"{len(submit.pooled_ids)} tokens; at most {MAX_POOLED_IDS}, and only with pooled"
+        yield FieldViolation("pooled_ids", text)
+    elif submit.pooled_ids and max(submit.pooled_ids) >= vocab_size:
+        yield FieldViolation("pooled_ids", f"an id is outside the vocabulary of {vocab_size}")
+
+
+def _sampling(params: SamplingParams, submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
+    """Yields the violations of the sampling fields. A field that an older gateway does not know is unset and does
+    nothing."""
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
         return

@@ -2,15 +2,14 @@
 
 Open first: worker.py, which draws a worker's life; then worker_epoch.py, which connects the files below.
 
-    worker.py         model, pool and node of a worker, through all its epochs
-    worker_epoch.py   one epoch at the KV node: takes sequences, hands their updates to listeners
-    step_loop.py      schedule -> launch -> wait -> commit, and the step thread, which drives it
-    node_updates.py   the scheduler's orders, sent to the KV node one batch at a time
-    tickets.py        adopting tickets, and opening new ones for preempted streams
-    heartbeat.py      heartbeats to the node and the registry, and the term that they renew
-    step_meter.py     metrics of steps
-    step_spans.py     trace spans of steps and streams
-    worker_server.py  a worker with its gRPC server
+    worker.py            model, pool and node of a worker, through all its epochs
+    worker_epoch.py      one epoch at the KV node: takes sequences, hands their updates to listeners
+    step_loop.py         schedule -> launch -> wait -> commit, and the step thread, which drives it
+    node_updates.py      the scheduler's orders, sent to the KV node one batch at a time
+    tickets.py           adopting tickets, and opening new ones for preempted streams
+    heartbeat.py         heartbeats to the node and the registry, and the term that they renew
+    worker_server.py     a worker with its gRPC server
+    worker_telemetry.py  metrics of steps, and trace spans of steps and streams
 
 It has no decision about what runs (pillion.engine.scheduling) and no message of a service (prefill_service,
 decode_service).

@@ -43,8 +43,8 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
-from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
+from pillion.engine.worker.worker_telemetry import StepMeter, load_readings
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.host.adapter_folders import is_adapter_digest
 from pillion.kvstore.client.attachment import Attachment, attach
@@ -86,23 +86,6 @@ class _AtOnce:
 
 
 AT_ONCE = _AtOnce()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestNeeds:
-    """Says what a request needs beside the model.
-
-    Attributes:
-        adapter: digest of the adapter that it runs with; "" for the model alone.
-        grammar: the text of the grammar that its answer follows; "" for none.
-        answer: tokens of the answer that are there already.
-        stop_token_ids: ids that end the stream.
-    """
-
-    adapter: str = ""
-    grammar: str = ""
-    answer: Seq[int] = ()
-    stop_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,30 +300,26 @@ class Worker:
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
-    async def made_ready(self, needs: RequestNeeds) -> GrammarState | None:
-        """Returns the begin of a request's grammar once that is compiled, and the files of its adapter are on this
-        machine. Raises InvalidRequest for a grammar that does not compile or that refuses the answer so far, and for an
-        adapter that is no digest; NotFound, Unavailable or Overloaded where another worker may serve the request."""
-        grammar = None
-        if needs.adapter and not is_adapter_digest(needs.adapter):
+    async def compiled(self, grammar: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> GrammarState:
+        """Returns a request's grammar, at the end of the ``answer`` that is there already, once it is compiled. Raises
+        InvalidRequest for a grammar that does not compile or that refuses this answer."""
+        if self._parts.grammars is None:
+            raise InvalidRequest(f"the answer has a grammar, which {self.component_id} cannot follow; its log says why")
+        return await asyncio.wrap_future(self._parts.grammars.start(grammar, answer, stop_token_ids))
+
+    async def _bring_adapter(self, digest: str) -> None:
+        """Returns when an adapter's files are on this machine. Raises InvalidRequest for what is no digest; NotFound,
+        Unavailable or Overloaded where another worker may have the adapter."""
+        if not is_adapter_digest(digest):
             raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
-        if needs.grammar:
-            if self._parts.grammars is None:
-                raise InvalidRequest(
-                    f"the answer has a grammar, which {self.component_id} cannot follow; its log says why"
-                )
-            started = self._parts.grammars.start(needs.grammar, needs.answer, needs.stop_token_ids)
-            grammar = await asyncio.wrap_future(started)
-        if needs.adapter:
-            if self._adapters is None:
-                raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
-            if needs.adapter not in self.epoch.load.adapters:
-                await self._adapters.bring(needs.adapter)
-        return grammar
+        if self._adapters is None:
+            raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
+        if digest not in self.epoch.load.adapters:
+            await self._adapters.bring(digest)
 
     async def run_sequence(
         self,
-        needs: RequestNeeds,
+        adapter: str,
         hold: Callable[[WorkerEpoch], Awaitable[tuple[Holding, bytes]]],
         begin: Callable[[Holding], tuple[Sequence, Mapping[int, SequenceListener]]],
         wanted: Callable[[], bool],
@@ -349,11 +328,12 @@ class Worker:
         cancel this call, because a ticket that is held must be released. Whatever an argument raises is raised.
 
         Args:
-            needs: what is made ready first.
+            adapter: digest of the adapter that it runs with, whose files are brought first; "" for the model alone.
             hold: adopts or opens the ticket, by the epoch's tickets.
             begin: makes the sequence once its ticket is held, with the listeners of it and of its parallel samples.
         """
-        grammar = await self.made_ready(needs)
+        if adapter:
+            await self._bring_adapter(adapter)
         if not wanted():
             return None
         epoch = self.epoch
@@ -362,8 +342,6 @@ class Worker:
         try:
             if wanted():
                 sequence, listeners = begin(holding)
-                if grammar is not None:
-                    sequence.follow_grammar(grammar)
                 progress = epoch.add(sequence, listeners, last_hash)
         finally:
             if progress is None:

@@ -41,10 +41,10 @@ from pillion.engine.scheduling.step_plan import (
 from pillion.engine.worker.heartbeat import EpochTerm, Heartbeats
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
-from pillion.engine.worker.step_meter import PREFILL, TAIL, StepMeter
-from pillion.engine.worker.step_spans import record, record_step
 from pillion.engine.worker.tickets import Tickets
+from pillion.engine.worker.worker_telemetry import PREFILL, TAIL, StepMeter, record, record_step
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, Internal, NotFound, PillionError, Unavailable
+from pillion.kernels.step import SamplingRows
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -342,8 +342,7 @@ class WorkerEpoch:
         for slot, packed in plan.placements:
             bound_adapters(backend.adapters).place(slot, packed)
         batch = build_step_batch(plan, self._block_size)
-        rows = None if plan.awaits_tokens else build_sampling(plan, StepMasks.of(plan))
-        return backend.launch(batch, plan.copies, rows)
+        return backend.launch(batch, plan.copies, None if plan.awaits_tokens else _sampling_rows(plan))
 
     def _tell_begun(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -352,7 +351,7 @@ class WorkerEpoch:
                 listener.on_begun()
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
-        step.choose(build_sampling(plan, StepMasks.of(plan)))
+        step.choose(_sampling_rows(plan))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:
@@ -408,6 +407,11 @@ class WorkerEpoch:
         if listener is not None and not result.refusal:
             for chunk in order.chunks:
                 listener.on_chunk(chunk)
+
+
+def _sampling_rows(plan: StepPlan) -> SamplingRows:
+    follows = any(chunk.sequence.grammar is not None for chunk in plan.scheduled)
+    return build_sampling(plan, StepMasks.of(plan) if follows else None)
 
 
 async def new_epoch(node: NodeClient, old: int) -> int:

@@ -15,7 +15,7 @@ import yaml
 import docs.make
 from deploy.grafana import make
 from pillion import errors
-from pillion.engine.worker import step_meter
+from pillion.engine.worker import worker_telemetry
 from pillion.gateway.admission.quotas import QUOTAS
 from pillion.gateway.request import request_telemetry
 from pillion.kvstore.node.kv_node import metric_readings
@@ -40,8 +40,8 @@ ROLES = frozenset({"gateway", "kvnode", "prefill", "decode"})
 def known_values() -> dict[tuple[str, str], set[str]]:
     """Return all values of a metric's label, by the names of both, where the code lists them."""
     meters = Meters()
-    step_meter.StepMeter(meters)
-    meters.watch(lambda: step_meter.load_readings(WorkerLoad(), 1))
+    worker_telemetry.StepMeter(meters)
+    meters.watch(lambda: worker_telemetry.load_readings(WorkerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_telemetry.readings(0, 0, True, True))
     found: dict[tuple[str, str], set[str]] = {}

@@ -20,7 +20,7 @@ sys.modules[module.__name__] = pillion.wire.registry = module
 exec(compile(text.replace(before, NEW + before), "registry.py", "exec"), module.__dict__)
 
 import msgspec
-from pillion.engine.worker.step_meter import load_readings
+from pillion.engine.worker.worker_telemetry import load_readings
 from pillion.observability import metric_catalog as names
 from pillion.types import ClusterStatus
 from pillion.wire.public import status_from_pb, status_to_pb

@@ -172,7 +172,7 @@ async def test_a_defect_on_the_way_ends_its_stream_with_an_error(
         code, retryable, message = await failure(await here.ask(1, "ab" * 32))
         assert (code, retryable) == (Unavailable.code, True)
         assert "log" in message
-        monkeypatch.setattr(worker, "made_ready", fail)
+        monkeypatch.setattr(worker, "_bring_adapter", fail)
         assert (await failure(await here.ask(2, "ab" * 32)))[0] == Internal.code
         await here.quiet()
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
-from pillion.engine.worker.step_meter import IDLE, StepMeter, load_readings
+from pillion.engine.worker.worker_telemetry import IDLE, StepMeter, load_readings
 from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused
 from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kernels.step import Sampled

@@ -1,0 +1,155 @@
+"""Measures what a worker does: metrics of its steps, how long they took and what filled their token budget, and trace
+spans of steps and streams.
+
+Spans are made afterwards, on asyncio's thread, from times that the scheduler noted: they cost a step nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from pillion.engine.scheduling.sequence import SequenceProgress
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan
+from pillion.observability import metric_catalog as names
+from pillion.observability import telemetry
+from pillion.observability.metrics import Meters, Reading
+from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
+from pillion.wire.registry import WorkerLoad
+
+DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"
+# One step's span has at most this many links; OpenTelemetry's own bound is 128.
+MAX_LINKS = 64
+
+
+class StepMeter:
+    """Counts a worker's steps over all its epochs. The step thread calls count_step, and asyncio's thread
+    count_outcome."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._duration = meters.distribution(names.STEP_DURATION)
+        self._steps = {ok: meters.counter(names.STEPS, "ok" if ok else "failed") for ok in (True, False)}
+        every = (DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE)
+        self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
+        self._preemptions = meters.counter(names.PREEMPTIONS)
+        places = range(MAX_SPECULATIVE_TOKENS)
+        self._accepted = [meters.counter(names.ACCEPTED, str(place)) for place in places]
+        self._wasted = [meters.counter(names.WASTED, str(place)) for place in places]
+        self._forced = meters.counter(names.FORCED)
+        self._late_masks = meters.counter(names.LATE_MASKS)
+        self._evicted_adapters = meters.counter(names.ADAPTER_EVICTIONS)
+
+    def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
+        """Counts a step that has run and is not committed yet. Returns its tokens by use."""
+        self._duration.observe(seconds)
+        self._steps[ok].add()
+        used = tokens_by_use(plan)
+        for use, tokens in used.items():
+            self._tokens[use].add(tokens)
+        return used
+
+    def totals(self) -> dict[str, Any]:
+        """Returns what :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
+        duration = self._duration.now()
+        tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}
+        return {"steps": duration.count, "steps_ms": round(duration.total * 1000, 3), **tokens}
+
+    def count_outcome(self, outcome: Outcome) -> None:
+        """Counts the preemptions, judged draft tokens, forced tokens, late masks and evicted adapters of an outcome."""
+        self._preemptions.add(outcome.preemptions)
+        for made, right in outcome.judged_draft_tokens:
+            for counter in (*self._accepted[:right], *self._wasted[right:made]):
+                counter.add(1)
+        self._forced.add(outcome.forced_tokens)
+        self._late_masks.add(outcome.late_masks)
+        self._evicted_adapters.add(outcome.evicted_adapters)
+
+
+def tokens_by_use(plan: StepPlan) -> dict[str, int]:
+    """Returns the tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone
+    are more."""
+    used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE, FORCED), 0)
+    for chunk in plan.scheduled:
+        sequence = chunk.sequence
+        if sequence.is_prefill:
+            used[PREFILL] += chunk.count
+        elif not sequence.decoding:
+            used[TAIL] += chunk.count
+        else:
+            used[DECODE] += 1
+            used[FORCED if sequence.forced else SPECULATIVE] += chunk.count - 1
+    used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
+    return used
+
+
+def load_readings(load: WorkerLoad, max_num_seqs: int) -> Iterator[Reading]:
+    yield names.FREE_SEQUENCES, (), max(0, max_num_seqs - load.running_requests)
+    yield from load.readings()
+
+
+def record(
+    name: str,
+    parent: Context,
+    start_s: float,
+    end_s: float,
+    attributes: Mapping[str, int | float | str] | None = None,
+    events: Sequence[tuple[str, float]] = (),
+) -> None:
+    """Record a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
+    if not trace.get_current_span(parent).get_span_context().is_valid:
+        return
+    _make_span(name, parent, start_s, end_s, attributes or {}, events=events)
+
+
+def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
+    """Record the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
+    end_s = progress.ended_s
+    ready = [("adapter ready", progress.adapter_s)] if progress.adapter_s else []
+    record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s, events=ready)
+    if not progress.first_step_s:
+        return
+    prompt_tail = {"pillion.prompt_tail.tokens": progress.tail_tokens, "pillion.prompt_tail.steps": progress.tail_steps}
+    record("decode.prompt_tail", parent, progress.first_step_s, progress.first_token_s or end_s, prompt_tail)
+    if progress.first_token_s:
+        attributes = {
+            "gen_ai.usage.output_tokens": generated_tokens,
+            "pillion.decode.steps": progress.token_steps,
+            "pillion.decode.longest_gap_ms": round(progress.longest_gap_s * 1000, 3),
+            "pillion.preemptions": progress.preemptions,
+        }
+        events = [("first token", progress.first_token_s), *(("preempted", at_s) for at_s in progress.preempted_s)]
+        record("decode", parent, progress.first_token_s, end_s, attributes, events)
+
+
+def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
+    """Record a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
+    (``parents``) that are recorded."""
+    contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
+    links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
+    if not links:
+        return
+    attributes = {f"pillion.step.{use}_tokens": count for use, count in tokens.items()}
+    _make_span("step", Context(), start_s, end_s, attributes, links=links[:MAX_LINKS])
+
+
+def _make_span(
+    name: str,
+    parent: Context,
+    start_s: float,
+    end_s: float,
+    attributes: Mapping[str, int | float | str],
+    *,
+    links: Sequence[trace.Link] = (),
+    events: Sequence[tuple[str, float]] = (),
+) -> None:
+    # This difference leads from time.monotonic() to the time of day.
+    wall_ns = time.time_ns() - time.monotonic_ns()
+    begin = wall_ns + int(start_s * 1e9)
+    span = telemetry.tracer().start_span(name, parent, start_time=begin, attributes=dict(attributes), links=links)
+    for event, at_s in events:
+        span.add_event(event, timestamp=wall_ns + int(at_s * 1e9))
+    span.end(end_time=wall_ns + int(end_s * 1e9))
