@@ -13,11 +13,11 @@ BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics
 
 def table() -> str:
     """Return a table of all metrics by Prometheus name (histograms without ``_bucket``, ``_sum``, ``_count``)."""
-    rows = ["| on the page | labels | what |", "|---|---|---|"]
+    rows = ["| on the page | what |", "|---|---|"]
     for metric in CATALOG:
         name = prometheus_name(metric) if metric.kind == "histogram" else sample_names(metric)[0]
-        labels = ", ".join(f"`{label.replace('.', '_')}`" for label in metric.labels)
-        rows.append(f"| `{name}` | {labels} | {metric.help} |")
+        labels = ",".join(label.replace(".", "_") for label in metric.labels)
+        rows.append(f"| `{name}{{{labels}}}` | {metric.help} |" if labels else f"| `{name}` | {metric.help} |")
     return "\n".join(rows) + "\n"
 
 

@@ -137,12 +137,18 @@ class Way:
         forms, calls = len(self.forms), len(self.calls)
         return f"{files} files, {files + back} to the answer's first byte, {forms} forms, {calls} calls"
 
-    def lines(self, every_call: bool = False) -> list[str]:
-        """The way as text."""
-        lines = [f"{self.policy}: {self.head()}", ""]
-        lines += [*_by_folder(self.files), "", "on the way back:", *_by_folder(self.answer_files)]
+    def lines(self, every_call: bool = False, beside: Way | None = None) -> list[str]:
+        """The way as text. Where there is another way ``beside`` it, what the two share is left out."""
+        known = [*beside.files, *beside.answer_files, *beside.forms] if beside else []
+        files, answer_files = ([file for file in way if file not in known] for way in (self.files, self.answer_files))
+        forms = [one for one in self.forms.values() if one.form not in known]
+        lines = [
+            f"{self.policy}: {self.head()}" + (f" (what {beside.policy} has, too, is left out)" if beside else ""),
+            "",
+        ]
+        lines += [*_by_folder(files), *(["", "on the way back:", *_by_folder(answer_files)] if answer_files else [])]
         lines += ["", "forms:"]
-        lines += [f"    {one.form}  ({one.giver} -> {one.taker})" for one in self.forms.values()]
+        lines += [f"    {one.form}  ({one.giver} -> {one.taker})" for one in forms]
         lines += ["", "calls:", f"    {', '.join(self.calls)}"]
         if every_call:
             lines += ["", "passages:"]
@@ -394,7 +400,8 @@ def render(text: str, found: Sequence[Way]) -> str:
     """``text``, with the ways between the markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = [line for way in found for line in ("```text", *way.lines(), "```", "")]
+    shown = [way.lines(beside=found[0] if place else None) for place, way in enumerate(found)]
+    lines = [line for way in shown for line in ("```text", *way, "```", "")]
     return before + BEGIN + "\n" + "\n".join(lines) + END + after
 
 
