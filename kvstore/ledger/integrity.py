@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pillion.errors import Conflict
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import LOST_RACE, Block
+from pillion.kvstore.ledger.ledger import LOST_RACE, Ledger
+from pillion.kvstore.ledger.records import Block
 
 # An error names at most this many findings, because a broken ledger is often broken in many places at once.
 MAX_FINDINGS = 20

@@ -1,5 +1,5 @@
-"""Defines the records of the slot ledger: plain data, changed by the ledger, the block tree and the eviction policy
-alone.
+"""Defines the records of the slot ledger that other parts of a node read, too: plain data, changed by the ledger, the
+block tree and the eviction policy alone.
 """
 
 from __future__ import annotations
@@ -8,20 +8,6 @@ from dataclasses import dataclass, field
 
 # A slot number has to fit into 31 bits.
 MAX_BLOCKS = 2**31 - 1
-
-# A leased slot that belongs to no ticket is charged to this number.
-NO_TICKET = 0
-# A slot with this mark lost a commit race: it comes back to the pool, never to a reservation.
-LOST_RACE = -1
-
-# Holders have one of these roles.
-SESSION = "gateway"
-PREFILL = "prefill"
-DECODE = "decode"
-# A holder with this role is one fetch of this node's own, while it lasts.
-FETCH = "fetch"
-# A holder with this role has blocks of the node's earlier life, until they are checked.
-KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,60 +56,6 @@ class Block:
     retained: int = 0
     idle_since_s: float = 0.0
     checksum: int = 0
-
-
-@dataclass(slots=True)
-class Holder:
-    """Represents one epoch: a worker, a gateway's session, a fetch, or what is kept of the node's earlier life.
-
-    Attributes:
-        leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
-        seen_s: time of its last call. None until the first one, so that a worker which is still loading is not taken
-            for a silent one: it has nothing yet that could be misused.
-    """
-
-    epoch: int
-    name: str
-    role: str
-    fenced: bool = False
-    seen_s: float | None = None
-    leased: dict[int, int] = field(default_factory=dict)
-    tickets: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class TicketState:
-    """Represents one request's claim at a KV node.
-
-    Attributes:
-        opener: (epoch, nonce) of the call that opened it.
-        last_block: last block of the pinned chain, None where nothing is pinned.
-        reserved: slots that are promised and not leased yet.
-        holders: epochs that hold it.
-        slots: the chain's slots, as far as it had grown when they were last asked for.
-        state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
-        flow_key: key of the flow whose claim it is (:class:`pillion.rules.priority.Flow`).
-        asked_blocks: blocks that the request needed in all when the ticket was opened.
-        known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool or
-            another node had when a state was looked for, or more where the pool remembers a place after them.
-    """
-
-    ticket_id: int
-    opener: tuple[int, int]
-    last_block: Block | None
-    reserved: int
-    holders: set[int]
-    slots: frozenset[int] = frozenset()
-    state: Block | None = None
-    state_pages: int = 0
-    known_blocks: int = 0
-    flow_key: bytes = b""
-    asked_blocks: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Returns how many blocks the ticket's pinned chain has."""
-        return self.last_block.depth + 1 if self.last_block else 0
 
 
 @dataclass(frozen=True, slots=True)

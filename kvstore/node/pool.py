@@ -19,8 +19,8 @@ from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overlo
 from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
+from pillion.kvstore.ledger.ledger import FETCH, KEPT, SESSION, Ledger
+from pillion.kvstore.ledger.records import Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins

@@ -29,8 +29,7 @@ from typing import Any, Protocol
 
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import state_page
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import FETCH
+from pillion.kvstore.ledger.ledger import FETCH, Ledger
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.tiers import FarTier, Tier, load_into
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply

@@ -26,8 +26,7 @@ from lab.benchmarks.report import save, show_table, spread
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.loadgen.figures import percentile
 from pillion.v1.kvnode_pb2 import CommitRun
 

@@ -32,8 +32,7 @@ from lab.benchmarks.report import save, show_table
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.records import TicketState
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares, TicketState
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 from pillion.v1.kvnode_pb2 import CommitRun
 

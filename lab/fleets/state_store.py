@@ -26,8 +26,7 @@ from pillion.kvstore.hashing import state_page
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.records import TicketState
+from pillion.kvstore.ledger.ledger import Ledger, PoolShares, TicketState
 from pillion.v1.kvnode_pb2 import CommitRun
 
 ROLE = "decode"

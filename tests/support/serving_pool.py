@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
-from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
 from pillion.v1.kvnode_pb2 import CommitRun
 
 NUM_SLOTS = 12

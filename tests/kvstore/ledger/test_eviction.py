@@ -12,8 +12,8 @@ from pillion.errors import Internal
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION, Block
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
+from pillion.kvstore.ledger.records import Block
 from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
 

@@ -10,8 +10,7 @@ import pytest
 from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import DECODE, FETCH, PREFILL, SESSION, TicketState
+from pillion.kvstore.ledger.ledger import DECODE, FETCH, PREFILL, SESSION, Ledger, TicketState
 from pillion.v1.kvnode_pb2 import CommitRun
 
 ROOT = bytes(32)

@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pillion.errors import Conflict, NotFound, Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.rules.priority import PRIORITY_AGING_S
 from pillion.v1.kvnode_pb2 import CommitRun

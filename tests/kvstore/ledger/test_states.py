@@ -8,8 +8,7 @@ import pytest
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import TicketState
+from pillion.kvstore.ledger.ledger import Ledger, TicketState
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
 PAGES = 3

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Overloaded
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
 from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
 from tests.support.examples import examples

@@ -14,8 +14,7 @@ from lab.testbed.redis import RedisServer
 from pillion.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.kvstore.prefix_pins import node_pins
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords

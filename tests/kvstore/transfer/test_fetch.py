@@ -16,8 +16,7 @@ from lab.testbed.conditions import WITHIN_S, loop_turns
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum, until_over
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import LruEviction
-from pillion.kvstore.ledger.ledger import Ledger, PoolShares
+from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
 from pillion.kvstore.ledger.pin_table import PrefixPinWish
-from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.transfer.hand_over import (
     MAX_VAIN_ASKS,
     PIECE_BYTES,
