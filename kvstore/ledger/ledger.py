@@ -311,7 +311,8 @@ class Ledger:
         for pinned in (match.last_block, match.state):
             if pinned is not None:
                 self.tree.pin(pinned)
-        self.prefix_pins.used(hashes, match.blocks)
+        if self.prefix_pins.all:
+            self.prefix_pins.used(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
         ticket.state, ticket.state_pages = match.state, state_pages
         ticket.known_blocks = known

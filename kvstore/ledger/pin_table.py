@@ -184,10 +184,7 @@ class PrefixPinTable:
 
     def used(self, hashes: Sequence[bytes], blocks: int) -> None:
         """Counts a hit of each prefix pin that ends among the first ``blocks`` of a chain, which are in the pool when a
-        ticket is admitted. Blocks that a fetch brings later do not count. O(blocks), nothing where nothing is
-        prefix-pinned."""
-        if not self._by_last_hash:
-            return
+        ticket is admitted. Blocks that a fetch brings later do not count. O(blocks)."""
         # A prefix that a ticket pinned is a chain of the tree, so no hash comes twice.
         for block_hash in hashes[:blocks]:
             for pin in self._by_last_hash.get(block_hash, ()):

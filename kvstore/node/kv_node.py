@@ -79,7 +79,6 @@ class KVNode:
             prefix_pins,
             retentions,
             followers,
-            pool_bytes=0,
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             announce=self._announce,
@@ -265,7 +264,7 @@ class KVNode:
             near=self._disk,
             far=self._bucket,
         )
-        self.pool.fetcher = self._storage.fetcher
+        self.pool.fetcher, self.pool.spiller = self._storage.fetcher, self._storage.spiller
         self._spawn(self._storage.run(), "storage")
         self._spawn(self.pool.prefix_pins.run(), "prefix pins")
         self.pool.survival = survival = self._memory.survival(self.pool.ledger, self.pool.changed)

@@ -106,7 +106,7 @@ class NodeDirectory:
 
     def push(self, events: list[IndexEvent]) -> None:
         """Notes blocks that came and went, for the index."""
-        if self._announcer is not None and events:
+        if self._announcer is not None:
             self._announcer.push(events)
 
     def beat_now(self) -> bool:

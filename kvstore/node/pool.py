@@ -25,6 +25,7 @@ from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
+from pillion.kvstore.tiers.spill import Spiller
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -62,15 +63,16 @@ class Pool:
         ledger: the pool's slots; the three parts after it are made for it.
         prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
         followers: those who follow the pool's blocks.
-        pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
         max_waiting: as :class:`WaitingQueue` has it.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-        announce: called with the blocks that came and went, maybe none, after every change.
+        announce: called with the blocks that came and went, after a change that brought or took any.
         shaped: called once with the pool's shape.
 
     Attributes:
-        pool_bytes: may be changed until the pool has its shape.
-        fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
+        pool_bytes: memory that is cut into slots when the first worker decides how big a block is; it may be changed
+            until then.
+        fetcher, spiller: set once the pool has memory; without them, nothing is brought from anywhere, or evicted ahead
+            of need.
         survival: what a pool that outlives its node does for the node's next life; it is set with the pool's shape.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
@@ -84,21 +86,21 @@ class Pool:
         retentions: NodeRetentions,
         followers: Followers,
         *,
-        pool_bytes: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
-        announce: Callable[[list[IndexEvent]], None] = lambda events: None,
-        shaped: Callable[[PoolShape], None] = lambda shape: None,
+        announce: Callable[[list[IndexEvent]], None],
+        shaped: Callable[[PoolShape], None],
     ) -> None:
         self.ledger, self.prefix_pins = ledger, prefix_pins
         self.retentions, self.followers = retentions, followers
         self.fetcher: Fetcher | None = None
+        self.spiller: Spiller | None = None
         self.survival: PoolSurvival | None = None
         self.meters = Meters()
         self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
         self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
         self.served_blocks = 0
-        self.pool_bytes = pool_bytes
+        self.pool_bytes = 0
         self._shaped = shaped
         self._namespace = ""
         self._timeout_s = heartbeat_timeout_s
@@ -499,7 +501,9 @@ class Pool:
             if self.survival is not None:
                 self.survival.note(events)
             self.followers.note(events)
-        self._announce(events)
+            self._announce(events)
+        if self.spiller is not None and len(self.ledger.free) < self.spiller.low_slots:
+            self.spiller.poke()
 
     def _dismiss(self, epoch: int, reason: str) -> None:
         for key in self.waiting.withdraw_epoch(epoch):

@@ -67,7 +67,7 @@ class Storage:
         self._near: list[Tier] = []
         self._far: list[FarTier] = [] if far is None else [far.make_tier(shape)]
         exchange.open_pool(shape, memory, pool)
-        self._spiller = Spiller(
+        self.spiller = Spiller(
             pool.ledger,
             memory,
             self._tiers,
@@ -102,7 +102,7 @@ class Storage:
             await self._announce_tier(tier)
         self._tiers += self._far
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._spiller.run())
+            group.create_task(self.spiller.run())
             if self._copies is not None:
                 group.create_task(self._copies.run())
             group.create_task(self._exchange.run())
@@ -120,18 +120,17 @@ class Storage:
         there."""
         await self._exchange.leave()
         await self.fetcher.close()
-        await self._spiller.close()
+        await self.spiller.close()
         for tier in self._tiers:
             await tier.close()
         await self._exchange.aclose()
         self.memory.close()
 
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
-        """Returns the pool's events without blocks that only moved to a lower tier. It is called after every change."""
-        self._spiller.poke()
+        """Returns the pool's events without blocks that only moved to a lower tier."""
         if self._copies is not None:
             self._copies.committed(events)
-        return without_moved(events, self._spiller.keeps)
+        return without_moved(events, self.spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields (hash, segment) of the blocks in lower tiers."""
@@ -159,11 +158,11 @@ class Storage:
         await self._exchange.hand_over(plan, look_up)
         left = dict.fromkeys(name for chain in plan.leftover() for name in chain)
         blocks = [tree.by_hash[name] for name in left if name in tree.by_hash]
-        saved = await self._spiller.save(blocks, plan.until_s, bytes_per_s)
+        saved = await self.spiller.save(blocks, plan.until_s, bytes_per_s)
         log.info("of %d blocks %d went to other nodes, %d to disk", len(tree), plan.blocks, saved)
 
     def _blocks_lost(self, names: Iterable[BlockName]) -> None:
-        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self._spiller.keeps)
+        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self.spiller.keeps)
         if events:
             self._announce(events)
 
@@ -178,7 +177,7 @@ class Storage:
         """Sets the counts of a node's status that this object keeps."""
         status.MergeFrom(self.fetcher.counts)
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
-        status.spilled_blocks = self._spiller.spilled_blocks
+        status.spilled_blocks = self.spiller.spilled_blocks
         status.late_blocks = self.fetcher.late_blocks
         status.disk_short_blocks = sum(tier.short_blocks for tier in self._near)
         status.disk_paused = not all(tier.answers() for tier in self._near)

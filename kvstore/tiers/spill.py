@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -38,22 +37,6 @@ ROOM_POLL_S = 0.02
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Watermarks:
-    """Holds free shares of the pool, in percent, at which evicting begins and ends. A low share of 0 turns it off."""
-
-    low_percent: int
-    high_percent: int
-
-    def reached(self, ledger: Ledger) -> bool:
-        """Returns whether evicting should begin. It takes O(1)."""
-        return len(ledger.free) * 100 < self.low_percent * ledger.num_slots
-
-    def missing(self, ledger: Ledger) -> int:
-        """Returns how many slots should become free before evicting ends."""
-        return max(0, -(-self.high_percent * ledger.num_slots // 100) - len(ledger.free))
-
-
 def without_moved(events: Iterable[IndexEvent], in_tier: Callable[[bytes], bool]) -> list[IndexEvent]:
     """Returns the pool's events without those of blocks that only moved to a tier, so that the index keeps them."""
     return [event for event in events if event.here or not in_tier(event.block_hash)]
@@ -72,9 +55,12 @@ class Spiller:
 
     Args:
         tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
-        low_percent, high_percent: free share of the pool at which evicting begins and ends.
+        low_percent, high_percent: free share of the pool at which evicting begins and ends; 0 turns it off.
         blocks_lost: called with blocks that a tier no longer keeps, or never kept.
         changed: called after every change in the ledger.
+
+    Attributes:
+        low_slots, high_slots: evicting begins when fewer slots than ``low_slots`` are free, and ends at ``high_slots``.
     """
 
     def __init__(
@@ -91,7 +77,8 @@ class Spiller:
         self._ledger = ledger
         self._memory = memory
         self._tiers = tiers
-        self._marks = Watermarks(low_percent, high_percent)
+        self.low_slots = -(-low_percent * memory.num_slots // 100)
+        self.high_slots = -(-high_percent * memory.num_slots // 100)
         self._blocks_lost = blocks_lost
         self._changed = changed
         self._poked = asyncio.Event()
@@ -101,9 +88,8 @@ class Spiller:
         self._under_way_bytes = 0
 
     def poke(self) -> None:
-        """Starts evicting if the ledger's last change made that necessary. It takes O(1)."""
-        if self._marks.reached(self._ledger):
-            self._poked.set()
+        """Starts evicting, because fewer slots than ``low_slots`` are free."""
+        self._poked.set()
 
     @property
     def busy(self) -> bool:
@@ -119,7 +105,7 @@ class Spiller:
         while True:
             await self._poked.wait()
             self._poked.clear()
-            while missing := self._marks.missing(self._ledger):
+            while (missing := self.high_slots - len(self._ledger.free)) > 0:
                 if not await self._evict_some(missing):
                     break
                 await asyncio.sleep(0)

@@ -18,12 +18,15 @@ def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: flo
     """A pool whose admission leaves nothing to running decodes."""
     retaining = RetentionEviction(LruEviction(), 90, 50, time.monotonic)
     ledger = Ledger(new_id, 0, retaining)
-    return Pool(
+    pool = Pool(
         ledger,
         NodePrefixPins(ledger),
         NodeRetentions(ledger, retaining),
         Followers(ledger.tree, BlockLog(1, 1024), 4),
-        pool_bytes=pool_bytes,
         max_waiting=max_waiting,
         heartbeat_timeout_s=heartbeat_timeout_s,
+        announce=lambda events: None,
+        shaped=lambda shape: None,
     )
+    pool.pool_bytes = pool_bytes
+    return pool

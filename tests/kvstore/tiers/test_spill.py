@@ -18,7 +18,7 @@ from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk_tier.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
-from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
+from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
@@ -112,7 +112,8 @@ class SpillHost:
 
     def changed(self) -> None:
         self.apply(without_moved(self.ledger.drain_events(), self.spiller.keeps))
-        self.spiller.poke()
+        if self.free < self.spiller.low_slots:
+            self.spiller.poke()
 
     def open(self, *tokens: int) -> int:
         hashes = prompt(*tokens)
@@ -172,13 +173,14 @@ async def running(*tiers: Tier) -> AsyncIterator[SpillHost]:
 
 def test_watermarks_count_in_percent_of_the_pool() -> None:
     node = LedgerDriver(LruEviction(), NUM_SLOTS)
-    marks = Watermarks(20, 33)
-    node.open(prompt(*range(16)))
-    assert not marks.reached(node.ledger), "four of twenty are free: that is not below 20 %"
-    node.open(prompt(77))
-    assert marks.reached(node.ledger)
-    assert marks.missing(node.ledger) == 7 - 3
-    assert not Watermarks(0, 0).reached(node.ledger)
+
+    def slots_of(low_percent: int, high_percent: int) -> tuple[int, int]:
+        spiller = Spiller(node.ledger, ScriptedMemory(), (), low_percent, high_percent)
+        return spiller.low_slots, spiller.high_slots
+
+    assert slots_of(20, 33) == (4, 7), "four of twenty free slots are not below 20 %"
+    assert slots_of(21, 35) == (5, 7)
+    assert slots_of(0, 0) == (0, 0), "never fewer than none are free"
 
 
 async def test_without_tiers_the_front_goes() -> None:
