@@ -88,11 +88,10 @@ class Breaker:
 
 
 class RedisLink:
-    """Connects to Redis and runs scripts, each named without its suffix. Raises ConfigError for an invalid URL
-    (:mod:`pillion.kvstore.index.redis_url`)."""
+    """Runs scripts, each named without its suffix, by a client of Redis. :func:`open_link` makes it."""
 
-    def __init__(self, server: RedisServerAt, *scripts: str) -> None:
-        self._client = connect(parse(server)) if isinstance(server, str) else server
+    def __init__(self, client: Any, *scripts: str) -> None:
+        self._client = client
         self.cluster = isinstance(self._client, redis.asyncio.RedisCluster)
         self._texts = {name: script_text(name) for name in scripts}
         self._shas = {name: _script_sha(name) for name in scripts}
@@ -255,6 +254,11 @@ class RedisLink:
                     await self._client.nodes_manager.initialize()
 
 
+def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
+    """Connects to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
+    return RedisLink(connect(parse(server)) if isinstance(server, str) else server, *scripts)
+
+
 class RedisScripts:
     """Calls the scripts that a subclass names in ``scripts``. Making one raises ConfigError for a bad URL; calls raise
     Unavailable when Redis does not answer in time, or refuses."""
@@ -262,7 +266,7 @@ class RedisScripts:
     scripts: tuple[str, ...] = ()
 
     def __init__(self, redis_url: RedisServerAt) -> None:
-        self._link = RedisLink(redis_url, *self.scripts)
+        self._link = open_link(redis_url, *self.scripts)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""

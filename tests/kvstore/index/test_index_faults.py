@@ -17,7 +17,7 @@ from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Index, PrefixHit
-from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
+from pillion.kvstore.index.redis_link import Breaker, ScriptCall, open_link
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from tests.kvstore.index.conftest import lengthen_deadlines, shorten_deadlines
@@ -249,7 +249,7 @@ async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServe
 async def test_a_cancel_is_heard_even_where_the_library_loses_it(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    link, asked = RedisLink(redis.url, "components"), asyncio.Event()
+    link, asked = open_link(redis.url, "components"), asyncio.Event()
 
     async def deaf(*_: object) -> list[bytes]:
         asked.set()
@@ -275,7 +275,7 @@ async def test_a_cancel_is_heard_even_where_the_library_loses_it(
 @pytest.mark.usefixtures("patient")
 async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard has a task of its own, which the cancel of the call reaches before it begins."""
-    link = RedisLink("redis://127.0.0.1:1")
+    link = open_link("redis+cluster://127.0.0.1:1")
 
     async def shards(*_: object) -> dict[str, list[int]]:
         return {"a": [0], "b": [1]}
