@@ -161,15 +161,24 @@ class Index(RedisScripts):
         return PrefixHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Returns how many leading blocks of the chain each entry has. A Cluster is asked about segments, in two
-        rounds: some that are evenly spread, and then those between two of them where a node's chain ends."""
-        parts = list(_chain_parts(block_hashes, SEGMENT_BLOCKS if self._link.cluster else 0))
+        """Returns how many leading blocks of the chain each entry has."""
+        if self._link.cluster:
+            return await self._ends_of_segments(block_hashes, until_s)
+        call = _look_up(keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes))
+        return await self._link.call("lookup", call, _read_ends, deadline_ms=_left_ms(until_s))
+
+    async def _ends_of_segments(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
+        """Asks the shards of a Cluster about segments of the chain, in two rounds: some that are evenly spread, and
+        then those between two of them where a node's chain ends."""
+        buckets, fields = keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes)
+        width = SEGMENT_BLOCKS * keys.FIELD_BYTES
+        parts = [_look_up([key], fields[at * width : (at + 1) * width]) for at, key in enumerate(buckets)]
         reached: dict[int, dict[bytes, int]] = {}
 
         async def ask(numbers: Sequence[int], until_s: float) -> None:
             if not numbers:
                 return
-            calls = [parts[number].call for number in numbers]
+            calls = [parts[number] for number in numbers]
             ends = await self._link.call_each("lookup", calls, _read_ends, deadline_ms=_left_ms(until_s))
             reached.update((number, end) for number, end in zip(numbers, ends, strict=True) if end is not None)
 
@@ -188,7 +197,7 @@ class Index(RedisScripts):
             await ask(between, until_s)
         ends: dict[bytes, int] = {}
         for number in sorted(reached):
-            ends |= {entry: parts[number].first_block + blocks for entry, blocks in reached[number].items()}
+            ends |= {entry: number * SEGMENT_BLOCKS + blocks for entry, blocks in reached[number].items()}
         return ends
 
     async def _states(self, block_hashes: bytes, ends: dict[bytes, int], until_s: float) -> dict[bytes, int]:
@@ -225,24 +234,9 @@ class Index(RedisScripts):
                 log.debug("the table of nodes is not refreshed: %s", error)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChainPart:
-    """Holds whole segments of a chain from ``first_block`` on, and the look-up call for them."""
-
-    first_block: int
-    call: ScriptCall
-
-
-def _chain_parts(block_hashes: bytes, part_blocks: int) -> Iterator[_ChainPart]:
-    """Cuts a chain into parts of ``part_blocks``, in order; 0 makes one part of it all."""
-    fields, buckets = keys.chain_fields(block_hashes), keys.chain_buckets(block_hashes)
-    blocks = part_blocks or len(block_hashes) // HASH_BYTES
-    per_part = -(-blocks // SEGMENT_BLOCKS)
-    for start in range(0, len(fields) // keys.FIELD_BYTES, blocks):
-        part = fields[start * keys.FIELD_BYTES : (start + blocks) * keys.FIELD_BYTES]
-        first = start // SEGMENT_BLOCKS
-        args: list[bytes | int] = [part, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP]
-        yield _ChainPart(start, ScriptCall(buckets[first : first + per_part], args))
+def _look_up(buckets: list[bytes], fields: bytes) -> ScriptCall:
+    """Returns the call that looks for the blocks of whole segments, by their buckets and fields."""
+    return ScriptCall(buckets, [fields, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP])
 
 
 @dataclass(frozen=True, slots=True)

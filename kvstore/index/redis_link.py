@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.exceptions import ClusterDownError, MovedError, NoScriptError, RedisError, ResponseError
@@ -88,17 +88,16 @@ class Breaker:
 
 
 class RedisLink:
-    """Runs scripts, each named without its suffix, by a client of Redis. :func:`open_link` makes it."""
+    """Runs scripts, each named without its suffix, on one server, by a client of Redis. :func:`open_link` makes it."""
+
+    cluster = False
 
     def __init__(self, client: Any, *scripts: str) -> None:
         self._client = client
-        self.cluster = isinstance(self._client, redis.asyncio.RedisCluster)
         self._texts = {name: script_text(name) for name in scripts}
         self._shas = {name: _script_sha(name) for name in scripts}
         self._breakers: dict[str, Breaker] = {}
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._discovery: asyncio.Task[None] | None = None
-        self._discovered_s = 0.0
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
         """Runs a script once and reads its answer. Raises Unavailable for silence and for a bad answer."""
@@ -114,63 +113,23 @@ class RedisLink:
         ``read`` converts a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
         Unavailable when all calls failed.
         """
-        answers: list[T | None] = [None] * len(calls)
-        until = asyncio.get_running_loop().time() + deadline_ms / 1000
-        shards = await self._shards(calls, until)
-        works = [
-            self._outcome(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()
-        ]
-        # Most often there is one server, whose call needs no task of its own.
-        outcomes = [await works[0]] if len(works) == 1 else await asyncio.gather(*works)
-        for places, got in zip(shards.values(), outcomes, strict=True):
-            if not isinstance(got, Unavailable):
-                for i, answer in zip(places, got, strict=True):
-                    answers[i] = answer
-        if all(answer is None for answer in answers):
-            raise next((got for got in outcomes if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
-        return answers
+        return await self._answers(script, calls, read, _now_s() + deadline_ms / 1000)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
-        if self._discovery is not None:
-            self._discovery.cancel()
-            await asyncio.gather(self._discovery, return_exceptions=True)
         # The Sentinels' clients are not closed with the master's client.
         manager = getattr(getattr(self._client, "connection_pool", None), "sentinel_manager", None)
         for client in (self._client, *(manager.sentinels if manager else ())):
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
 
-    async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
-        """Returns the places of the calls that go to each server, by its name."""
-        if not self.cluster:
-            return {"": list(range(len(calls)))}
-        client = cast(redis.asyncio.RedisCluster, self._client)
-        known = client.nodes_manager.slots_cache
-        if not known:
-            self._discover()
-        if self._discovery is not None and not known:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await asyncio.shield(self._discovery)
-        shards: dict[str, list[int]] = {}
-        for i, call in enumerate(calls):
-            nodes = client.nodes_manager.slots_cache.get(client.keyslot(call.keys[0]))
-            shards.setdefault(nodes[0].name if nodes else "", []).append(i)
-        return shards
-
-    async def _outcome(
-        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
-    ) -> list[T | None] | Unavailable:
-        """Returns what :meth:`_ask` returns, or the Unavailable that it raised. A task of this that is cancelled before
-        it has begun leaves nothing behind that was never awaited."""
-        try:
-            return await self._ask(name, script, calls, read, until)
-        except Unavailable as error:
-            return error
+    async def _answers(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        return await self._ask("", script, calls, read, until)
 
     async def _ask(
-        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
+        self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
         """Sends all calls of one server and reads the answers. Raises Unavailable if there is none."""
         breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
@@ -184,7 +143,6 @@ class RedisLink:
         except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
             if not isinstance(error, TimeoutError) or _now_s() - begun_s >= LEAST_PATIENCE_MS / 1000:
                 breaker.failed(_now_s())
-                self._discover()
             if _cancels() > cancels:
                 raise asyncio.CancelledError from None
             raise Unavailable(f"Redis: {str(error) or 'no answer in time'}") from None
@@ -192,60 +150,115 @@ class RedisLink:
         if _cancels() > cancels:
             raise asyncio.CancelledError
         refused = [one for one in raw if isinstance(one, ResponseError)]
-        if any(isinstance(one, MovedError | ClusterDownError) for one in refused):
-            self._discover()
         if len(refused) == len(raw):
             raise Unavailable(f"Redis refuses: {_with_remedy(refused[0])}")
         return answers
 
-    async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
+    async def _send(self, name: str, script: str, calls: Sequence[ScriptCall]) -> list[Any]:
         """Sends calls of one server and returns the raw answers, refusals included. A script that the server lacks is
         sent whole."""
-        answers = await self._send_as("EVALSHA", self._shas[script], name, calls)
+        answers = await self._execute(name, "EVALSHA", self._shas[script], calls)
         unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
-            again = await self._send_as("EVAL", self._texts[script], name, [calls[i] for i in unknown])
+            again = await self._execute(name, "EVAL", self._texts[script], [calls[i] for i in unknown])
             for i, one in zip(unknown, again, strict=True):
                 answers[i] = one
         return answers
 
-    async def _send_as(self, verb: str, script: str | bytes, name: str, calls: list[ScriptCall]) -> list[Any]:
-        client = self._client
-        commands = [(verb, script, len(call.keys), *call.keys, *call.args) for call in calls]
-        if self.cluster:
-            client = cast(redis.asyncio.RedisCluster, client)
-            if not name:
-                raise OSError("no shard of the Cluster serves this slot")
-            pipeline = client.pipeline()
-            node = client.get_node(node_name=name)
-            for command in commands:
-                pipeline.execute_command(*command, target_nodes=node)
-            answers = await pipeline.execute(raise_on_error=False)
-        elif len(commands) == 1:
+    async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Returns the answers of one server, where a refusal is the ResponseError of its call."""
+        answers: list[Any] = []
+        for call in calls:
             try:
-                return [await cast(Any, client).execute_command(*commands[0])]
+                answers.append(await self._client.execute_command(*_command(verb, script, call)))
             except ResponseError as error:
-                return [error]
-        else:
-            async with client.pipeline(transaction=False) as batch:
-                for command in commands:
-                    batch.execute_command(*command)
-                answers = await batch.execute(raise_on_error=False)
+                answers.append(error)
+        return answers
+
+
+class ClusterLink(RedisLink):
+    """Runs scripts on the shards of a Cluster: side by side, and on each of them pipelined."""
+
+    cluster = True
+
+    def __init__(self, client: redis.asyncio.RedisCluster, *scripts: str) -> None:
+        super().__init__(client, *scripts)
+        self._client: redis.asyncio.RedisCluster = client
+        self._discovery: asyncio.Task[None] | None = None
+        self._discovered_s = 0.0
+
+    async def aclose(self) -> None:
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
+        await super().aclose()
+
+    async def _answers(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        answers: list[T | None] = [None] * len(calls)
+        shards = await self._shards(calls, until)
+        outcomes = await asyncio.gather(
+            *(self._outcome(name, script, [calls[i] for i in places], read, until) for name, places in shards.items())
+        )
+        for places, got in zip(shards.values(), outcomes, strict=True):
+            if not isinstance(got, Unavailable):
+                for i, answer in zip(places, got, strict=True):
+                    answers[i] = answer
+        if all(answer is None for answer in answers):
+            raise next((got for got in outcomes if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
+        return answers
+
+    async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
+        """Returns the places of the calls that go to each server, by its name."""
+        known = self._client.nodes_manager.slots_cache
+        if not known:
+            self._discover()
+        if self._discovery is not None and not known:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await asyncio.shield(self._discovery)
+        shards: dict[str, list[int]] = {}
+        for i, call in enumerate(calls):
+            nodes = self._client.nodes_manager.slots_cache.get(self._client.keyslot(call.keys[0]))
+            shards.setdefault(nodes[0].name if nodes else "", []).append(i)
+        return shards
+
+    async def _outcome(
+        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None] | Unavailable:
+        """Returns what :meth:`_ask` returns, or the Unavailable that it raised: then the map of slots may be an old
+        one. A task of this that is cancelled before it has begun leaves nothing behind that was never awaited."""
+        try:
+            return await self._ask(name, script, calls, read, until)
+        except Unavailable as error:
+            self._discover()
+            return error
+
+    async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
+        if not name:
+            raise OSError("no shard of the Cluster serves this slot")
+        pipeline = self._client.pipeline()
+        node = self._client.get_node(node_name=name)
+        for call in calls:
+            pipeline.execute_command(*_command(verb, script, call), target_nodes=node)
+        answers = list(await pipeline.execute(raise_on_error=False))
         for one in answers:
             if isinstance(one, BaseException) and not isinstance(one, ResponseError):
                 raise one
-        return list(answers)
+            if isinstance(one, MovedError | ClusterDownError):
+                self._discover()
+        return answers
 
     def _discover(self) -> None:
-        """Reads a Cluster's map of slots again, in the background and not too often."""
+        """Reads the map of slots again, in the background and not too often."""
         now = _now_s()
         busy = self._discovery is not None and not self._discovery.done()
-        if self.cluster and not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
+        if not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
             self._discovered_s = now
             self._discovery = asyncio.create_task(self._read_map(), name="redis cluster map")
 
     async def _read_map(self) -> None:
-        assert isinstance(self._client, redis.asyncio.RedisCluster)
         again = bool(self._client.nodes_manager.slots_cache)
         with contextlib.suppress(Exception):
             async with asyncio.timeout(DISCOVERY_DEADLINE_MS / 1000):
@@ -256,7 +269,9 @@ class RedisLink:
 
 def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
     """Connects to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
-    return RedisLink(connect(parse(server)) if isinstance(server, str) else server, *scripts)
+    client = connect(parse(server)) if isinstance(server, str) else server
+    kind = ClusterLink if isinstance(client, redis.asyncio.RedisCluster) else RedisLink
+    return kind(client, *scripts)
 
 
 class RedisScripts:
@@ -271,6 +286,10 @@ class RedisScripts:
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
         await self._link.aclose()
+
+
+def _command(verb: str, script: str | bytes, call: ScriptCall) -> tuple[Argument, ...]:
+    return verb, script, len(call.keys), *call.keys, *call.args
 
 
 def _with_remedy(refusal: ResponseError) -> str:

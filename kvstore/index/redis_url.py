@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl, unquote, urlencode
 
 import redis.asyncio
@@ -45,21 +45,8 @@ _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
-class CommandClient(Protocol):
-    """Describes what RedisLink needs of a client of one server, as redis-py's has it."""
-
-    async def execute_command(self, *words: Any) -> Any:
-        """Returns the answer to one command. Raises redis-py's errors."""
-
-    def pipeline(self, transaction: bool = True) -> Any:
-        """Returns commands to be sent together, as redis-py's ``Pipeline``."""
-
-    async def aclose(self) -> None:
-        """Closes the client's connections."""
-
-
-# A Redis is given by the value of --redis-url or, in the simulator, by a client of it.
-RedisServerAt = str | CommandClient
+# A Redis is given by the value of --redis-url or, in the simulator, by what stands for a client of it.
+RedisServerAt = str | Client
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -66,35 +65,26 @@ class RedisModelClient:
 
     async def execute_command(self, *words: RedisWord) -> Any:
         """Returns the answer. Raises redis-py's ResponseError for a refusal, ConnectionError where nobody listens."""
-        [answer] = await self._send([words])
+        if self._way.gone:
+            raise RedisConnectionError("connection refused")
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Any] = loop.create_future()
+
+        def settle(answer: Any) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        def carry_out() -> None:
+            loop.call_later(self._way.back_s, settle, self._answer(words))
+
+        loop.call_later(self._way.there_s, self._way.arrive, carry_out)
+        answer = await answered
         if isinstance(answer, RedisError):
             raise answer
         return answer
 
-    def pipeline(self, transaction: bool = True) -> RedisModelPipeline:
-        """Returns commands that are sent together. Raises AssertionError for a transaction: the model has none."""
-        assert not transaction
-        return RedisModelPipeline(self._send)
-
     async def aclose(self) -> None:
         """Does nothing, because there is no connection."""
-
-    async def _send(self, commands: list[tuple[RedisWord, ...]]) -> list[Any]:
-        if self._way.gone:
-            raise RedisConnectionError("connection refused")
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[list[Any]] = loop.create_future()
-
-        def settle(answers: list[Any]) -> None:
-            if not answered.done():
-                answered.set_result(answers)
-
-        def carry_out() -> None:
-            answers = [self._answer(words) for words in commands]
-            loop.call_later(self._way.back_s, settle, answers)
-
-        loop.call_later(self._way.there_s, self._way.arrive, carry_out)
-        return await answered
 
     def _answer(self, words: tuple[RedisWord, ...]) -> Any:
         try:
@@ -104,30 +94,3 @@ class RedisModelClient:
             if code == "NOSCRIPT":
                 return NoScriptError(rest)
             return ResponseError(rest if code == "ERR" else refusal.message)
-
-
-class RedisModelPipeline:
-    """Holds commands that are sent together."""
-
-    def __init__(self, send: Callable[[list[tuple[RedisWord, ...]]], Any]) -> None:
-        self._send = send
-        self._commands: list[tuple[RedisWord, ...]] = []
-
-    async def __aenter__(self) -> RedisModelPipeline:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._commands.clear()
-
-    def execute_command(self, *words: RedisWord) -> RedisModelPipeline:
-        """Adds a command to those that are sent together."""
-        self._commands.append(words)
-        return self
-
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Sends all commands; returns their answers, refusals as exceptions among them."""
-        assert not raise_on_error
-        answers: list[Any] = await self._send(self._commands)
-        return answers
