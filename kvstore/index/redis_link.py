@@ -270,8 +270,9 @@ class ClusterLink(RedisLink):
 def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
     """Connects to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
     client = connect(parse(server)) if isinstance(server, str) else server
-    kind = ClusterLink if isinstance(client, redis.asyncio.RedisCluster) else RedisLink
-    return kind(client, *scripts)
+    if isinstance(client, redis.asyncio.RedisCluster):
+        return ClusterLink(client, *scripts)
+    return RedisLink(client, *scripts)
 
 
 class RedisScripts:

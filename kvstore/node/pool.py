@@ -252,10 +252,7 @@ class Pool:
         if request.adopt:
             self._worker(request.epoch)
         if not request.total_blocks:
-            ticket = self.ledger.pin_chain(request.epoch, nonce, hashes)
-            self.changed()
-            adopted = self.ledger.chain_of(ticket) if request.adopt else None
-            return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks, adopted=adopted)
+            return self._pin_what_is_here(request, nonce, hashes)
         waiter = Waiter(
             epoch=request.epoch,
             nonce=nonce,
@@ -278,13 +275,34 @@ class Pool:
             self.changed()
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < request.expected_blocks:
-            expected = hashes[: request.expected_blocks]
-            self._announce(self._missing(expected, grant.pinned_blocks, bool(request.state_pages)))
-            if request.adopt:
-                self.ledger.release(request.epoch, [grant.ticket_id])
-                self.changed()
-                raise NotFound(f"{grant.pinned_blocks} of {request.expected_blocks} blocks are here: plan again")
+            self._fewer_than_expected(request, grant, hashes)
         return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks, adopted=grant.adopted)
+
+    def _pin_what_is_here(self, request: OpenTicketRequest, nonce: int, hashes: Sequence[bytes]) -> OpenTicketReply:
+        ticket = self.ledger.pin_chain(request.epoch, nonce, hashes)
+        self.changed()
+        adopted = self.ledger.chain_of(ticket) if request.adopt else None
+        return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks, adopted=adopted)
+
+    def _fewer_than_expected(self, request: OpenTicketRequest, grant: Grant, hashes: Sequence[bytes]) -> None:
+        """Takes the blocks that are not here out of the index. Raises NotFound, with the ticket released, for a caller
+        that adopts.
+
+        The node reports them itself, and not the gateway that was misled: so they keep their place among the node's
+        other updates, and a commit in the same moment is not taken back.
+        """
+        held = grant.pinned_blocks
+        expected = hashes[: request.expected_blocks]
+        # A state is looked for by its first page, which stands behind the blocks.
+        chain = [*expected, state_page(expected[-1], 0)] if request.state_pages and expected else expected
+        missing = [at for at in range(held, len(chain)) if chain[at] not in self.ledger.tree.by_hash]
+        self._announce(
+            [IndexEvent(chain[at], False, segment=chain[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS]) for at in missing]
+        )
+        if request.adopt:
+            self.ledger.release(request.epoch, [grant.ticket_id])
+            self.changed()
+            raise NotFound(f"{held} of {request.expected_blocks} blocks are here: plan again")
 
     async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
         """Brings as much as possible of a ticket's chain into the pool, by
@@ -465,20 +483,6 @@ class Pool:
         for _, blocks, woken in waits or ():
             if ticket is not None and ticket.blocks >= blocks and not woken.done():
                 woken.set_result(None)
-
-    def _missing(self, hashes: Sequence[bytes], held: int, has_states: bool) -> list[IndexEvent]:
-        """Returns events for the blocks that the index names here in vain; with ``has_states``, for the first page of
-        the state after them, too.
-
-        The node reports them itself, and not the gateway that was misled: so they keep their place among the node's
-        other updates, and a commit in the same moment is not taken back.
-        """
-        chain = hashes if not has_states else [*hashes, state_page(hashes[-1], 0)]
-        return [
-            IndexEvent(chain[at], here=False, segment=chain[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
-            for at in range(held, len(chain))
-            if chain[at] not in self.ledger.tree.by_hash
-        ]
 
     def _worker(self, epoch: int) -> None:
         """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
