@@ -95,7 +95,7 @@ class SamplingOption:
             own.
         recommended_as: its key in a model's generation_config.json, "" where models recommend none.
         gguf: its key among the sampling values of GGUF files, "" where these have none.
-        APIs: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
+        apis: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
         about: the help of the command's option; "" where the command writes an option of its own.
         of_rows: whether every row of a step has a value, which cuts the row's distribution; the other options change
             single logits.

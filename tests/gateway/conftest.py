@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from lab.testbed.conditions import WITHIN_S
@@ -22,6 +20,4 @@ LIMITS = (
 def patient_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request takes another way, such as to compute what it could fetch, because the machine stands still."""
     for limit in LIMITS:
-        # A room that is gone has no limit.
-        with contextlib.suppress(ImportError):
-            monkeypatch.setattr(f"pillion.{limit}", WITHIN_S)
+        monkeypatch.setattr(f"pillion.{limit}", WITHIN_S)
