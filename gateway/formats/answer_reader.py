@@ -85,8 +85,8 @@ class AnswerReader:
         text, parts = self._text, self.parts
         reasoning, tools = output_format.reasoning, output_format.tools
         if reasoning is not None and reasoning.in_channels:
-            known = None if tools is None else frozenset(output_format.schemas)
-            yield from HarmonyAnswer(text, parts, output_format.opened, known).read()
+            known = None if tools is None else output_format.schemas
+            yield from HarmonyAnswer(text, parts, known, output_format.opened).read()
             return
         if reasoning is not None:
             yield from read_reasoning(
@@ -94,7 +94,7 @@ class AnswerReader:
             )
             parts.thinking = parts.inner
         if tools is not None:
-            yield from tools.read(text, parts, output_format.schemas)
+            yield from tools.reader(text, parts, output_format.schemas).read()
             return
         yield from text.until(Marks(), parts.content)
 

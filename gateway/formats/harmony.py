@@ -13,7 +13,7 @@ templates write it. The format: https://cookbook.openai.com/articles/openai-harm
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.json_calls import NAME
@@ -41,13 +41,13 @@ class HarmonyAnswer:
     """Reads a whole answer.
 
     Args:
+        known: the names of the tools that may be called; None where none may.
         opened: None where the answer begins with a header; where its prompt ends within a message, whether that is one
             of reasoning.
-        known: the names of the tools that may be called; None where none may.
     """
 
     def __init__(
-        self, text: PendingText, parts: AnswerParts, opened: bool | None, known: frozenset[str] | None
+        self, text: PendingText, parts: AnswerParts, known: Container[str] | None, opened: bool | None = None
     ) -> None:
         self._text = text
         self._parts = parts

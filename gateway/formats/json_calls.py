@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from types import MappingProxyType
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
@@ -77,7 +77,7 @@ class JsonCalls:
         self,
         text: PendingText,
         parts: AnswerParts,
-        known: frozenset[str],
+        known: Container[str],
         begin: str,
         end: str = "",
         others: Mapping[str, str] = MappingProxyType({}),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ _LIST, _TUPLE = _Frame("]", "", "[", "]"), _Frame(")", "", "[", "]")
 class LiteralCalls:
     """Reads an answer whose calls have the notation of ``form``."""
 
-    def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], form: LiteralForm) -> None:
+    def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: LiteralForm) -> None:
         self._text = text
         self._parts = parts
         self._known = known

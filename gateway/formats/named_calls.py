@@ -7,7 +7,7 @@ section mark --> call mark NAME separator {...} call's end mark --> the next cal
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
@@ -67,7 +67,7 @@ NAMED_FORMS: dict[str, NamedForm] = {
 class NamedCalls(JsonCalls):
     """Reads an answer whose calls have the marks of ``form``. The marks of the section may be left out."""
 
-    def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], form: NamedForm) -> None:
+    def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: NamedForm) -> None:
         super().__init__(text, parts, known, form.begin, form.end)
         self._form = form
         self._begin = Marks(form.section, form.begin)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +18,13 @@ from pillion.gateway.formats.json_calls import (
     MistralCalls,
     XlamCalls,
 )
-from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls, LiteralForm
-from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls, NamedForm
-from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
+from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls
+from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls
+from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL, XML_FORMS, XmlCalls
 
 # This maps the names of a request's tools to the schemas of their arguments.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-CallReader = Callable[[PendingText, AnswerParts, ToolSchemas], Generator[None, None, None]]
+CallReader = JsonCalls | XmlCalls | LiteralCalls | HarmonyAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class ToolFormat:
 
     Attributes:
         begin, end: the marks around a call; ``end`` is "" where there is none.
-        read: reads an answer's text.
+        reader: makes what reads an answer's text.
         found: groups of texts; a chat template that holds all texts of one group has this format.
-        marks: texts of special tokens that ``read`` needs to see.
+        marks: texts of special tokens that ``reader`` needs to see.
         inner: further marks, within a call.
         short_ids: whether the template takes ids of nine letters and digits only.
         bare: whether a call may stand without any mark, so that none is looked for in reasoning.
@@ -43,53 +43,12 @@ class ToolFormat:
 
     begin: str
     end: str
-    read: CallReader
+    reader: Callable[[PendingText, AnswerParts, ToolSchemas], CallReader]
     found: tuple[tuple[str, ...], ...] = ()
     marks: tuple[str, ...] = ()
     short_ids: bool = False
     inner: tuple[str, ...] = ()
     bare: bool = False
-
-
-def _read_hermes(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return JsonCalls(text, parts, frozenset(tools), TOOL_CALL, END_TOOL_CALL).read()
-
-
-def _read_xml(form: XmlForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return XmlCalls(text, parts, tools, form).read()
-
-
-def _read_named(
-    form: NamedForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas
-) -> Generator[None, None, None]:
-    return NamedCalls(text, parts, frozenset(tools), form).read()
-
-
-def _read_literal(
-    form: LiteralForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas
-) -> Generator[None, None, None]:
-    return LiteralCalls(text, parts, frozenset(tools), form).read()
-
-
-def _read_list(name: str, text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    kind = _LIST_READERS.get(name, ListCalls)
-    return kind(text, parts, frozenset(tools), *LIST_MARKS[name], _OTHER_MARKS.get(name, {})).read()
-
-
-def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return MistralCalls(text, parts, frozenset(tools), "[TOOL_CALLS]").read()
-
-
-def _read_llama(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>", "", {"{": ""}).read()
-
-
-def _read_internlm(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return JsonCalls(text, parts, frozenset(tools), *INTERNLM_MARKS).read()
-
-
-def _read_harmony(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return HarmonyAnswer(text, parts, None, frozenset(tools)).read()
 
 
 GENERIC, OPENAI = "generic", "openai"
@@ -127,7 +86,8 @@ _OTHER_MARKS = {
     "granite": {TOOL_CALL: END_TOOL_CALL},
     XLAM: {"[TOOL_CALLS]": "", "```json": "```"},
 }
-_LIST_READERS = {COHERE: CohereCalls, APERTUS: ApertusCalls, XLAM: XlamCalls}
+_LIST_READERS: Mapping[str, type[ListCalls]] = {COHERE: CohereCalls, APERTUS: ApertusCalls, XLAM: XlamCalls}
+_HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
 # The system prompts that tell models of Python's calls have this example.
 _EXAMPLE = "func_name1("
 _LITERAL_FOUND = {
@@ -146,7 +106,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         name: ToolFormat(
             form.begin,
             form.end,
-            partial(_read_xml, form),
+            partial(XmlCalls, form=form),
             (_XML_FOUND[name],),
             (form.begin, form.end, *form.inner),
             inner=form.inner,
@@ -157,7 +117,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         name: ToolFormat(
             named.section,
             named.end_section,
-            partial(_read_named, named),
+            partial(NamedCalls, form=named),
             (_NAMED_FOUND[name],),
             (named.section, named.end_section, *named.inner),
             inner=named.inner,
@@ -167,7 +127,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     **{
         name: ToolFormat(
             *marks,
-            partial(_read_list, name),
+            partial(
+                _LIST_READERS.get(name, ListCalls), begin=marks[0], end=marks[1], others=_OTHER_MARKS.get(name, {})
+            ),
             # The marks of xLAM's calls are those of other formats.
             ((marks[0],),) if name != XLAM else (),
             tuple(filter(None, (*marks, *(mark for pair in _OTHER_MARKS.get(name, {}).items() for mark in pair)))),
@@ -179,7 +141,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         name: ToolFormat(
             literal.begin,
             literal.end,
-            partial(_read_literal, literal),
+            partial(LiteralCalls, form=literal),
             (found,),
             tuple(filter(None, (literal.begin, literal.end, literal.quote))),
             inner=tuple(filter(None, (literal.quote,))),
@@ -188,26 +150,32 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         for name, found in _LITERAL_FOUND.items()
         for literal in (LITERAL_FORMS[name],)
     },
-    "ernie45": ToolFormat(
-        TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL, "<response>"),), (TOOL_CALL, END_TOOL_CALL)
-    ),
-    "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
+    "ernie45": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL, "<response>"),), (TOOL_CALL, END_TOOL_CALL)),
+    "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
     "mistral": ToolFormat(
-        "[TOOL_CALLS]", "", _read_mistral, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), True
+        "[TOOL_CALLS]",
+        "",
+        partial(MistralCalls, begin="[TOOL_CALLS]"),
+        (("[TOOL_CALLS]",),),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        True,
     ),
     "llama3_json": ToolFormat(
         "<|python_tag|>",
         "",
-        _read_llama,
+        partial(LlamaCalls, begin="<|python_tag|>", others={"{": ""}),
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
         bare=True,
     ),
     INTERNLM: ToolFormat(
-        *INTERNLM_MARKS, _read_internlm, (("<|action_start|>",),), ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+        *INTERNLM_MARKS,
+        partial(JsonCalls, begin=INTERNLM_MARKS[0], end=INTERNLM_MARKS[1]),
+        (("<|action_start|>",),),
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
-    OPENAI: ToolFormat(CHANNEL, CALL, _read_harmony, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
-    GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes),
+    OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
+    GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES),
 }
 # Other names of formats, as vLLM and SGLang have them.
 TOOL_ALIASES = {
