@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,26 @@ _OF_ROWS = [
     for name, one in SAMPLING_OPTIONS.items()
     if one.of_rows
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """Describes the state of one layer.
+
+    Attributes:
+        inputs: how many inputs of its convolution it keeps, those of the last tokens, and how many channels each has.
+        memory: how many matrices it has, and their rows and columns; () for none.
+        turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
+    """
+
+    inputs: tuple[int, int]
+    memory: tuple[int, ...] = ()
+    turned: bool = False
+
+    @property
+    def values(self) -> int:
+        """Gives how many numbers the state has."""
+        return prod(self.inputs) + (prod(self.memory) if self.memory else 0)
 
 
 @dataclass(frozen=True, slots=True)

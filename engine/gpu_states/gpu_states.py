@@ -21,16 +21,14 @@ import torch
 
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_model import GpuMatrix, GpuModel
-from pillion.engine.backends.gpu.gpu_step import StepShape
-from pillion.engine.backends.gpu.state_layers import StateOperation
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateSpace
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, unit_heads
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
-from pillion.kernels.step import StateSlots, StepBatch
 
+StateOperation = ShortConvolution | DeltaRule | StateSpace
 # Pieces' places are in values of this many bytes.
 _VALUE_BYTES = 4
 # These buffers are float32, and the others have the type of the model.
@@ -77,7 +75,7 @@ class _Places:
 
 
 class GpuStates:
-    """Implements :class:`pillion.engine.backends.gpu.state_layers.StateLayers`."""
+    """Holds the buffers of a model's layers that have states, which are made before there is a pool."""
 
     def __init__(self, model: GpuModel, layout: KVLayout, max_seqs: int) -> None:
         """Makes the buffers of ``model``, whose states lie in slots as ``layout`` says, for steps of at most so many
@@ -111,43 +109,35 @@ class GpuStates:
         """Returns the first ``count`` rows of a buffer, as if it had so many values a row."""
         return self._buffers[name][: count * width].view(count, width)
 
-    def room(self, count: int, width: int) -> torch.Tensor:
-        return self.buffer("made", count, width)
-
     def over(self, pool: torch.Tensor) -> StatesInPool:
+        """Returns the states in a pool of bytes [slots, block_bytes]."""
         return StatesInPool(self, pool.view(torch.float32), self._layout.state_pages, self._max_seqs)
 
 
 class StatesInPool:
-    """Implements :class:`pillion.engine.backends.gpu.state_layers.PoolStates`."""
+    """Holds the states of a model's layers in the slots of one pool; ``record`` has those of the step that runs."""
 
     def __init__(self, layers: GpuStates, pool: torch.Tensor, pages: int, max_seqs: int) -> None:
         self._layers, model = layers, layers.model
         self._model = model
-        self._record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
+        self.record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
 
-    def check(self, states: StateSlots | None, num_seqs: int) -> None:
-        self._record.check(states, num_seqs)
-
-    def send(self, batch: StepBatch, shape: StepShape) -> None:
-        self._record.send(batch, shape)
-
-    def clear(self) -> None:
-        self._record.clear()
+    def room(self, count: int, width: int) -> torch.Tensor:
+        """Returns the buffer for a product of ``count`` rows that a layer with a state reads."""
+        return self._layers.buffer("made", count, width)
 
     def run(self, index: int, operation: StateOperation, rows: torch.Tensor) -> torch.Tensor:
+        """Computes an operation of layer ``index`` over the step's rows [T, ...], and writes their states. Returns rows
+        of a buffer that all layers share."""
         match operation:
             case ShortConvolution():
-                return self._convolution(index, operation, rows)
+                out = self._buffer("found", rows, operation.taps.shape[0])
+                self._convolve(index, operation.taps, rows, out, gated=True)
+                return out
             case DeltaRule():
                 return self._delta_rule(index, operation, rows)
             case StateSpace():
                 return self._state_space(index, operation, rows)
-
-    def _convolution(self, index: int, operation: ShortConvolution, rows: torch.Tensor) -> torch.Tensor:
-        out = self._buffer("found", rows, operation.taps.shape[0])
-        self._convolve(index, operation.taps, rows, out, gated=True)
-        return out
 
     def _delta_rule(self, index: int, operation: DeltaRule, rows: torch.Tensor) -> torch.Tensor:
         shape, values = delta_shape(operation), operation.heads * operation.head_dim
@@ -164,7 +154,7 @@ class StatesInPool:
             forget_factors(few, decay, shift, forgets, shape)
         remembered = self._buffer("remembered", rows, values)
         memory = self._layers.places[index].memory
-        delta_rule(mixed, rates, forgets, decay, shift, remembered, self._record.step, memory, shape)
+        delta_rule(mixed, rates, forgets, decay, shift, remembered, self.record.step, memory, shape)
         # The buffer of factors' products is free again.
         gates = self._of_few(index, operation.gate_down, operation.gate_up, rows)
         out, norm = self._buffer("found", rows, values), self._vector(index, operation.norm)
@@ -188,7 +178,7 @@ class StatesInPool:
         decay, shift, skip = (self._vector(index, one) for one in (operation.decay, operation.shift, operation.skip))
         remembered = self._buffer("remembered", rows, values)
         memory = self._layers.places[index].memory
-        state_space(mixed, steps, decay, shift, skip, remembered, self._record.step, memory, shape)
+        state_space(mixed, steps, decay, shift, skip, remembered, self.record.step, memory, shape)
         out = self._buffer("found", rows, values)
         norm = None if operation.norm is None else self._vector(index, operation.norm)
         groups = 1 if norm is None else operation.groups
@@ -200,7 +190,7 @@ class StatesInPool:
     ) -> None:
         bias = self._model.layers[index].biases[taps.name]
         inputs = self._layers.places[index].inputs
-        convolve(rows, self._vector(index, taps), bias, out, self._record.step, inputs, gated=gated)
+        convolve(rows, self._vector(index, taps), bias, out, self.record.step, inputs, gated=gated)
 
     def _of_few(
         self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor

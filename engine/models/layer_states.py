@@ -7,32 +7,11 @@ one after the other, and takes some slots of the pool (docs/decisions/states.md)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
 
 from pillion.engine.models.layer_operations import DeltaRule, Layer, LayerTensor, ShortConvolution, StateSpace
+from pillion.kernels.step import LayerState
 
 STATE_ITEM_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """Describes the state of one layer.
-
-    Attributes:
-        inputs: how many inputs of its convolution it keeps, those of the last tokens, and how many channels each has.
-        memory: how many matrices it has, and their rows and columns; () for none.
-        turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
-    """
-
-    inputs: tuple[int, int]
-    memory: tuple[int, ...] = ()
-    turned: bool = False
-
-    @property
-    def values(self) -> int:
-        """Gives how many numbers the state has."""
-        return prod(self.inputs) + (prod(self.memory) if self.memory else 0)
 
 
 def layer_state(layer: Layer) -> LayerState | None:

@@ -20,7 +20,7 @@ _NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads LFM2's convolutions: layers that no list says to have attention have one."""
     count, listed = size(raw, "num_hidden_layers"), raw.get("full_attn_idxs")
-    layers = _linear_layers(raw, "layer_types", count, ("conv",))
+    layers = _linear_layers(raw, count, ("conv",))
     if layers is None and not isinstance(listed, list | None):
         raise ConfigError(f"config.json: full_attn_idxs must be a list, not {listed!r}")
     if layers is None:
@@ -33,7 +33,7 @@ def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
     says it."""
     count = size(raw, "num_hidden_layers")
-    layers = _linear_layers(raw, "layer_types", count, ("linear_attention",))
+    layers = _linear_layers(raw, count, ("linear_attention",))
     interval = size(raw, "full_attention_interval", 4)
     key_heads = size(raw, "linear_num_key_heads", size(raw, "num_attention_heads"))
     heads = size(raw, "linear_num_value_heads", size(raw, "num_attention_heads"))
@@ -71,7 +71,7 @@ def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
     unknown = sorted(own.keys() - {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"})
     if unknown:
         raise ConfigError(f"config.json has {key} with {unknown[0]} = {own[unknown[0]]!r}, which is not supported")
-    layers = _linear_layers(raw, "layer_types", count, ("linear_attention",))
+    layers = _linear_layers(raw, count, ("linear_attention",))
     if layers is None and {"full_attn_layers", "kda_layers"} <= own.keys():
         full, linear = (token_ids(own[kind]) for kind in ("full_attn_layers", "kda_layers"))
         if sorted((*full, *linear)) != list(range(1, count + 1)):
@@ -87,7 +87,7 @@ def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
 def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads GraniteMoeHybrid's state spaces, which all layers have where no list says otherwise."""
     count = size(raw, "num_hidden_layers")
-    layers = _linear_layers(raw, "layer_types", count, ("linear_attention", "mamba"))
+    layers = _linear_layers(raw, count, ("linear_attention", "mamba"))
     return _state_spaces(raw, (True,) * count if layers is None else layers)
 
 
@@ -176,11 +176,11 @@ def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
     return tuple(above_zero({key: one}, key, 1.0) for one in listed)
 
 
-def _linear_layers(raw: Mapping[str, Any], key: str, count: int, names: Collection[str]) -> tuple[bool, ...] | None:
+def _linear_layers(raw: Mapping[str, Any], count: int, names: Collection[str]) -> tuple[bool, ...] | None:
     """Returns whether each layer has a state, by the config's list; None where it has none. Raises ConfigError for
     another kind of layer."""
-    kinds = per_layer(raw, key, count)
+    kinds = per_layer(raw, "layer_types", count)
     for layer, kind in enumerate(kinds or ()):
         if kind not in (*names, *_ATTENTION):
-            raise ConfigError(f"config.json has {key} with {kind!r} for layer {layer}, not supported here")
+            raise ConfigError(f"config.json has layer_types with {kind!r} for layer {layer}, not supported here")
     return None if kinds is None else tuple(kind in names for kind in kinds)

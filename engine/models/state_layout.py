@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pillion.engine.models.layer_states import STATE_ITEM_BYTES, LayerState
+from pillion.engine.models.layer_states import STATE_ITEM_BYTES
 from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.step import LayerState
 
 
 @dataclass(frozen=True, slots=True)

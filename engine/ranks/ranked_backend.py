@@ -110,6 +110,10 @@ class RankedCalls:
         self.layout, self.vocab_size = own.layout, own.vocab_size
         self.adapters: BackendAdapters | None = None
 
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
+        self.own.bind_pool(memory, num_slots)
+
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes empty slots in all ranks."""
         slots = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
@@ -164,8 +168,8 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own._read_vectors(batch)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
-        self.own.bind_pool(memory, num_slots)
+        """Uses ``memory`` as the pool of rank 0's share, and as that of whole slots."""
+        RankedCalls.bind_pool(self, memory, num_slots)
         HostBackend.bind_pool(self, memory, num_slots)
 
     def close(self) -> None:
@@ -192,14 +196,6 @@ class RankedAheadBackend(RankedCalls):
     max_steps_under_way = 2
     gives_vectors = True
     own: AheadRank
-
-    def __init__(self, own: AheadRank, ranks: RankProcesses) -> None:
-        """Takes the own share and the other ranks, and owns both from now on."""
-        super().__init__(own, ranks)
-
-    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
-        self.own.bind_pool(memory, num_slots)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> RankedStep:
         """Begins a step in all ranks, each of which copies the slots' parts in its own shard of the pool; rank 0 makes

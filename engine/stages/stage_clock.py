@@ -52,8 +52,3 @@ class StageClock:
             self.work_s[stage] += one.ended_s - one.began_s
             self.wait_s[stage] += wait
         return waits
-
-    @property
-    def idle_share(self) -> list[float]:
-        """Gives the share of its spells of work in which each stage computed nothing; 0 before any step."""
-        return [wait / (work + wait) if work else 0.0 for work, wait in zip(self.work_s, self.wait_s, strict=True)]

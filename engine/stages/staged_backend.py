@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pillion.engine.backends.backend import PoolPlace
 from pillion.engine.ranks.rank_messages import step_to_bytes
 from pillion.engine.ranks.rank_processes import AbortableMemory, RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedCalls, ShareBackend
@@ -93,10 +92,6 @@ class StagedBackend(RankedCalls):
         self.max_steps_under_way = processes.stages
         # This is how long the last steps took here, as many as may be under way.
         self._took_s: deque[float] = deque(maxlen=processes.stages)
-
-    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
-        self.own.bind_pool(memory, num_slots)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:
         """Begins a step in all stages; returns when the first one has computed its layers. Raises Internal for a step

@@ -166,30 +166,34 @@ DEFAULT_COMPLETION_TOKENS = 16
 # One call may have this many prompts, of which some run side by side, and so many answers to all of them together.
 MAX_PROMPTS = 2048
 MAX_CALL_ANSWERS = 16_384
-# JSON needs at most six bytes for a character, and a number has at most twenty digits.
-_MAX_STOP_BYTES = 16 * MAX_STOPS_CHARS
-_MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
-_MAX_WORDS_BYTES = 16 * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS
-_MAX_ALLOWED_BYTES = 32 * MAX_ALLOWED_TOKEN_IDS
-_MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
-_MAX_HINTS_BYTES = 65_536
-_MAX_RAW_TOOLS_BYTES = 2 * MAX_TOOLS_BYTES
-_MAX_CHOICE_BYTES = 1024
-_STOPS_BOUND = f"at most {MAX_STOPS_CHARS} characters together"
-_IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
-_WORDS_BOUND = f"at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARS} characters"
-_ALLOWED_BOUND = f"at most {MAX_ALLOWED_TOKEN_IDS} ids"
-_BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
-_HINTS_BOUND = f"at most {_MAX_HINTS_BYTES} bytes of JSON"
-_KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
 # OpenAI has these bounds of metadata.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_NAME_CHARS = 64
-_MAX_METADATA_BYTES = 16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
+_MAX_HINTS_BYTES = 65_536
+_MAX_CHOICE_BYTES = 1024
+_KWARGS_BOUND = MAX_TEMPLATE_KWARGS_BYTES, f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
 _METADATA_BOUND = (
     f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
     f"and a text of {MAX_LABEL_CHARS}"
 )
+# So many bytes of these fields are parsed, and what is said of more. JSON needs at most six bytes for a character, and
+# a number has at most twenty digits.
+_BOUNDS: Mapping[str, tuple[int, str]] = {
+    "tools": (2 * MAX_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes"),
+    "tool_choice": (_MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes"),
+    "stop": (16 * MAX_STOPS_CHARS, f"at most {MAX_STOPS_CHARS} characters together"),
+    "stop_token_ids": (32 * MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"),
+    "bad_words": (
+        16 * MAX_BAD_WORDS * MAX_BAD_WORD_CHARS,
+        f"at most {MAX_BAD_WORDS} texts of {MAX_BAD_WORD_CHARS} characters",
+    ),
+    "allowed_token_ids": (32 * MAX_ALLOWED_TOKEN_IDS, f"at most {MAX_ALLOWED_TOKEN_IDS} ids"),
+    "logit_bias": (64 * MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens"),
+    "kv_hints": (_MAX_HINTS_BYTES, f"at most {_MAX_HINTS_BYTES} bytes of JSON"),
+    "chat_template_kwargs": _KWARGS_BOUND,
+    "chat_template_args": _KWARGS_BOUND,
+    "metadata": (16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS), _METADATA_BOUND),
+}
 # This matches the beginning of a list in JSON, up to its first item.
 _LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
@@ -359,7 +363,7 @@ def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, Mapping[str, str], f
     """Reads the tools and which of them may be called, and returns the client's names of their fields where these are
     special, and the names of the custom tools, too. The model is not told of tools that a server runs. Raises ApiError;
     too many bytes are refused before they are parsed."""
-    bodies = _bounded(raw, "tools", _MAX_RAW_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes") or ()
+    bodies = _bounded(raw, "tools") or ()
     if len(bodies) > MAX_TOOLS:
         raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
     tools: list[Tool] = []
@@ -379,7 +383,7 @@ def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, Mapping[str, str], f
 
 
 def _options(tools: tuple[Tool, ...], choice: Raw) -> ToolOptions:
-    chosen = _bounded(choice, "tool_choice", _MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes")
+    chosen = _bounded(choice, "tool_choice")
     if isinstance(chosen, ChoiceBody | CustomChoice):
         return ToolOptions(tools=tools, choice="named", name=_chosen_name(chosen))
     if isinstance(chosen, AllowedChoice):
@@ -442,7 +446,7 @@ def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field
 
     Raises ApiError.
     """
-    kwargs = _bounded(raw, field, MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    kwargs = _bounded(raw, field) or {}
     for name, value, setter in wanted:
         if value is not None:
             encoded = Raw(msgspec.json.encode(value))
@@ -453,7 +457,7 @@ def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field
 
 def read_stops(raw: Raw) -> tuple[str, ...]:
     """Reads the field of stop strings, which may be one string or a list. Raises ApiError."""
-    stops = _bounded(raw, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    stops = _bounded(raw, "stop")
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
@@ -463,30 +467,24 @@ def _sampling(
     logprobs: int | None,
     structured: StructuredOutputs | None,
 ) -> SamplingParams:
-    stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
+    allowed_ids = _bounded(body.allowed_token_ids, "allowed_token_ids")
+    if allowed_ids is not None and not allowed_ids:
+        raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
     return SamplingParams(
         **sampling_of(body, "completions"),
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=read_stops(body.stop),
-        stop_token_ids=tuple(stop_ids or ()),
+        stop_token_ids=tuple(_bounded(body.stop_token_ids, "stop_token_ids") or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,
-        allowed_token_ids=_allowed_ids(body.allowed_token_ids),
-        bad_words=tuple(_bounded(body.bad_words, "bad_words", _MAX_WORDS_BYTES, _WORDS_BOUND) or ()),
+        allowed_token_ids=tuple(allowed_ids or ()),
+        bad_words=tuple(_bounded(body.bad_words, "bad_words") or ()),
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         truncation_side=body.truncation_side or "",
-        logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
+        logit_bias=_bounded(body.logit_bias, "logit_bias") or {},
     )
-
-
-def _allowed_ids(raw: Raw) -> tuple[int, ...]:
-    """Reads the tokens that alone are chosen. Raises ApiError; an empty list allows none."""
-    ids = _bounded(raw, "allowed_token_ids", _MAX_ALLOWED_BYTES, _ALLOWED_BOUND)
-    if ids is not None and not ids:
-        raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
-    return tuple(ids or ())
 
 
 def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: Any) -> GenerateRequest:
@@ -503,7 +501,7 @@ def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: A
 
 def _hints(raw: Raw) -> str:
     """Returns the JSON of a body's hints about KV, "" for none; the gateway reads it. Raises ApiError."""
-    sent = _bounded(raw, "kv_hints", _MAX_HINTS_BYTES, _HINTS_BOUND)
+    sent = _bounded(raw, "kv_hints")
     return "" if sent is None else bytes(raw).decode()
 
 
@@ -543,17 +541,18 @@ def _openai_request(
 def read_metadata(raw: Raw) -> dict[str, str]:
     """Reads labels of a request, which have no effect: a batch gives them back, and answers are not stored. Raises
     ApiError."""
-    labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+    labels: dict[str, str] = _bounded(raw, "metadata") or {}
     oversized = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if oversized or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
     return labels
 
 
-def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:
+def _bounded(raw: Raw, field: str) -> Any:
     """Reads a raw field, None where it was not sent; a field of too many bytes is refused before it is parsed."""
     if not given(raw):
         return None
+    most_bytes, bound = _BOUNDS[field]
     if len(bytes(raw)) > most_bytes:
         raise refused(field, bound)
     return parse_field(raw, READ_LATER[field], field)

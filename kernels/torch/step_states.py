@@ -8,24 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Int32 = npt.NDArray[np.int32]
-
-
-class StateShape(Protocol):
-    """Describes the state of one layer: the last inputs of its convolution, and its matrices."""
-
-    @property
-    def inputs(self) -> tuple[int, int]: ...
-    @property
-    def memory(self) -> tuple[int, ...]: ...
-    @property
-    def values(self) -> int: ...
+from pillion.kernels.step import Int32, LayerState
 
 
 class StepStates:
@@ -36,7 +22,7 @@ class StepStates:
         query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1] of the step.
     """
 
-    def __init__(self, shapes: Sequence[StateShape | None], query_starts: Int32) -> None:
+    def __init__(self, shapes: Sequence[LayerState | None], query_starts: Int32) -> None:
         self._shapes = shapes
         self._places = [0]
         for shape in shapes:

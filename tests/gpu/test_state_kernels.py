@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from pillion.engine.gpu_states.state_record import StateRecord
-from pillion.engine.models.layer_states import LayerState
 from pillion.engine.models.state_layout import state_layout
 from pillion.errors import Internal
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
@@ -21,7 +20,7 @@ from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, fo
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 from pillion.kernels.gpu_states.state_places import StepOfStates
-from pillion.kernels.step import StateSlots
+from pillion.kernels.step import LayerState, StateSlots
 from pillion.kernels.torch import recurrences
 from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps
 from tests.support.gpu_states import TextsWithStates

@@ -12,10 +12,9 @@ import torch
 
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_states.state_record import StateRecord
-from pillion.engine.models.layer_states import LayerState
 from pillion.engine.models.state_layout import state_layout
 from pillion.kernels.gpu_states.state_places import StepOfStates
-from pillion.kernels.step import StateSlots
+from pillion.kernels.step import LayerState, StateSlots
 from tests.support.batches import Sequences
 
 BLOCK_BYTES, MAX_TOKENS = 4096, 48

@@ -4,12 +4,12 @@
     gpu_devices.py     GPUs of this machine, and what flags say of them
     gpu_loading.py     a worker's flags -> a backend with weights and workspace, before the pool is made
     gpu_roofline.py    what a step costs by the device's rates, before any was measured, and the budget that suits it
-    gpu_model.py       the forward pass over fused kernels and fixed buffers
+    gpu_decoder.py     the forward pass over fused kernels and fixed buffers
+    gpu_model.py       a model's weights, rotary tables and buffers
     gpu_weights.py     weights in memory that all workers of a GPU map
     gpu_step.py        a step's arrays as one record on the device
     pool_parts.py      where a process's KV heads lie in a pool, also in one that is divided over GPUs
     gpu_graphs.py      CUDA graphs of whole steps
-    state_layers.py    what a step needs of layers with a state
     gpu_sampler.py     chooses tokens on the device, and fetches them
     device_memory.py   mapped GPU memory as a torch tensor
 

@@ -38,8 +38,9 @@ from pillion.engine.backends.backend import (
     warm_up_batches,
 )
 from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device, to_host
+from pillion.engine.backends.gpu.gpu_decoder import GpuDecoder
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
-from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
+from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
@@ -90,6 +91,7 @@ class BoundPool:
         parts: Sequence[tuple[PoolPart, torch.Tensor]],
         layout: KVLayout,
         limits: GpuLimits,
+        states: GpuStates | None,
         *,
         eager: bool,
     ) -> None:
@@ -102,7 +104,7 @@ class BoundPool:
         words = [part.attention_words for part in self.parts]
         self.record = GpuStepRecord(limits.max_tokens, layout.block_size, words, model.device)
         # A model with states has one part: it has no ranks.
-        self.states = None if model.states is None else model.states.over(parts[0][1])
+        self.states = None if states is None else states.over(parts[0][1])
         self.decoder = GpuDecoder(model, self.parts, self.record, self.states)
         self.graphs = StepGraphs(
             self.decoder.run,
@@ -198,8 +200,8 @@ class GpuBackend:
         self.vocab_size = model.config.vocab_size
         self._limits = limits
         self._eager = enforce_eager
-        if layout.state_pages:
-            model.states = GpuStates(model, layout, limits.max_seqs)
+        self._states = GpuStates(model, layout, limits.max_seqs) if layout.state_pages else None
+        if self._states is not None:
             # That decodes and drafts find their states while steps run ahead is not shown yet.
             self.max_steps_under_way = 1
         self._ranks = model.ranks
@@ -235,7 +237,7 @@ class GpuBackend:
         bound = self._bound_or_raise()
         bound.record.clear()
         if bound.states is not None:
-            bound.states.clear()
+            bound.states.record.clear()
         if self._model.adapters is not None:
             self._model.adapters.clear()
             parts = [part for part in bound.parts if isinstance(part, PartRows)]
@@ -392,7 +394,7 @@ class GpuBackend:
         return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
 
     def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
-        return BoundPool(self._model, parts, self.layout, self._limits, eager=eager)
+        return BoundPool(self._model, parts, self.layout, self._limits, self._states, eager=eager)
 
     def _bound_or_raise(self) -> BoundPool:
         if self._bound is None:
@@ -411,7 +413,7 @@ class GpuBackend:
         whose vectors are wanted."""
         self.check_step(batch)
         if bound.states is not None:
-            bound.states.check(batch.states, batch.num_seqs)
+            bound.states.record.check(batch.states, batch.num_seqs)
         rows, places = distinct_rows(batch)
         plans = bound.plans(batch)
         # All parts agree on which sequences are chunks, because that depends only on the batch.
@@ -424,7 +426,7 @@ class GpuBackend:
                 bound_adapters(self.adapters).send(batch, rows, shape)
             bound.record.send(batch, rows, shape, plans)
             if bound.states is not None:
-                bound.states.send(batch, shape)
+                bound.states.record.send(batch, shape)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.models.layer_states import LayerState
 from pillion.engine.models.state_layout import state_layout
+from pillion.kernels.step import LayerState
 from tests.support.examples import examples
 
 MATRICES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 4).map(lambda count: 16 * count))

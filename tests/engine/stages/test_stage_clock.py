@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pillion.engine.stages.stage_clock import StageClock, Worked
 
 
@@ -17,7 +15,6 @@ def test_steps_of_equal_work_wait_at_the_ends_of_a_spell_alone():
     assert clock.landed([Worked(12.0, 13.0), Worked(13.0, 14.0)]) == [1.0, 0.0], "the first stage had no other step"
     assert clock.work_s == [3.0, 3.0]
     assert clock.wait_s == [1.0, 1.0]
-    assert clock.idle_share == [0.25, 0.25]
 
 
 def test_a_long_step_makes_the_stages_wait_for_each_other():
@@ -26,12 +23,12 @@ def test_a_long_step_makes_the_stages_wait_for_each_other():
     clock.launched(4.0)
     assert clock.landed([Worked(0.0, 4.0), Worked(4.0, 8.0)]) == [0.0, 4.0]
     assert clock.landed([Worked(4.0, 5.0), Worked(8.0, 9.0)]) == [4.0, 0.0]
-    assert clock.idle_share == pytest.approx([4 / 9, 4 / 9])
+    assert clock.work_s == [5.0, 5.0]
+    assert clock.wait_s == [4.0, 4.0]
 
 
 def test_time_without_work_is_no_wait():
     clock = StageClock(2)
-    assert clock.idle_share == [0.0, 0.0]
     for start in (0.0, 100.0):
         clock.launched(start)
         assert clock.landed([Worked(start, start + 1), Worked(start + 1, start + 2)]) == [1.0, 1.0]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.models.layer_states import LayerState
+from pillion.kernels.step import LayerState
 from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps, convolve, delta_rule, state_space
 from pillion.kernels.torch.step_states import StepStates
 from tests.support.examples import examples

@@ -1,0 +1,573 @@
+"""Runs the forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
+
+    embed -> residual
+    each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
+                 [residual += , norm] -> gate and up product -> [act(gate) * up] -> down product -> [residual += , norm]
+    last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
+    logits       head product, in float32
+
+In some models layers carry a state from token to token, in place of attention or beside it (``engine/gpu_states``).
+What is written above of attention and its KV then holds for their operations and states, too.
+
+One rank of several (``rank_group.py``) does the same over its share of heads, inner values and tokens. The results of
+embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
+
+A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds, the others find the rows of the stage
+before in the residual stream's buffer, and leave theirs there.
+
+Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
+quantized weights are our kernels'. Nothing here synchronises, and nothing but logits, sampled rows and gates of
+attention's results is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are a
+mixture of experts, whose group sizes only the device knows, and ranks that share a GPU, whose sums go through the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
+from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
+from pillion.engine.gpu_ranks.rank_logits import RankLogits
+from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    AttendLatents,
+    DeltaRule,
+    Experts,
+    Gate,
+    GrowQueries,
+    Keep,
+    KeepGate,
+    LayerOperation,
+    LayerTensor,
+    Mlp,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormProjections,
+    Rotate,
+    ShortConvolution,
+    StateSpace,
+)
+from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
+from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
+from pillion.kernels.gpu.attention.latent_write import latent_write
+from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.rows.embedding import embed
+from pillion.kernels.gpu.rows.gated import gated
+from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
+
+# Operations that write keys and values, or states. After the last layer's last one only sampled rows go on.
+_MIXERS = (Attend, AttendLatents, StateOperation)
+# These products read all rows, in the last layer, too, which comes to its sampled rows with its attention.
+_BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
+
+
+@dataclass(slots=True)
+class _LayerStep:
+    """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
+    of it, or that it kept.
+
+    ``gate`` is what multiplies attention's results, where a layer has such a gate. ``mixers`` counts the layer's
+    operations that are left of those that write keys and values, or states. ``ended`` says whether nothing has to be
+    computed any more, because no row is sampled.
+    """
+
+    residual: torch.Tensor
+    rows: torch.Tensor
+    kept: list[torch.Tensor] = field(default_factory=list)
+    gate: torch.Tensor | None = None
+    mixers: int = 0
+    ended: bool = False
+
+
+class GpuDecoder:
+    """Runs a model's forward pass over one pool."""
+
+    def __init__(
+        self,
+        model: GpuModel,
+        parts: Sequence[PartRows | LatentRows],
+        record: GpuStepRecord,
+        states: StatesInPool | None = None,
+    ) -> None:
+        """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
+        those of layers that have some."""
+        self._model, self._states = model, states
+        # A block has a place for the keys and values of each of these layers.
+        self._places = {index: place for place, index in enumerate(model.config.kv_layers)}
+        # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
+        self.vectors = model.normed[:0]
+        # A model has parts of one kind.
+        self._parts = [part for part in parts if isinstance(part, PartRows)]
+        self._latents = [part for part in parts if isinstance(part, LatentRows)]
+        self._record = record
+        # After each layer's last sum the residual stream is normed by one of these, but by none after the last layer of
+        # a stage, whose rows are the next stage's to norm.
+        self._following = {index - 1: _first_norm(layer) for index, layer in model.layers.items()}
+        if "final_norm" in model.weights:
+            final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
+            self._following[model.config.num_layers - 1] = final
+
+    def run(self, shape: StepShape) -> torch.Tensor:
+        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples - shape.vectors,
+        vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
+        model, config = self._model, self._model.config
+        residual = model.residual[: shape.tokens]
+        first, *_ = model.layers.values()
+        if 0 in model.layers:
+            self._embed(residual, shape)
+        step = _LayerStep(residual, self._normed(residual, _first_norm(first)))
+        for index, layer in model.layers.items():
+            self._begin_layer(index, layer, step, shape)
+            if not step.ended:
+                self._run_layer(index, layer, step, shape)
+            if step.ended:
+                break
+        if not step.ended and model.shard.gives_logits:
+            chosen = shape.samples - shape.vectors
+            rows, self.vectors = step.rows[:chosen], step.rows[chosen:]
+            if chosen:
+                return self._logits(rows)
+        if model.ranks is not None:
+            # Where there are logits, gathering them shows that all ranks have written their KV.
+            model.ranks.meet()
+        return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+
+    def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
+        """Writes the embeddings of the step's tokens into the rows of the residual stream."""
+        model = self._model
+        embed(
+            self._record.token_ids[: shape.tokens],
+            model.sampled,
+            model.weights["embedding"],
+            residual,
+            model.weights.embedding_scale,
+            model.tokens,
+        )
+        self._sum(residual)
+        if shape.more:
+            self._adapters.embed(residual)
+
+    def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
+        """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
+        step.mixers = sum(isinstance(operation, _MIXERS) for operation in layer.operations)
+        if not step.mixers and self._is_last(index, shape):
+            self._sample(step, shape)
+
+    def _run_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
+        """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
+        rotation of heads where keys and values are written."""
+        model = self._model
+        operations = layer.operations
+        head_norm: HeadNorm | None = None
+        rotary: Rotary | None = None
+        for place, operation in enumerate(operations):
+            match operation:
+                case Norm():
+                    # A sum into the residual stream also computes the norm after it.
+                    if place and not isinstance(operations[place - 1], AddToResidual):
+                        step.rows = self._normed(step.residual, _norm_of(layer, operation))
+                case Keep():
+                    step.kept.append(step.rows)
+                case Again():
+                    step.rows = step.kept.pop()
+                case Multiply(matrix):
+                    out = self._room(matrix, len(step.rows))
+                    step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
+                case KeepGate(values):
+                    self._keep_gate(step, values.size)
+                case NormHeads(weight):
+                    vectors, turned = layer.norms[weight.name].weight, rotary is not None
+                    head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=turned, centred=weight.by_head)
+                case NormProjections(queries, keys):
+                    self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
+                case Rotate(rope):
+                    rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
+                case GrowQueries():
+                    assert head_norm is None  # It would run after this.
+                    self._grow(step.rows)
+                case Attend():
+                    self._run_attention(index, layer, operation, step, head_norm, rotary, shape)
+                case AttendLatents():
+                    self._run_latents(index, layer, operation, step, shape)
+                case ShortConvolution() | DeltaRule() | StateSpace():
+                    assert self._states is not None
+                    step.rows = self._states.run(index, operation, step.rows)
+                    self._go_on(index, step, shape)
+                case Gate():
+                    assert step.gate is not None
+                    step.rows, step.gate = step.rows.mul_(step.gate.sigmoid()), None
+                case Mlp():
+                    step.rows = self._gated(index, layer, operation, step.rows, shape)
+                case Experts():
+                    step.rows = self._mix_experts(layer, operation, step.rows)
+                case AddToResidual():
+                    self._add_to_residual(index, layer, operation, place, step)
+            if step.ended:
+                return
+
+    def _room(self, matrix: LayerTensor, count: int) -> torch.Tensor:
+        """Returns the buffer for the products of so many rows with a matrix."""
+        model, width = self._model, matrix.shape[0]
+        if matrix.name == "qkv":
+            return model.gated_qkv[:count]
+        if width == model.config.hidden_size:
+            return model.found[:count]
+        assert self._states is not None
+        return self._states.room(count, width)
+
+    def _keep_gate(self, step: _LayerStep, values: int) -> None:
+        """Keeps the first values of each row as the gate of attention's results. The kernels of attention read whole
+        rows of queries, keys and values, which are copied."""
+        step.gate, projected = step.rows.tensor_split([values], 1)
+        step.rows = self._model.qkv[: len(projected)].copy_(projected)
+
+    def _run_attention(
+        self,
+        index: int,
+        layer: GpuLayer,
+        operation: Attend,
+        step: _LayerStep,
+        norm: HeadNorm | None,
+        rotary: Rotary | None,
+        shape: StepShape,
+    ) -> None:
+        """Writes a layer's keys and values, and attends its queries; ``step`` goes on with the results."""
+        self._write_kv(index, step.rows, norm, rotary, shape)
+        if self._ends(index, step, shape):
+            return
+        sinks = operation.sinks
+        scores = None if sinks is None else layer.matrices[sinks.name][0]
+        step.rows = self._attend(index, step.rows, shape, operation.window, scores)
+        self._go_on(index, step, shape)
+
+    def _add_to_residual(
+        self, index: int, layer: GpuLayer, operation: AddToResidual, place: int, step: _LayerStep
+    ) -> None:
+        """Adds the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
+        it."""
+        operations = layer.operations
+        self._sum(step.rows)
+        following = operations[place + 1] if place + 1 < len(operations) else None
+        by = _norm_of(layer, following) if following is not None else self._following.get(index)
+        post = None if operation.norm is None else layer.norms[operation.norm.name].weight
+        step.rows = self._add(step.residual, step.rows, post, by, operation.scale)
+
+    def _is_last(self, index: int, shape: StepShape) -> bool:
+        """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
+        on: the model's last one, or, where no row is sampled, the last one that writes something."""
+        config = self._model.config
+        return index == (config.num_layers - 1 if shape.samples else config.last_kept_layer)
+
+    def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
+        """Ends the step, and returns True, where the layer has written all that a step without sampled rows has to
+        write."""
+        step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
+        return step.ended
+
+    def _go_on(self, index: int, step: _LayerStep, shape: StepShape) -> None:
+        """Goes on after an operation that wrote keys and values, or states: with the sampled rows alone, where it was
+        the last one of the last layer."""
+        step.mixers -= 1
+        if not step.mixers and self._is_last(index, shape):
+            self._sample(step, shape)
+
+    def _sample(self, step: _LayerStep, shape: StepShape) -> None:
+        """Goes on with the sampled rows alone, and ends where there are none."""
+        step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
+        step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
+        step.gate = None if step.gate is None else step.gate.index_select(0, wanted)
+
+    def _product(
+        self, index: int, layer: GpuLayer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
+    ) -> torch.Tensor:
+        """Computes one linear layer, with the products that adapters add to it."""
+        (matrix,) = layer.matrices[name]
+        found = self._model.product(x, matrix, layer.biases[name], out)
+        self._adapt(index, name, x, found, shape)
+        return found
+
+    def _sum(self, values: torch.Tensor) -> None:
+        """Adds up the partial sums of all ranks, in place."""
+        if self._model.ranks is not None:
+            self._model.ranks.sum(values)
+
+    def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
+        """Adds the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
+        adapters."""
+        if shape.adapters:
+            # After its attention, the last layer computes the sampled rows alone.
+            sampled = self._is_last(index, shape) and name not in _BEFORE_ATTENTION
+            self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
+
+    @property
+    def _adapters(self) -> GpuAdapters:
+        assert self._model.adapters is not None
+        return self._model.adapters
+
+    def _write_kv(
+        self, index: int, qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, shape: StepShape
+    ) -> None:
+        """Writes the layer's KV of projections [T, ...], whose queries are normed and rotated there or in a part's own
+        rows."""
+        rows = self._record.rows[: len(qkv)]
+        if shape.more:
+            rows = self._adapters.write(index, rows, self._parts)
+        for part in self._parts:
+            part.write(self._places[index], qkv, rows, norm, rotary)
+
+    def _run_latents(
+        self, index: int, layer: GpuLayer, operation: AttendLatents, step: _LayerStep, shape: StepShape
+    ) -> None:
+        """Attends over latents, from normed rows to the results of all heads [T, heads * values]."""
+        model, latents, buffers = self._model, self._model.config.latents, self._model.latents
+        assert latents is not None
+        assert buffers is not None
+        heads = model.config.num_heads
+        (ups,) = layer.matrices[operation.up.name]
+        assert isinstance(ups, torch.Tensor)
+        key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
+        queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
+        if self._ends(index, step, shape):
+            return
+        step.rows = model.attended[: shape.tokens]
+        for part, record in zip(self._latents, self._record.attention, strict=True):
+            part.attend(self._places[index], queries, step.rows, record, chunks=shape.chunks)
+        self._go_on(index, step, shape)
+        rows, step.rows = step.rows, buffers.found[: len(step.rows)]
+        by_head, out = (each.view(len(rows), heads, -1).transpose(0, 1) for each in (rows, step.rows))
+        torch.bmm(by_head, value_up.mT, out=out)
+
+    def _write_latents(
+        self,
+        index: int,
+        layer: GpuLayer,
+        operation: AttendLatents,
+        x: torch.Tensor,
+        key_up: torch.Tensor,
+        shape: StepShape,
+    ) -> torch.Tensor:
+        """Writes a layer's latents and rotated keys of rows [T, hidden]; returns queries [T, heads, rank + rotary].
+        ``key_up`` [heads, still, rank] makes keys of latents, and is taken over to queries."""
+        model, latents, buffers, count = self._model, self._model.config.latents, self._model.latents, len(x)
+        assert latents is not None
+        assert buffers is not None
+        few, by_head = x, (count, model.config.num_heads, -1)
+        if operation.query_down is not None and operation.query_norm is not None:
+            few = self._product(index, layer, operation.query_down.name, x, buffers.few[:count], shape)
+            weight = layer.norms[operation.query_norm.name].weight
+            rms_norm(few, weight, few, operation.query_norm.eps, model.weights.norm_is_wide)
+        projected = self._product(index, layer, operation.query_up.name, few, buffers.projected[:count], shape)
+        rows = self._product(index, layer, operation.down.name, x, buffers.rows[:count], shape)
+        if operation.grows:
+            projected.mul_(self._growth(count))
+        projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
+        absorbed = queries[..., : latents.rank].transpose(0, 1)
+        torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
+        if operation.rope is None:
+            rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
+        else:
+            rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
+        for part in self._latents:
+            latent_write(
+                rows,
+                layer.norms[operation.norm.name].weight,
+                projected,
+                queries,
+                part.pool,
+                self._record.rows[:count],
+                self._places[index],
+                rotary,
+                eps=operation.norm.eps,
+                wide=model.weights.norm_is_wide,
+            )
+        return queries
+
+    def _norm_projections(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norms queries and keys over their whole projections, in place."""
+        model, config = self._model, self._model.config
+        if model.ranks is not None:
+            self._norm_shares(qkv, q_norm, k_norm)
+            return
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        for part, weight in ((slice(0, queries), q_norm), (slice(queries, queries + keys), k_norm)):
+            rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
+
+    def _grow(self, qkv: torch.Tensor) -> None:
+        """Multiplies queries by the factors of their positions, in place: rotating them later changes nothing."""
+        config = self._model.config
+        qkv[:, : config.num_heads * config.head_dim].mul_(self._growth(len(qkv)))
+
+    def _growth(self, count: int) -> torch.Tensor:
+        """Returns the factors [count, 1] of queries at the positions of the step's first rows."""
+        growth = self._model.growth
+        assert growth is not None
+        return growth.index_select(0, self._record.rope_rows[:count])[:, None]
+
+    def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""
+        model, ranks = self._model, self._model.ranks
+        assert ranks is not None
+        config, whole, shard = model.config, model.weights.config, ranks.shard
+        ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
+        parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
+        sums = torch.stack([part.float().square().sum(1) for part in parts])
+        # Each of the ranks that have a KV head in common gives a part of its sum.
+        sums[1] /= max(1, shard.size // whole.num_kv_heads)
+        ranks.sum(sums)
+        widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
+        for part, total, width, weight in zip(parts, sums, widths, (q_norm, k_norm), strict=True):
+            normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
+            part.copy_((normed if model.weights.norm_is_wide else normed.to(part.dtype)) * weight)
+
+    def _attend(
+        self, index: int, qkv: torch.Tensor, shape: StepShape, window: int, sinks: GpuMatrix | None
+    ) -> torch.Tensor:
+        """Computes attention from the rows of queries, keys and values [T, ...]; returns rows [T, heads * head_dim]."""
+        out = self._model.attended[: shape.tokens]
+        assert sinks is None or isinstance(sinks, torch.Tensor)
+        for rows, record in zip(self._parts, self._record.attention, strict=True):
+            rows.attend(self._places[index], qkv, out, record, window=window, chunks=shape.chunks, sinks=sinks)
+        return out
+
+    def _gated(
+        self, index: int, layer: GpuLayer, operation: Mlp, normed: torch.Tensor, shape: StepShape
+    ) -> torch.Tensor:
+        """Computes a layer's gated MLP, from rows [T, hidden] to rows [T, hidden]."""
+        model, count = self._model, len(normed)
+        inner = operation.down.shape[1]
+        width = 2 * inner if operation.gated else inner
+        both = model.gate_up.view(-1)[: count * width].view(count, width)
+        self._product(index, layer, operation.gate_up.name, normed, both, shape)
+        out = model.inner.view(-1)[: count * inner].view(count, inner)
+        gated(both, out, operation.activation)
+        found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
+        if operation.row_gate is None:
+            return found
+        (gate,) = layer.matrices[operation.row_gate.name]
+        assert isinstance(gate, torch.Tensor)
+        return found.mul_(torch.mm(normed, gate.T).sigmoid_())
+
+    def _mix_experts(self, layer: GpuLayer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
+        """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""
+        ups, downs = layer.matrices[operation.gate_up.name], layer.matrices[operation.down.name]
+        up_biases, down_biases = layer.biases[operation.gate_up.name], layer.biases[operation.down.name]
+        act, (router,) = expert_activation(operation), layer.matrices[operation.router.name]
+        assert isinstance(router, torch.Tensor)
+
+        def run(number: int, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            inner = act(self._expert_product(rows, ups[number], up_biases, number))
+            return self._expert_product(inner, downs[number], down_biases, number)
+
+        def bias(tensor: LayerTensor | None) -> torch.Tensor | None:
+            found = None if tensor is None else layer.matrices[tensor.name][0]
+            assert found is None or isinstance(found, torch.Tensor)
+            return found
+
+        biases = RouterBiases(bias(operation.router_bias), bias(operation.choice_bias))
+        return mix_experts(normed, router, run, operation, biases)
+
+    def _expert_product(
+        self, rows: torch.Tensor, matrix: GpuMatrix, biases: torch.Tensor | None, number: int
+    ) -> torch.Tensor:
+        """Computes a product with the matrix of one expert, whose bias is row ``number`` of ``biases``, and allocates
+        its result."""
+        outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
+        bias = None if biases is None else biases[number]
+        return self._model.product(rows, matrix, bias, rows.new_empty(len(rows), outputs))
+
+    def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
+        """Norms the residual stream; where a model has no norm, the stream itself is returned."""
+        if norm is None:
+            return residual
+        model, weights = self._model, self._model.weights
+        out = model.normed[: len(residual)]
+        rms_norm(
+            residual,
+            norm.weight,
+            out,
+            model.config.rms_norm_eps,
+            weights.norm_is_wide,
+            centered=weights.norm_is_centered,
+            bias=norm.bias,
+        )
+        return out
+
+    def _add(
+        self,
+        residual: torch.Tensor,
+        found: torch.Tensor,
+        post: torch.Tensor | None,
+        following: GpuNorm | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """Computes residual += scale * post_norm(found), in place; returns the next product's input, normed by
+        ``following``."""
+        model = self._model
+        out = None if following is None else model.normed[: len(residual)]
+        add_rms_norm(
+            residual,
+            found,
+            out,
+            weight=None if following is None else following.weight,
+            bias=None if following is None else following.bias,
+            post_weight=post,
+            scale=scale,
+            eps=model.config.rms_norm_eps,
+            wide=model.weights.norm_is_wide,
+            centered=model.weights.norm_is_centered,
+        )
+        return residual if out is None else out
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        model, config, rows = self._model, self._model.config, len(normed)
+        head, fits = model.weights.head, rows <= len(model.logits)
+        if model.shares is not None:
+            logits = self._gathered_logits(model.shares, normed)
+        elif isinstance(head, PackedMatrix):
+            logits = model.logits[:rows] if fits else torch.empty(rows, config.vocab_size, device=model.device)
+            model.product(normed, head, None, logits)
+        elif fits:
+            logits, found = model.logits[:rows], model.head[:rows]
+            model.product(normed, head, None, found)
+            if model.dtype != torch.float32:
+                logits.copy_(found)
+        else:
+            logits = model.product(normed, head, None, normed.new_empty(rows, config.vocab_size)).float()
+        if config.logit_divisor != 1.0:
+            logits = logits.div_(config.logit_divisor)
+        return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
+
+    def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of all ranks' tokens; at other ranks than the first, none."""
+        model, rows = self._model, len(normed)
+        head, found = model.weights.head, shares.room(rows)
+        model.product(normed, head, None, found)
+        every = shares.gather(rows)
+        if not every:
+            return model.logits[:0]
+        logits = (
+            model.logits[:rows] if rows <= len(model.logits) else model.logits.new_empty(rows, model.logits.shape[1])
+        )
+        for tokens, part in every:
+            logits[:, tokens.start : tokens.stop].copy_(part)
+        return logits
+
+
+def _norm_of(layer: GpuLayer, operation: LayerOperation) -> GpuNorm | None:
+    """Gives the norm ``operation``; None if the model does not norm the residual stream there."""
+    if not isinstance(operation, Norm) or operation.weight is None:
+        return None
+    return layer.norms[operation.weight.name]
+
+
+def _first_norm(layer: GpuLayer) -> GpuNorm | None:
+    return _norm_of(layer, layer.operations[0])
