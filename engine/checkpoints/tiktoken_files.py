@@ -48,9 +48,11 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     """Writes a tokenizer.json of the vocabulary in ``source`` into ``folder``. Raises ConfigError for a vocabulary that
     is damaged."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     ranks = _ranks(source / VOCABULARY_NAME)
-    words = {token: "".join(map(_LETTERS.__getitem__, token)) for token in ranks}
+    letters = bytes_to_unicode()
+    words = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges = [(words[left], words[right]) for left, right in _merges(ranks)]
     vocabulary = {words[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
@@ -103,14 +105,3 @@ def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
     for number in range(first, max(count, max(named, default=0) + 1)):
         token = named.get(number, {})
         yield token.get("content", f"<|reserved_token_{number}|>"), bool(token.get("special", True))
-
-
-def _byte_letters() -> dict[int, str]:
-    """Returns the letters that stand for bytes in a tokenizer.json: themselves where they can be seen, and others for
-    the rest."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
-
-
-_LETTERS = _byte_letters()
