@@ -336,10 +336,9 @@ def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, 
     waiting=st.integers(0, 20_000),
     target=st.sampled_from([(0.0, 0.0), (30.0, 0.0), (200.0, 0.0), (0.0, 2.5)]),
     hit=st.integers(0, 100),
-    demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
 )
 @settings(max_examples=examples(300))
-def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit, demand) -> None:
+def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit) -> None:
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
     targets = dict(zip(("target_itl_ms", "target_itl_steps"), target, strict=True))
 
@@ -349,7 +348,7 @@ def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, 
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
             decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, **targets),
         )
-        return make_plan(snapshot(prompt, components, hits={"kv-0": hit}, demand_per_s=demand)).split_tokens
+        return make_plan(snapshot(prompt, components, hits={"kv-0": hit})).split_tokens
 
     before = split(queue, streams, waiting)
     assert split(queue + more, streams, waiting) <= before

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.planning.cluster_view import parse_policy
-from pillion.gateway.planning.plan_cost import DecodeSide, PromptLengths
+from pillion.gateway.planning.plan_cost import DecodeSide
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
@@ -87,12 +87,8 @@ LOADS = st.fixed_dictionaries(
 )
 
 
-def price_s(prompt: int, demand: tuple[float, float], lengths: tuple[float, ...], load: dict[str, int]) -> float:
-    decided = make_plan(
-        snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, decode_lengths=lengths_of(*lengths))
-    )
-    assert decided.split_decision is not None
-    return decided.split_decision.route.price_s
+def price_s(prompt: int, load: dict[str, int]) -> float:
+    return make_plan(snapshot(prompt, on_shared_cores(**load))).split_decision.route.price_s
 
 
 @given(
@@ -100,24 +96,19 @@ def price_s(prompt: int, demand: tuple[float, float], lengths: tuple[float, ...]
     load=LOADS,
     kind=st.sampled_from(["prefill_ranges", "streams", "queued_tokens"]),
     more=st.integers(0, 20_000),
-    demand=st.sampled_from([(0.0, 0.0), (2.0, 1.0)]),
-    lengths=st.sampled_from([(), (50.0,), (3000.0,), (50.0, 3000.0)]),
 )
-@example(
-    2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), (3000.0,)
-)
+@example(2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200)
 @settings(max_examples=examples(400))
-def test_more_load_of_any_kind_never_attracts(
-    prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], lengths: tuple[float, ...]
-) -> None:
+def test_more_load_of_any_kind_never_attracts(prompt: int, load: dict[str, int], kind: str, more: int) -> None:
     loaded = load | {kind: load[kind] + (more % 60 if kind == "streams" else more)}
-    assert price_s(prompt, demand, lengths, loaded) >= price_s(prompt, demand, lengths, load) * (1 - 1e-9)
+    assert price_s(prompt, loaded) >= price_s(prompt, load) * (1 - 1e-9)
 
 
 def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
     record = decode(streams=streams, queued_tokens=queue, **AUTO)
     crowded = replace(record, running_requests=streams + waiting)
-    return DecodeSide.of(crowded, StepModel._make(COST), 1000, streams + waiting, queue, PromptLengths())
+    sent = {"sent_load": {"decode-0": streams + waiting}, "sent_tokens": {"decode-0": queue}}
+    return make_plan(snapshot(1000, (node(0), crowded), **sent)).split_decision.route.decode
 
 
 def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> None:
