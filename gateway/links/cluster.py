@@ -326,11 +326,6 @@ class Cluster:
         tokens as in OwnLoad."""
         return await self._exchange.with_others([one.component_id for one in components if one.role in WORKERS])
 
-    @property
-    def gateways(self) -> int:
-        """Gives the number of live gateways, this one included."""
-        return max(1, len(self.view.of("gateway")))
-
     def pools_tokens(self, model: str) -> list[int]:
         """Returns how many tokens the pool of each of the model's decode workers holds; 0 where that is not known."""
         return self._per_look(("pools", model), lambda: self._pools_tokens(model))

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.config import parse_split_policy
-from pillion.gateway.planning.plan_cost import UNKNOWN_LENGTHS, FetchCost, PromptLengths, unmeasured
+from pillion.gateway.planning.plan_cost import FetchCost, unmeasured
 from pillion.types import WORKERS
 from pillion.wire.registry import FOREIGN, ComponentRecord
 
@@ -338,9 +338,6 @@ class ClusterSnapshot:
         fetch_costs: what a fetch from one node to another costs, by their ids; None for a pair never measured.
         fetch_block_s: seconds that a block takes to come between such a pair; 0.0 if no pair was measured.
         bucket_block_s: seconds that a block takes to come from a bucket; 0.0 if that was never measured.
-        demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
-            (see Demand in plan_cost).
-        decode_lengths, prefill_lengths: how many tokens of such requests' prompts each kind of worker computes.
         index_available: whether the index could be asked for ``hits``.
         avoid: components that failed this request before; used only where there is no other.
         spread: any number that differs from request to request; it settles ties.
@@ -369,9 +366,6 @@ class ClusterSnapshot:
     fetch_costs: Callable[[str, str], FetchCost | None] = unmeasured
     fetch_block_s: float = 0.0
     bucket_block_s: float = 0.0
-    demand_per_s: tuple[float, float] = (0.0, 0.0)
-    decode_lengths: PromptLengths = UNKNOWN_LENGTHS
-    prefill_lengths: PromptLengths = UNKNOWN_LENGTHS
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0

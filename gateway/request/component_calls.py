@@ -488,7 +488,7 @@ class ComponentCalls:
             known_blocks=found.known_blocks,
             text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
         )
-        decided = cluster.routes.plan(seen, time.monotonic(), gateways=cluster.gateways, first=action.attempt == 1)
+        decided = cluster.routes.plan(seen, time.monotonic())
         span.set_attributes(
             {
                 "pillion.attempt": action.attempt,

@@ -193,7 +193,7 @@ def plan_one(cluster: Cluster, number: int, nodes: int) -> None:
         sent_tokens=cluster.load.tokens,
         spread=number,
     )
-    cluster.routes.plan(seen, time.monotonic(), gateways=cluster.gateways)
+    cluster.routes.plan(seen, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -278,4 +278,4 @@ class SimGateway:
             working_pages=self.site.working_pages,
             known_blocks=known_blocks,
         )
-        return self.routes.plan(seen, self.clock.now, gateways=self.site_gateways, first=action.attempt == 1)
+        return self.routes.plan(seen, self.clock.now)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
-from pillion.gateway.planning.plan_cost import PromptLengths, RecentLengths
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.wire.registry import ComponentRecord
 
@@ -50,11 +49,3 @@ def line(**more: ComponentRecord) -> tuple[ComponentRecord, ...]:
 
 def is_shared(decided: RequestPlan) -> bool:
     return bool(decided.chunks)
-
-
-def lengths_of(*tokens: float) -> PromptLengths:
-    """Prompts of these lengths, each as frequent as the others."""
-    seen = RecentLengths()
-    for each in tokens:
-        seen.note(int(each))
-    return seen.now()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.planning.plan_cost import FetchCost, FetchPace, FetchPaces
-from pillion.gateway.planning.route_planner import RoutePlanner
+from pillion.gateway.planning.plan_cost import FetchCost
+from pillion.gateway.planning.route_planner import FetchPace, FetchPaces, RoutePlanner
 from pillion.gateway.planning.split_decision import Fetched
 from tests.support.examples import examples
 from tests.support.planner_components import BLOCK, decode, node, snapshot

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Demand, FetchPace, Models
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Models
 from pillion.gateway.planning.planner import make_plan, plan_fetch, replan, shorten
+from pillion.gateway.planning.route_planner import FetchPace
 from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
@@ -218,33 +219,6 @@ def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
                 > LEAST_FETCH_S
             )
     assert decided.split_decision.fetch_limit_s(0, 1) == LEAST_FETCH_S
-
-
-def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
-    """Of two long prompts the second, alone in the world, is computed beside the first one's worker; where many
-    short ones come, it waits there, for they would wait behind it."""
-    components = line(prefill=prefill(queued_tokens=1000))
-    assert not is_shared(make_plan(snapshot(2000, components)))
-    assert is_shared(make_plan(snapshot(2000, components, demand_per_s=(1.0, 0.2))))
-    # But not at any price.
-    assert not is_shared(
-        make_plan(snapshot(2000, line(prefill=prefill(queued_tokens=20_000)), demand_per_s=(1.0, 0.2)))
-    )
-
-
-def test_demand_is_a_mean_that_fades() -> None:
-    demand = Demand()
-    assert demand.per_s(5.0) == (0.0, 0.0)
-    assert demand.decode_lengths.now().mean_tokens == 0.0
-    for tick in range(2000):
-        demand.note(100 + tick / 10, 0 if tick % 5 else 1000, 100 if tick % 2 else 300)
-    every, shared = demand.per_s(300.0)
-    assert (every, shared) == (pytest.approx(10, rel=0.05), pytest.approx(2, rel=0.05))
-    assert demand.decode_lengths.now().mean_tokens == pytest.approx(200, rel=0.01)
-    assert demand.per_s(400.0)[0] < 0.1
-    assert demand.decode_lengths.now().mean_tokens == pytest.approx(200, rel=0.01)
-    # A clock that stands still or goes back adds nothing.
-    assert demand.per_s(399.0)[0] < 0.1
 
 
 LOADS = st.integers(0, 40_000)

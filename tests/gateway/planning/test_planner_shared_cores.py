@@ -14,7 +14,7 @@ from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.split_decision import Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
-from tests.support.planner_components import COST, decode, is_shared, lengths_of, node, prefill, snapshot
+from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
 
 HALF = {"core_lending_table": "table-1", "core_share": 0.5}
 AUTO = {"target_itl_ms": 0.0, "target_itl_steps": 2.5}
@@ -28,17 +28,16 @@ def on_shared_cores(*, prefill_ranges: int = 0, streams: int = 0, **fields: floa
 
 def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
     """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
-    demand = {"demand_per_s": (1.0, 0.0), "decode_lengths": lengths_of(1024.0)}
     queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
     crowd, apart = on_shared_cores(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
     for prompt in (256, 1024, 2000):
-        assert not is_shared(make_plan(snapshot(prompt, crowd, **demand)))
-        assert is_shared(make_plan(snapshot(prompt, apart, **demand)))
+        assert not is_shared(make_plan(snapshot(prompt, crowd)))
+        assert is_shared(make_plan(snapshot(prompt, apart)))
         # A fixed policy says where the split falls, whoever pays for it.
-        assert is_shared(make_plan(snapshot(prompt, crowd, policy=parse_policy("disaggregated"), **demand)))
+        assert is_shared(make_plan(snapshot(prompt, crowd, policy=parse_policy("disaggregated"))))
         # Workers of two lending tables lend each other nothing.
         strangers = (node(0), prefill(core_lending_table="other", core_share=0.5), crowd[-1])
-        assert is_shared(make_plan(snapshot(prompt, strangers, **demand)))
+        assert is_shared(make_plan(snapshot(prompt, strangers)))
 
 
 def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
@@ -46,8 +45,7 @@ def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
     _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
         disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
-        demand = {"demand_per_s": (1.0 / slow, 0.0), "decode_lengths": lengths_of(1024.0)}
-        assert not is_shared(make_plan(snapshot(1024, (node(0), prefill_ranges, disturbed), **demand)))
+        assert not is_shared(make_plan(snapshot(1024, (node(0), prefill_ranges, disturbed))))
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.5, 1.0, 1e18])
@@ -59,7 +57,7 @@ def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
         prefill(**lending_table),
         decode(streams=3, context_tokens=0, queued_tokens=10, **(AUTO | lending_table)),
     )
-    assert make_plan(snapshot(1000, parts, demand_per_s=(1.0, 1.0))).decode.component_id == "decode-0"
+    assert make_plan(snapshot(1000, parts)).decode.component_id == "decode-0"
 
 
 def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None:
@@ -71,15 +69,6 @@ def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None
         decided = make_plan(snapshot(1000, parts, hits={"kv-1": 60}, fetch_block_s=block_s))
         assert decided.split_decision is not None
         assert (decided.split_decision.route.fetched is Fetched.OF_NODES) == fetched
-
-
-def test_prompts_keep_all_cores_because_short_ones_overtake_long_ones() -> None:
-    """Beside a long one they would only take longer, and a short one does not wait for the queue."""
-    short = {"demand_per_s": (2.0, 0.4), "decode_lengths": lengths_of(100.0)}
-    for tokens in (100, 2000):
-        assert not is_shared(make_plan(snapshot(tokens, on_shared_cores(streams=2), **short)))
-        queue = on_shared_cores(streams=2, running_requests=3, queued_tokens=2000)
-        assert not is_shared(make_plan(snapshot(tokens, queue, **short)))
 
 
 LOADS = st.fixed_dictionaries(
@@ -109,17 +98,6 @@ def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
     crowded = replace(record, running_requests=streams + waiting)
     sent = {"sent_load": {"decode-0": streams + waiting}, "sent_tokens": {"decode-0": queue}}
     return make_plan(snapshot(1000, (node(0), crowded), **sent)).split_decision.route.decode
-
-
-def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> None:
-    """The more prompts wait beside eight streams, the longer are the steps in which those before ours are computed."""
-    token_s = [predicted(8, waiting, 4000).queue.wait_s / 4000 for waiting in (0, 1, 2, 6, 30)]
-    assert token_s == sorted(token_s, reverse=True)
-    assert token_s[-1] < 0.9 * token_s[0]
-    one, two, eight = predicted(1, 0), predicted(2, 0), predicted(8, 0)
-    assert one.room > 1.5 * two.room > 1.5 * eight.room, "a prompt gets more time beside fewer streams"
-    assert predicted(8, 6).room == eight.room, "ours is the last, and nobody waits behind it"
-    assert one.tail_s(0)[0] < two.tail_s(0)[0]
 
 
 @given(
