@@ -134,4 +134,4 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
     """Makes what brings adapters to a worker whose backend has slots for them."""
     process = AdapterProcess(model.adapter_reader(flags.max_lora_rank))
-    return AdapterLoader(process, model.backend, flags.store_limits, node, meters)
+    return AdapterLoader(process, model.backend, flags.lora_store_bytes, node, meters)

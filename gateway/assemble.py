@@ -201,7 +201,7 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: C
         modules=flags.lora_modules,
         folders=flags.lora_path,
         updating=flags.allow_runtime_lora_updating,
-        limits=flags.store_limits,
+        store_bytes=flags.lora_store_bytes,
         redis_url=flags.redis_url if flags.allow_runtime_lora_updating else "",
     )
     folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
@@ -235,7 +235,6 @@ async def _listen(
         credentials=None if identity is None else tls.server_credentials(identity),
         interceptors=[KeyCheck(gateway), RawGenerate(servicer.raw_calls)],
         max_calls=MAX_GRPC_CALLS,
-        max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,
     )
     async with contextlib.AsyncExitStack() as started:

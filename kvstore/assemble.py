@@ -62,10 +62,11 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         flags.max_tenant_retained_percent,
         time.monotonic,
     )
-    shares = PoolShares(flags.max_pinned_percent, flags.max_tenant_pinned_percent, flags.state_percent)
+    # One tenant's prefix pins may have half of what those of all may have.
+    shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
     ledger = Ledger(new_id, flags.decode_reserve_percent, retaining, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
-    changes = BlockLog(secrets.randbits(62) + 1, flags.kv_log_changes)
+    changes = BlockLog(secrets.randbits(62) + 1)
     return KVNode(
         flags,
         directory,
@@ -74,7 +75,7 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         ledger=ledger,
         prefix_pins=NodePrefixPins(ledger, records),
         retentions=NodeRetentions(ledger, retaining),
-        followers=Followers(ledger.tree, changes, flags.max_kv_followers, flags.node_id, flags.kv_device),
+        followers=Followers(ledger.tree, changes, flags.node_id, flags.kv_device),
         adapters=NodeAdapters(flags, directory.addresses),
         regions=RegionServer(flags.node_id, memory),
         disk=DiskMedium(flags) if flags.disk_path else None,

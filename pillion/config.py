@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.host.adapter_folders import STORE_LIMITS, StoreLimits
+from pillion.host.adapter_folders import STORE_BYTES
 from pillion.host.cores import MAX_CPU_THREADS
 from pillion.net.addresses import is_local
 from pillion.settings.sampling_defaults import parse_override
@@ -48,9 +48,6 @@ MAX_STEP_TOKENS = 65_536
 # The variables that a request, or a gateway by default, gives to a chat template are a few words and numbers, so they
 # have at most so many bytes of JSON.
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
-# A limit on messages below MIN_MESSAGE_BYTES may be too small for a stream's own messages; one above MAX_MESSAGE_BYTES
-# does not fit gRPC's 32 bits.
-MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = (
     "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
 )  # fmt: skip
@@ -163,13 +160,6 @@ ALLOWED_ORIGINS = (
 API_KEY = (
     "A key that clients have to send; repeat it for more. Others on this machine may read it here: better is the"
     " variable PILLION_API_KEY, with spaces between keys, or --api-keys."
-)
-
-# Claude Code begins the system prompt of each request with a line that has a hash of the request.
-BILLING_HEADER = "x-anthropic-billing-header:"
-CUT_SYSTEM_LINES = (
-    "Beginning of a line that is left out of the first system text of Anthropic's Messages, because it differs in each"
-    " request and no prefix would be found. Repeat it for more; '' leaves out none."
 )
 
 STRICT_FIELDS = (
@@ -386,7 +376,6 @@ class CommonFlags:
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a component counts as lost.", least=50)
     metrics_port: int = flag(0, "Port of this component's metrics page. 0: none.", least=0, most=MAX_PORT)
     metrics_host: str = flag("127.0.0.1", "Address of the metrics page. It has no keys: keep clients away from it.")
-    vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
     internal_tls_cert: str = flag(
         "", "PEM of this component's certificate towards other components. Empty: no TLS between components."
     )
@@ -570,23 +559,9 @@ class ChunkedPrefillFlags:
 class LoraStoreFlags:
     """Limits what copies of adapters may take on a machine, whose components all share them."""
 
-    lora_file_bytes: int = size_flag(STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1)
     lora_store_bytes: int = size_flag(
-        STORE_LIMITS.store_bytes,
-        "Most bytes that the copies of adapters may take on a machine.",
-        least=1,
+        STORE_BYTES, "Most bytes that the copies of adapters may take on a machine.", least=1
     )
-    lora_transfer_timeout_s: float = flag(
-        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1
-    )
-
-    @property
-    def store_limits(self) -> StoreLimits:
-        return StoreLimits(
-            file_bytes=self.lora_file_bytes,
-            store_bytes=self.lora_store_bytes,
-            transfer_s=self.lora_transfer_timeout_s,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -631,14 +606,12 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     kv_device: str = flag(
         "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
     )
-    max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     max_pinned_percent: int = flag(
         50,
         "Share of the pool that prefixes may have that users pin (pillion cache pin).",
         least=0,
         most=90,
     )
-    max_tenant_pinned_percent: int = flag(25, "Share of the pool that one tenant's pins may have.", least=0, most=90)
     max_retained_percent: int = flag(
         90,
         "Share of the pool that conversations may have whose next turns are expected. 0: none are kept for them.",
@@ -667,12 +640,6 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         " with the node.",
         placement=True,
     )
-    kv_log_changes: int = flag(
-        65_536,
-        "Newest changes of the pool's blocks that followers may still ask for (pillion events).",
-        least=1,
-    )
-    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0)
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
@@ -805,7 +772,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         " until it begins. 0: none.",
         least=0,
     )
-    cut_system_lines: tuple[str, ...] = flag((BILLING_HEADER,), CUT_SYSTEM_LINES, kind=str)
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
     lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
     allow_runtime_lora_updating: bool = flag(
@@ -822,9 +788,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")
     max_attempts: int = flag(
         4, "Attempts in a row that bring no token when components are lost under a request.", least=1
-    )
-    max_message_bytes: int = size_flag(
-        16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )
     batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)

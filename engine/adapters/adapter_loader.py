@@ -29,7 +29,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.host.adapter_folders import StoreLimits
+from pillion.host.adapter_folders import TRANSFER_TIMEOUT_S
 from pillion.kvstore.adapters.adapter_pieces import next_piece, receive_files
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import metric_catalog
@@ -48,17 +48,16 @@ class AdapterLoader:
     Args:
         process: does the jobs of an AdapterReader; it belongs to the loader from now on.
         backend: takes what the process has packed.
-        limits: how much the store of the worker's machine may take.
+        store_bytes: how many bytes the adapters on the worker's machine may have together.
         node: the worker's KV node.
     """
 
     def __init__(
-        self, process: AdapterProcess, backend: Backend, limits: StoreLimits, node: NodeClient, meters: Meters
+        self, process: AdapterProcess, backend: Backend, store_bytes: int, node: NodeClient, meters: Meters
     ) -> None:
         self._process = process
         self._backend = backend
-        self._limits = limits
-        self._store = AdapterStore(limits=limits, digest_of=process.digest)
+        self._store = AdapterStore(store_bytes=store_bytes, digest_of=process.digest)
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
@@ -125,10 +124,10 @@ class AdapterLoader:
 
     async def _bring(self, digest: str) -> None:
         try:
-            async with asyncio.timeout(self._limits.transfer_s), self._transfers:
+            async with asyncio.timeout(TRANSFER_TIMEOUT_S), self._transfers:
                 await self._transfer(digest)
         except TimeoutError:
-            raise Unavailable(f"adapter {digest[:12]} did not come within {self._limits.transfer_s:g} s") from None
+            raise Unavailable(f"adapter {digest[:12]} did not come within {TRANSFER_TIMEOUT_S:g} s") from None
         except (ConfigError, InvalidRequest, OSError) as error:
             # The files that came have another content, or there is no room on this machine.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
@@ -141,9 +140,9 @@ class AdapterLoader:
         log.info("adapter %s came from another machine", digest[:12])
 
     async def _transfer(self, digest: str) -> None:
-        async with contextlib.aclosing(self._node.read_adapter(digest, self._limits.transfer_s)) as pieces:
+        async with contextlib.aclosing(self._node.read_adapter(digest, TRANSFER_TIMEOUT_S)) as pieces:
             room = partial(self._store.receive, digest)
-            await receive_files(await next_piece(pieces), pieces, room, self._limits.file_bytes)
+            await receive_files(await next_piece(pieces), pieces, room)
 
     def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
         """Returns the packed adapter and how many seconds the packing took."""

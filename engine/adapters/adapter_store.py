@@ -27,8 +27,8 @@ from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 from pillion.host.adapter_folders import (
     ADAPTER_FILES,
     ADAPTERS,
-    STORE_LIMITS,
-    StoreLimits,
+    MAX_ADAPTER_BYTES,
+    STORE_BYTES,
     adapter_draft,
     is_adapter_digest,
 )
@@ -52,17 +52,17 @@ class AdapterJobs:
 class AdapterCopier(AdapterJobs):
     """Copies adapters into a store, in a process to which it was described, because the files may be anybody's.
 
-    ``root`` and ``limits`` are those of :class:`AdapterStore`.
+    ``root`` and ``store_bytes`` are those of :class:`AdapterStore`.
     """
 
     root: str
-    limits: StoreLimits
+    store_bytes: int
 
     def add(self, source: str, model_folder: str, max_rank: int, inside: str) -> tuple[list[Any], Bytes]:
         """Copies the adapter in a folder into the store, as :meth:`AdapterStore.add` does; with "" for ``inside`` the
         folder may lie anywhere. Returns the copy's digest and rank, and how many virtual tokens it has."""
         place, model = Path(inside) if inside else None, load_config(Path(model_folder))
-        kept = AdapterStore(Path(self.root), self.limits).add(Path(source), model, max_rank, inside=place)
+        kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, inside=place)
         return [kept.digest, kept.rank, kept.virtual_tokens], NO_BYTES
 
 
@@ -83,7 +83,7 @@ class AdapterStore:
 
     Args:
         root: the model cache's folder, by default that of this user.
-        limits: how much copies may take.
+        store_bytes: how many bytes all copies may have together.
         digest_of: finds the digest of the adapter in a folder, and raises ConfigError where there is none. By default
             this process reads the folder itself.
     """
@@ -91,11 +91,11 @@ class AdapterStore:
     def __init__(
         self,
         root: Path | None = None,
-        limits: StoreLimits = STORE_LIMITS,
+        store_bytes: int = STORE_BYTES,
         digest_of: Callable[[Path], str] = folder_digest,
     ) -> None:
         self._cache = ModelCache(root)
-        self.limits = limits
+        self._store_bytes = store_bytes
         self._digest_of = digest_of
 
     def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
@@ -114,10 +114,8 @@ class AdapterStore:
         sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
         files.pairs(model, max_rank)
-        if files.size_bytes > self.limits.file_bytes:
-            raise ConfigError(
-                f"{source} has {files.size_bytes} bytes, and may have {self.limits.file_bytes} (--lora-file-bytes)"
-            )
+        if files.size_bytes > MAX_ADAPTER_BYTES:
+            raise ConfigError(f"{source} has {files.size_bytes} bytes, and may have {MAX_ADAPTER_BYTES}")
         with self._draft(files.size_bytes) as draft:
             for name, place in sources.items():
                 _copy(place, draft / name)
@@ -163,7 +161,7 @@ class AdapterStore:
     def _draft(self, size_bytes: int) -> Iterator[Path]:
         root = self._cache.make(ADAPTERS)
         try:
-            with adapter_draft(root, size_bytes, self.limits.store_bytes) as draft:
+            with adapter_draft(root, size_bytes, self._store_bytes) as draft:
                 yield draft
         except OSError as error:
             raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None

@@ -35,7 +35,7 @@ from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.host.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
+from pillion.host.adapter_folders import KEEP_S, STORE_BYTES, cache_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Reading
@@ -103,7 +103,7 @@ class AdapterOptions:
         modules: the values of --lora-modules.
         folders: the values of --lora-path.
         updating: whether names may change while the gateway runs.
-        limits: what copies of adapters may take.
+        store_bytes: how many bytes a machine's copies of adapters may have together.
         redis_url: the Redis in which gateways share names; "" where this one is alone.
     """
 
@@ -112,7 +112,7 @@ class AdapterOptions:
     modules: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     updating: bool = False
-    limits: StoreLimits = STORE_LIMITS
+    store_bytes: int = STORE_BYTES
     redis_url: str = ""
 
 
@@ -145,9 +145,9 @@ class AdapterNames:
         self._options = options
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
-        copier = AdapterCopier(str(cache_root()), options.limits)
+        copier = AdapterCopier(str(cache_root()), options.store_bytes)
         self._process = AdapterProcess(copier, MAX_PROCESS_BYTES)
-        self.store = AdapterStore(limits=options.limits, digest_of=self._process.digest)
+        self.store = AdapterStore(store_bytes=options.store_bytes, digest_of=self._process.digest)
         self._spread = AdapterSpread(nodes, self.digests, self.store)
         self._tasks: list[asyncio.Task[None]] = []
         # This counts running requests by the name of their adapter.

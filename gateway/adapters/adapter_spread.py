@@ -21,7 +21,7 @@ from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import NotFound, PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.host.adapter_folders import ADAPTERS, cache_root
+from pillion.host.adapter_folders import ADAPTERS, TRANSFER_TIMEOUT_S, cache_root
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 
 log = logging.getLogger("pillion.gateway")
@@ -90,12 +90,12 @@ class AdapterSpread:
 
     async def _fetch(self, digest: str) -> bool:
         """Asks nodes for an adapter's files, one after the other; returns whether one of them gave the files."""
-        limits, room = self._store.limits, partial(self._store.receive, digest)
+        room = partial(self._store.receive, digest)
         for node in [node for node in self._nodes() if node.alive][:MAX_ASKED_NODES]:
             try:
-                found = node.client.read_adapter(digest, limits.transfer_s)
-                async with asyncio.timeout(limits.transfer_s), aclosing(found) as pieces:
-                    await receive_files(await next_piece(pieces), pieces, room, limits.file_bytes)
+                found = node.client.read_adapter(digest, TRANSFER_TIMEOUT_S)
+                async with asyncio.timeout(TRANSFER_TIMEOUT_S), aclosing(found) as pieces:
+                    await receive_files(await next_piece(pieces), pieces, room)
             except (PillionError, OSError, TimeoutError) as error:
                 log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
                 if isinstance(error, NotFound):
@@ -128,7 +128,7 @@ class AdapterSpread:
             for digest in await node.client.missing_adapters(sorted(digests)):
                 files = await asyncio.to_thread(open_files, self._root / ADAPTERS / digest)
                 if files:
-                    await node.client.keep_adapter(pieces_of(files, digest), self._store.limits.transfer_s)
+                    await node.client.keep_adapter(pieces_of(files, digest), TRANSFER_TIMEOUT_S)
                     log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
                 # Where this machine lacks an adapter's files, another gateway has loaded the adapter and brings the
                 # files to the nodes.

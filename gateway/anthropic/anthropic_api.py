@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 
 import msgspec
 from starlette.routing import Route
@@ -31,7 +30,7 @@ _EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is t
 
 def anthropic_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
     """Returns the pages of Anthropic's API for the table of the HTTP port."""
-    api, tenant_of = AnthropicApi(calls, flags.cut_system_lines), calls.gateway.tenant_of
+    api, tenant_of = AnthropicApi(calls), calls.gateway.tenant_of
     answered = Endpoint(
         "POST",
         api.messages,
@@ -47,19 +46,17 @@ def anthropic_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
 
 class AnthropicApi:
     """Handles the calls of Anthropic's API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
-    handlers raise into responses. ``cut`` has the beginnings of lines that are left out of system texts."""
+    handlers raise into responses."""
 
-    def __init__(self, calls: ModelCalls, cut: tuple[str, ...] = ()) -> None:
+    def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
-        self._cut = cut
         self._pins = PrefixPins(calls.gateway)
 
     async def messages(self, call: HttpCall) -> None:
         """Answers a conversation with the assistant's next message, as Anthropic has it."""
         marked = _MarkedCall(self._calls.gateway, self._pins)
         try:
-            read = partial(messages_request, cut=self._cut)
-            await self._calls.answer(call, read, marked.new_writer, marked.begun, marked.places)
+            await self._calls.answer(call, messages_request, marked.new_writer, marked.begun, marked.places)
         finally:
             marked.close()
 
@@ -69,7 +66,7 @@ class AnthropicApi:
 
     async def _count_tokens(self, call: HttpCall, raw: bytes) -> None:
         gateway = self._calls.gateway
-        request, names = await self._calls.read(call, count_tokens_request, raw, self._cut)
+        request, names = await self._calls.read(call, count_tokens_request, raw)
         await self._calls.entry(request.model, call.tenant)
         try:
             tokens = await gateway.tokenize(request, call.tenant)

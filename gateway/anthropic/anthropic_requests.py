@@ -53,6 +53,9 @@ from pillion.types import (
 Body = TypeVar("Body", bound=CountTokensBody)
 
 MAX_BREAKPOINTS = 4
+# Claude Code begins the system prompt of each request with a line that has a hash of the request, behind which no
+# prefix would be found.
+BILLING_HEADER = "x-anthropic-billing-header:"
 _TTLS_S = {None: 300, "5m": 300, "1h": 3600}
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NAMES: Mapping[str, str] = {
@@ -76,10 +79,9 @@ class MessagesRequest(AskedCall):
     breakpoints: tuple[Breakpoint, ...] = ()
 
 
-def messages_request(raw: bytes, request_id: str, cut: Sequence[str] = ()) -> MessagesRequest:
-    """Reads the body of POST /v1/messages, without the lines of its system texts that begin with one of ``cut``. Raises
-    ApiError."""
-    body = _without_lines(parse(raw, MessagesBody), cut)
+def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
+    """Reads the body of POST /v1/messages, without the billing lines of its system texts. Raises ApiError."""
+    body = _without_billing(parse(raw, MessagesBody))
     thinking = body.thinking or Thinking("adaptive")
     output = (body.output_config or OutputConfig()).format or body.output_format
     structured: StructuredOutputs | None = None
@@ -113,10 +115,10 @@ def messages_request(raw: bytes, request_id: str, cut: Sequence[str] = ()) -> Me
     )
 
 
-def count_tokens_request(raw: bytes, cut: Sequence[str] = ()) -> tuple[GenerateRequest, Mapping[str, str]]:
+def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]]:
     """Reads the body of POST /v1/messages/count_tokens, without the lines that :func:`messages_request` leaves out;
     returns the request, and the client's names of its fields. Raises ApiError."""
-    body = _without_lines(parse(raw, CountTokensBody), cut)
+    body = _without_billing(parse(raw, CountTokensBody))
     _checked_marks(body)
     conversation = _BlockConversation(body)
     request = GenerateRequest(
@@ -125,16 +127,15 @@ def count_tokens_request(raw: bytes, cut: Sequence[str] = ()) -> tuple[GenerateR
     return request, conversation.names
 
 
-def _without_lines(body: Body, cut: Sequence[str]) -> Body:
-    """Returns a body without the first lines of its system texts that begin with one of ``cut``, and without the blocks
+def _without_billing(body: Body) -> Body:
+    """Returns a body without the first lines of its system texts that begin with BILLING_HEADER, and without the blocks
     of which nothing is left then."""
-    beginnings = tuple(filter(None, cut))
-    if not beginnings or not body.system:
+    if not body.system:
         return body
     if isinstance(body.system, str):
-        kept: str | list[TextBlock] = _after_lines(body.system, beginnings)
+        kept: str | list[TextBlock] = _after_billing(body.system)
     else:
-        texts = [(block, _after_lines(block.text, beginnings)) for block in body.system]
+        texts = [(block, _after_billing(block.text)) for block in body.system]
         kept = [
             block if text == block.text else msgspec.structs.replace(block, text=text)
             for block, text in texts
@@ -146,10 +147,10 @@ def _without_lines(body: Body, cut: Sequence[str]) -> Body:
     return msgspec.structs.replace(body, system=kept)
 
 
-def _after_lines(text: str, beginnings: tuple[str, ...]) -> str:
-    """Returns a text from its first line on that begins otherwise."""
+def _after_billing(text: str) -> str:
+    """Returns a text from its first line on that is no billing line."""
     at = 0
-    while text.startswith(beginnings, at):
+    while text.startswith(BILLING_HEADER, at):
         at = (text.find("\n", at) + 1) or len(text)
     return text[at:]
 

@@ -77,7 +77,6 @@ class _Pages:
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
-        self._vllm_names = flags.vllm_metric_names
         self._root_path, self._encrypted = flags.root_path, bool(flags.tls_cert)
         self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
@@ -142,7 +141,7 @@ class _Pages:
     async def metrics(self, call: HttpCall) -> None:
         """Gives this gateway's metrics for Prometheus; where several processes share the port, those of the one that
         was reached."""
-        page = MetricsPage(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
+        page = MetricsPage(lambda: self._gateway.metrics(call.tenant))
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def refusals(self, call: HttpCall) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pillion.errors import InvalidRequest, Unavailable
-from pillion.host.adapter_folders import ADAPTER_FILES, MAX_CONFIG_BYTES, MAX_HEADER_BYTES
+from pillion.host.adapter_folders import ADAPTER_FILES, MAX_ADAPTER_BYTES, MAX_CONFIG_BYTES, MAX_HEADER_BYTES
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 MAX_PIECE_BYTES = 2**19
@@ -65,19 +65,17 @@ async def receive_files(
     first: AdapterPiece | None,
     pieces: AsyncIterator[AdapterPiece],
     room: Callable[[int], AbstractContextManager[Path]],
-    max_bytes: int,
 ) -> None:
     """Writes files, on a thread, into the folder that ``room`` yields when it is given their bytes; on the same thread
-    that folder is then verified or kept. ``first`` is the first piece, or None where there was none; ``max_bytes`` is
-    the largest adapter that is taken.
+    that folder is then verified or kept. ``first`` is the first piece, or None where there was none.
 
     Whichever way it ends, cancelled too, the thread has ended and nobody waits for ``pieces`` any more. Raises
     InvalidRequest where the pieces are no files of an adapter, Unavailable for a silent sender, and what ``pieces`` and
     ``room`` raise.
     """
-    if first is None or not 0 < first.total_bytes <= max_bytes + MAX_CONFIG_BYTES + MAX_HEADER_BYTES:
+    if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES + MAX_CONFIG_BYTES + MAX_HEADER_BYTES:
         size_bytes = first.total_bytes if first else 0
-        raise InvalidRequest(f"an adapter of {size_bytes} bytes; it may have {max_bytes} (--lora-file-bytes)")
+        raise InvalidRequest(f"an adapter of {size_bytes} bytes; it may have {MAX_ADAPTER_BYTES}")
     loop = asyncio.get_running_loop()
     reading: asyncio.Task[AdapterPiece | None] | None = None
     over = False

@@ -24,6 +24,7 @@ from pillion.config import KVNodeFlags
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.host.adapter_folders import (
     ADAPTERS,
+    TRANSFER_TIMEOUT_S,
     adapter_draft,
     cache_root,
     is_adapter_digest,
@@ -51,7 +52,6 @@ class NodeAdapters:
     Attributes:
         addresses: returns the address of each live node, by its id.
         root: the model cache's folder.
-        limits: what copies may take on this machine.
         reading: number of adapters that are read or kept now.
     """
 
@@ -59,7 +59,7 @@ class NodeAdapters:
         self._node_id = flags.node_id
         self.addresses = addresses
         self.root = cache_root()
-        self.limits = flags.store_limits
+        self._store_bytes = flags.lora_store_bytes
         self.reading = 0
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
@@ -91,7 +91,7 @@ class NodeAdapters:
         digest = first.digest if first is not None else ""
         with self._counted(digest):
             try:
-                await receive_files(first, pieces, partial(self._room, digest), self.limits.file_bytes)
+                await receive_files(first, pieces, partial(self._room, digest))
             except OSError as error:
                 raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
         log.info("adapter %s is kept on this machine", digest[:12])
@@ -115,7 +115,7 @@ class NodeAdapters:
         """Yields a temporary folder, which becomes the adapter's own at the end: that is there whole or not at all."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        with adapter_draft(target.parent, size_bytes, self.limits.store_bytes) as draft:
+        with adapter_draft(target.parent, size_bytes, self._store_bytes) as draft:
             yield draft
             try:
                 draft.rename(target)
@@ -130,7 +130,7 @@ class NodeAdapters:
             client = NodeClient(nodes[node_id], self._node_id)
             begun = False
             try:
-                async with aclosing(client.read_adapter(digest, self.limits.transfer_s, ask_others=False)) as pieces:
+                async with aclosing(client.read_adapter(digest, TRANSFER_TIMEOUT_S, ask_others=False)) as pieces:
                     async for piece in pieces:
                         begun = True
                         yield piece

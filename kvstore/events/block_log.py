@@ -30,6 +30,8 @@ from pillion.v1.kvnode_pb2 import BlockChanges, BlockRun, PoolFacts
 
 # One message to a follower has at most this many blocks: 128 KiB of hashes, and as much of parents at worst.
 MAX_MESSAGE_BLOCKS = 4096
+# A node keeps this many of the newest changes for its followers.
+MAX_CHANGES = 65_536
 # A follower that fell behind the log may follow again at once.
 FOLLOW_AGAIN_MS = 100
 
@@ -54,7 +56,7 @@ class BlockLog:
         blocks, digest: number of blocks in the pool and their digest, after that change.
     """
 
-    def __init__(self, epoch: int, max_changes: int) -> None:
+    def __init__(self, epoch: int, max_changes: int = MAX_CHANGES) -> None:
         self.epoch = epoch
         self.max_changes = max_changes
         self.last = self.blocks = self.digest = 0
@@ -92,8 +94,8 @@ class BlockLog:
         """Raises Overloaded where a change after ``number`` is forgotten."""
         if not self.keeps(self.epoch, number):
             raise Overloaded(
-                f"this follower has seen change {number}, and the node knows changes {self.first} to {self.last} (see "
-                "--kv-log-changes): follow again",
+                f"this follower has seen change {number}, and the node knows changes {self.first} to {self.last}:"
+                " follow again",
                 FOLLOW_AGAIN_MS,
             )
 

@@ -23,6 +23,8 @@ from pillion.observability.metrics import Reading
 from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest, PoolFacts
 from pillion.wire.attach import AttachHello
 
+# A node has at most this many followers at once.
+MAX_FOLLOWERS = 16
 # Changes that come within this time after a message go into the next one, as a message costs about as much as a commit.
 GATHER_S = 0.02
 # A follower may take this long for a message before its stream is ended.
@@ -34,7 +36,6 @@ class Followers:
 
     Args:
         tree: the pool's blocks; ``log`` has their changes.
-        max_followers: the most followers; more are refused.
         node_id, kv_device: facts that followers are told.
 
     Attributes:
@@ -46,7 +47,6 @@ class Followers:
         self,
         tree: BlockTree,
         log: BlockLog,
-        max_followers: int,
         node_id: str = "",
         kv_device: str = "",
     ) -> None:
@@ -55,7 +55,6 @@ class Followers:
         self._tree = tree
         self._node_id, self._kv_device = node_id, kv_device
         self._facts: PoolFacts | None = None
-        self._max_followers = max_followers
         # Each of these events is set when there is something new for its follower.
         self._news: dict[asyncio.Event, None] = {}
         self._closed = False
@@ -93,11 +92,11 @@ class Followers:
     async def follow(self, request: FollowBlocksRequest, send: Callable[[BlockChanges], Awaitable[None]]) -> None:
         """Sends a follower all changes that it lacks and all that come, until it is cancelled.
 
-        ``send`` returns when the message is on its way. Raises Overloaded beyond ``max_followers`` and for a follower
+        ``send`` returns when the message is on its way. Raises Overloaded beyond MAX_FOLLOWERS and for a follower
         that is too slow, Unavailable when the node ends.
         """
-        if len(self) >= self._max_followers:
-            raise Overloaded(f"{self._max_followers} followers read this node's changes already", FOLLOW_AGAIN_MS)
+        if len(self) >= MAX_FOLLOWERS:
+            raise Overloaded(f"{MAX_FOLLOWERS} followers read this node's changes already", FOLLOW_AGAIN_MS)
         news = asyncio.Event()
         self._news[news] = None
         try:

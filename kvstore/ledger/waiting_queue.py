@@ -29,6 +29,8 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.rules.priority import NO_FLOW, Flow, queue_order, rank_of
 from pillion.v1.kvnode_pb2 import AdoptTicketReply
 
+# A node lets this many new prompts wait for memory.
+MAX_WAITING = 1024
 # A refused caller should try again after this time.
 RETRY_AFTER_MS = 1000
 
@@ -86,9 +88,9 @@ class Grant:
 class WaitingQueue:
     """Holds a bounded queue: at most ``max_waiting`` new prompts and as many preempted streams."""
 
-    def __init__(self, ledger: Ledger, max_waiting: int) -> None:
+    def __init__(self, ledger: Ledger, max_waiting: int = MAX_WAITING) -> None:
         self._ledger = ledger
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         # These are the lines of the flows that wait, by their keys. A line is never empty, and sorted by place; of
         # equal waiters, the one that came first is in front.
         self._lines: dict[bytes, list[Waiter]] = {}
@@ -112,11 +114,11 @@ class WaitingQueue:
         self._counts[waiter.resume] += 1
         grant = self._admit(waiter) if self._first() is waiter else None
         # New prompts and preempted streams are counted apart, so that new prompts do not shut out preempted streams.
-        is_full = self._counts[waiter.resume] > self._max_waiting
+        is_full = self._counts[waiter.resume] > self.max_waiting
         if grant is not None or is_full:
             self.withdraw(waiter.key)
         if grant is None and is_full:
-            raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
+            raise Overloaded(f"{self.max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
         return grant
 
     def poll(self) -> list[Grant]:

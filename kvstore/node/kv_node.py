@@ -79,7 +79,6 @@ class KVNode:
             prefix_pins,
             retentions,
             followers,
-            max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             announce=self._announce,
             shaped=self._shaped,

@@ -21,7 +21,7 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import FETCH, KEPT, SESSION, Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent, PoolShape, slots_of
-from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
+from pillion.kvstore.ledger.waiting_queue import MAX_WAITING, Grant, Waiter, WaitingQueue
 from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
@@ -86,7 +86,7 @@ class Pool:
         retentions: NodeRetentions,
         followers: Followers,
         *,
-        max_waiting: int,
+        max_waiting: int = MAX_WAITING,
         heartbeat_timeout_s: float,
         announce: Callable[[list[IndexEvent]], None],
         shaped: Callable[[PoolShape], None],

@@ -61,7 +61,18 @@ GONE: dict[str, tuple[type, str]] = {
     "slo": (config.GatewayFlags, NO_FORECAST),
     "attainment": (config.GatewayFlags, NO_FORECAST),
     "worker_start_s": (config.GatewayFlags, NO_FORECAST),
+    "vllm_metric_names": (config.CommonFlags, "metrics have vLLM's names as well, always"),
+    "lora_file_bytes": (config.LoraStoreFlags, "an adapter may have 8 GiB"),
+    "lora_transfer_timeout_s": (config.LoraStoreFlags, "an adapter may take 120 s from another machine"),
+    "max_waiting_tickets": (config.KVNodeFlags, "1,024 new requests may wait for the memory of a KV node"),
+    "kv_log_changes": (config.KVNodeFlags, "a KV node keeps the newest 65,536 changes for its followers"),
+    "max_kv_followers": (config.KVNodeFlags, "a KV node has at most 16 followers"),
+    "max_tenant_pinned_percent": (config.KVNodeFlags, "a tenant may have half of --max-pinned-percent"),
+    "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
+    "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
 }
+# These flags that are gone were switches: --NAME and --no-NAME, without a value.
+GONE_SWITCHES = ("vllm_metric_names",)
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {
@@ -258,18 +269,14 @@ def _gone_option(name: str, about: str) -> Callable[[F], F]:
 
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         # A supervisor has said it for the components that it started with its environment.
-        if value and "PILLION_PARENT_PID" not in os.environ:
+        if value not in (None, ()) and "PILLION_PARENT_PID" not in os.environ:
             click.echo(f"Warning: {option_name(name)} has no effect and goes with the next release: {about}", err=True)
 
-    return click.option(
-        option_name(name),
-        name,
-        envvar=env_name(name),
-        multiple=True,
-        expose_value=False,
-        hidden=True,
-        callback=warn,
-    )
+    spelled = option_name(name)
+    form: dict[str, Any] = {"multiple": True}
+    if name in GONE_SWITCHES:
+        spelled, form = f"{spelled}/--no-{spelled[2:]}", {"type": bool, "default": None}
+    return click.option(spelled, name, envvar=env_name(name), expose_value=False, hidden=True, callback=warn, **form)
 
 
 def flag_option(field: Field[Any]) -> Callable[[F], F]:
@@ -338,7 +345,7 @@ def read_config(path: str) -> dict[str, Any]:
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} is there twice")
-        if name in GONE:
+        if name in GONE and name not in GONE_SWITCHES:
             value = value if isinstance(value, list) else [value]
         elif name in repeatable:
             if isinstance(value, str) and name == "served_model_name":

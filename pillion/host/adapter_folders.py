@@ -20,7 +20,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -29,6 +28,12 @@ ADAPTERS = "adapters"
 # adapter has some hundred kilobytes.
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
+# The tensors of one adapter may have this many bytes.
+MAX_ADAPTER_BYTES = 8 * 2**30
+# All copies on a machine together have this many bytes at most, unless --lora-store-bytes says otherwise.
+STORE_BYTES = 64 * 2**30
+# Bringing an adapter's files from another machine takes this long at most.
+TRANSFER_TIMEOUT_S = 120.0
 # Copies of adapters leave this much of the disk free.
 MIN_FREE_BYTES = 2**30
 # A copy of an adapter that was not used for this long may be removed.
@@ -36,19 +41,6 @@ KEEP_S = 3600.0
 # From this age on, a draft without a lock has lost the process that wrote it.
 MIN_DRAFT_AGE_S = 60.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLimits:
-    """Limits what copies of adapters may take on a machine. ``file_bytes``: the tensors of one adapter;
-    ``store_bytes``: all copies; ``transfer_s``: the longest time for bringing an adapter's files from another
-    machine."""
-
-    file_bytes: int = 8 * 2**30
-    store_bytes: int = 64 * 2**30
-    transfer_s: float = 120.0
-
-
-STORE_LIMITS = StoreLimits()
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -64,7 +56,7 @@ def is_adapter_digest(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.store_bytes) -> Iterator[Path]:
+def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
     """Yields a new folder for an adapter's files, beside their place in ``adapters``, and removes it if it is still
     there at the end. Raises OSError where there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
@@ -78,7 +70,7 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.store_bytes) -> None:
+def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> None:
     """Removes old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
     Raises OSError where that is not enough."""
     now, kept = time.time(), []

@@ -46,16 +46,14 @@ T = TypeVar("T")
 class MetricsPage(Collector):
     """Shows one component's metrics to Prometheus. ``collect_all`` may be called on any thread."""
 
-    def __init__(self, collect_all: Collect, *, vllm_names: bool) -> None:
+    def __init__(self, collect_all: Collect) -> None:
         self._collect_all = collect_all
-        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics, for the client library. Raises TimeoutError where the component does not answer."""
         values = self._collect_all()
         yield from to_prometheus(values)
-        if self._vllm_names:
-            yield from to_vllm(values)
+        yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
         """Makes a registry of this page and of what the process uses: memory, files, processor time."""
@@ -82,7 +80,6 @@ class Exports:
     Args:
         component_id, role: the component's name and kind.
         port, host: where the page listens; port 0: there is no page.
-        vllm_names: whether the page has vLLM's names too.
         not_ready: returns why the component does not serve now, "" where it does; called on its event loop.
 
     Raises ConfigError where the port is taken.
@@ -96,7 +93,6 @@ class Exports:
         *,
         host: str,
         port: int,
-        vllm_names: bool,
         not_ready: Callable[[], str],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -108,7 +104,7 @@ class Exports:
             push(self._collect, telemetry.resource(component_id, role)) if telemetry.wanted("METRICS") else None
         )
         if port:
-            registry = MetricsPage(self._collect, vllm_names=vllm_names).registry()
+            registry = MetricsPage(self._collect).registry()
             try:
                 self._server = prometheus_client.start_http_server(port, listening_host(host), registry)
             except OSError as error:

@@ -245,7 +245,9 @@ def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
 
     if not flags.enable_lora:
         return None
-    options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True, limits=flags.store_limits)
+    options = AdapterOptions(
+        max_rank=flags.max_lora_rank, folders=("/",), updating=True, store_bytes=flags.lora_store_bytes
+    )
     aliases = dict.fromkeys(model.aliases, model.name)
     return load_adapters({model.name: model.folder}, aliases, options, nodes)
 

@@ -180,7 +180,7 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         gc.freeze()
         if standby is not None:
             standby.serves()
-        page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+        page = {"host": flags.metrics_host, "port": flags.metrics_port}
         own = getattr(component, "not_ready", str)
         exports = Exports(
             component.meters, name, role, **page, not_ready=lambda: "it is stopping" if stop.is_set() else own()

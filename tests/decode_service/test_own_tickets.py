@@ -168,8 +168,8 @@ async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.M
     """Another attempt would wait in vain, too."""
     spans: list[str] = []
     monkeypatch.setattr(stream_session, "record", lambda name, *_: spans.append(name))
-    node = {"max_waiting_tickets": 1}
-    async with running_workers(slots=SLOTS, node=node) as workers, connected(workers) as connection:
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        workers.kvnode.pool.waiting.max_waiting = 1
         full = await fill(workers)
         # The stream that waits when another one comes must not have waited in vain by then.
         await waiting(workers, connection)

@@ -97,7 +97,7 @@ async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves() 
         return await child.wait() == 0
 
     assert not await well(), "nobody listens"
-    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": lambda: trouble}
+    page = {"host": "127.0.0.1", "port": port, "not_ready": lambda: trouble}
     exports = Exports(Meters(), "decode-7", "decode", **page)
     try:
         assert await well()

@@ -22,7 +22,7 @@ def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: flo
         ledger,
         NodePrefixPins(ledger),
         NodeRetentions(ledger, retaining),
-        Followers(ledger.tree, BlockLog(1, 1024), 4),
+        Followers(ledger.tree, BlockLog(1)),
         max_waiting=max_waiting,
         heartbeat_timeout_s=heartbeat_timeout_s,
         announce=lambda events: None,

@@ -12,7 +12,7 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
-from pillion.host.adapter_folders import ADAPTER_FILES, StoreLimits
+from pillion.host.adapter_folders import ADAPTER_FILES
 from tests.support.adapters import edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
 
@@ -141,9 +141,15 @@ def test_files_of_another_machine(store, sources, tmp_path):
     assert folders(tmp_path) == [digest]
 
 
+def test_an_adapter_that_is_too_large_is_refused(store, sources, model, monkeypatch):
+    monkeypatch.setattr(adapter_store, "MAX_ADAPTER_BYTES", 100)
+    with pytest.raises(ConfigError, match="and may have 100"):
+        store.add(sources[0], model)
+
+
 def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
     size = sum((sources[0] / name).stat().st_size for name in ADAPTER_FILES)
-    store = AdapterStore(tmp_path / "cache", StoreLimits(store_bytes=2 * size + size // 2))
+    store = AdapterStore(tmp_path / "cache", 2 * size + size // 2)
     first, second = (store.add(source, model) for source in sources[:2])
     with pytest.raises(Overloaded, match=r"would take .* bytes, and may take"):
         store.add(sources[2], model)

@@ -347,7 +347,6 @@ def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[s
 
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch="
-CUT = ("x-anthropic-billing-header:",)
 
 
 @pytest.mark.parametrize(
@@ -365,23 +364,20 @@ def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> 
     for mark in ("eb6c6", "0aaa9"):
         body = json.dumps(LEAST | {"system": system}).replace("%s", mark).encode()
         reading = BodyReading()
-        made = read_noting(reading, messages_request, body, "r", CUT)
+        made = read_noting(reading, messages_request, body, "r")
         assert reading.ignored == "system.line"
         count_body = {name: value for name, value in json.loads(body).items() if name != "max_tokens"}
-        counted, _ = count_tokens_request(json.dumps(count_body).encode(), CUT)
+        counted, _ = count_tokens_request(json.dumps(count_body).encode())
         assert counted.messages == made.requests[0].messages
         asked.append(made)
     assert asked[0] == asked[1]
     assert asked[0].requests[0].messages[0] == ChatMessage("system", kept)
-    # An operator may leave every line where it is.
-    for cut in ((), ("",)):
-        assert LINE in messages_request(body, "r", cut).requests[0].messages[0].content
 
 
 def test_lines_elsewhere_stay() -> None:
     messages = [{"role": "user", "content": LINE}]
     system = [{"type": "text", "text": f"You are.\n{LINE}"}, {"type": "text", "text": ""}]
-    made = messages_request(json.dumps(LEAST | {"messages": messages, "system": system}).encode(), "r", CUT)
+    made = messages_request(json.dumps(LEAST | {"messages": messages, "system": system}).encode(), "r")
     assert made.requests[0].messages == (ChatMessage("system", f"You are.\n{LINE}\n"), ChatMessage("user", LINE))
 
 

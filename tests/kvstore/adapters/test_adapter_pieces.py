@@ -49,7 +49,7 @@ class RoomLeft:
 
 async def receive(sender: SilentSender, room: RoomLeft) -> None:
     async with contextlib.aclosing(sender.pieces()) as pieces:
-        await receive_files(await next_piece(pieces), pieces, room, 2**20)
+        await receive_files(await next_piece(pieces), pieces, room)
 
 
 async def test_a_silent_sender_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +85,4 @@ async def test_a_sender_that_never_begins_is_given_up(monkeypatch: pytest.Monkey
 
 async def test_a_stream_without_pieces_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
-        await receive_files(None, SilentSender().pieces(), RoomLeft(tmp_path), 2**20)
+        await receive_files(None, SilentSender().pieces(), RoomLeft(tmp_path))

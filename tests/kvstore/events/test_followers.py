@@ -194,7 +194,8 @@ async def test_a_follower_goes_on_where_its_connection_broke(lives: Lives) -> No
 
 
 async def test_what_the_log_has_forgotten_comes_as_a_snapshot(lives: Lives) -> None:
-    node = await lives.begin(kv_log_changes=CHAIN_BLOCKS)
+    node = await lives.begin()
+    node.pool.followers.log.max_changes = CHAIN_BLOCKS
     worker = await lives.worker()
     async with relayed(lives) as (relay, router):
         await lives.commit(worker, chain(0))
@@ -224,8 +225,9 @@ async def test_a_message_that_does_not_fit_is_followed_by_a_snapshot(lives: Live
         await router.has(blocks_of(node))
 
 
-async def test_places_are_few(lives: Lives) -> None:
-    node = await lives.begin(max_kv_followers=1)
+async def test_places_are_few(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers_module, "MAX_FOLLOWERS", 1)
+    node = await lives.begin()
     async with routing(lives.flags.node_listen) as router:
         await router.has(dict)
         assert {m.name: cells for m, cells in node.meters.collect().items()}[names.KV_FOLLOWERS.name] == {(): 1}
@@ -296,7 +298,7 @@ async def test_a_snapshot_alone_does_not_make_the_next_try_sooner(monkeypatch: p
 
 async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
     tree, log = BlockTree(LruEviction()), BlockLog(1, 3)
-    followers = Followers(tree, log, 1)
+    followers = Followers(tree, log)
     reader = HaltingReader()
     following = asyncio.create_task(followers.follow(FollowBlocksRequest(), reader.send))
     await loop_turns()
@@ -309,7 +311,7 @@ async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
 
 async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers_module, "STALL_S", 0.01)
-    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99), 1)
+    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))
     with pytest.raises(Overloaded, match="has taken nothing"):
         await followers.follow(FollowBlocksRequest(), HaltingReader().send)
     assert (followers.dropped, len(followers)) == (1, 0)
@@ -318,7 +320,7 @@ async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest
 async def test_changes_of_a_moment_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that followers cost a node nothing for each commit."""
     monkeypatch.setattr(followers_module, "GATHER_S", 0.2)
-    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99), 1)
+    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))
     reader = HaltingReader()
     reader.taking.set()
     following = asyncio.create_task(followers.follow(FollowBlocksRequest(), reader.send))

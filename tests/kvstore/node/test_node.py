@@ -53,7 +53,6 @@ def flags_in(folder: str, **more: object) -> KVNodeFlags:
         "attach_socket": f"{folder}/attach.sock",
         "kv_pool_bytes": NUM_SLOTS * BLOCK_BYTES,
         "decode_reserve_percent": 10,
-        "max_waiting_tickets": 2,
     }
     return KVNodeFlags(**(flags | more))  # type: ignore[arg-type]
 
@@ -85,6 +84,7 @@ class NodeHarness:
 @asynccontextmanager
 async def running(folder: str, **more: object) -> AsyncIterator[NodeHarness]:
     node = await start_kvnode(flags_in(folder, **more))
+    node.pool.waiting.max_waiting = 2
     client = NodeClient(node.address, "gateway-0")
     try:
         cluster = NodeHarness(node, client, await client.open_session(), folder)

@@ -193,6 +193,23 @@ def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_pa
     assert output(GatewayFlags, [f"--config={file}"]) == ""
 
 
+def test_a_switch_that_is_gone_is_taken_without_a_value(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text("vllm-metric-names = false")
+    variable = {env_name("vllm_metric_names"): "false"}
+    sources = ((["--vllm-metric-names"], {}), (["--no-vllm-metric-names"], {}), ([f"--config={file}"], {}))
+
+    @click.command()
+    @flag_options(KVNodeFlags)
+    def command(**values: Any) -> None:
+        assert KVNodeFlags(**values)
+
+    for argv, env in (*sources, ([], variable)):
+        result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None, **env})
+        assert (result.exit_code, result.stderr.count("--vllm-metric-names has no effect")) == (0, 1), result.output
+    assert CliRunner().invoke(command, [], env={"PILLION_CONFIG": None}).stderr == ""
+
+
 def value_of(field: Any) -> st.SearchStrategy[Any]:
     if field.metadata["secret"]:
         # A child gets it by the environment.

@@ -437,10 +437,3 @@ async def test_sizes_of_messages_are_options() -> None:
                 await texts(client)
         async with AsyncClient(address) as client:
             assert await texts(client) == ["y" * big]
-
-
-async def test_the_gateways_flag() -> None:
-    async with running_fake_cluster("The answer.", max_message_bytes=64 * 1024) as fakes:
-        with pytest.raises(Overloaded, match="larger than max"):
-            await texts(fakes.client, stop=["x" * 70_000])
-        assert "".join(await texts(fakes.client)) == "The answer."

@@ -75,7 +75,7 @@ def test_nothing_is_set_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_one_host_serves_both_families() -> None:
     async with running_fake_cluster(host="::") as fakes:
         gateway, port = fakes.gateway, free_port()
-        exports = Exports(Meters(), "x", "gateway", host="::", port=port, vllm_names=False, not_ready=lambda: "")
+        exports = Exports(Meters(), "x", "gateway", host="::", port=port, not_ready=lambda: "")
         try:
             for host in ("127.0.0.1", "[::1]"):
                 http, grpc = (address.rpartition(":")[2] for address in (gateway.http_address, gateway.grpc_address))

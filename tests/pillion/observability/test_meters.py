@@ -34,13 +34,14 @@ QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
 
 def samples(meters: Meters, *, vllm_names: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return the samples that Prometheus reads off the page, without the process's own figures."""
-    text = generate_latest(MetricsPage(meters.collect, vllm_names=vllm_names).registry()).decode()
+    """Return the samples that Prometheus reads off the page under Pillion's names, or under vLLM's, without the
+    process's own figures."""
+    text = generate_latest(MetricsPage(meters.collect).registry()).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if not sample.name.startswith("process_")
+        if not sample.name.startswith("process_") and sample.name.startswith("vllm") == vllm_names
     }
 
 
@@ -118,8 +119,7 @@ def test_vllm_names_say_the_same() -> None:
     meters.counter(names.REQUESTS, "demo", "UNAVAILABLE").add(1)
     meters.watch(lambda: [(names.SEQUENCES, ("running",), 3), (names.SEQUENCES, ("waiting",), 2)])
     model = ("model_name", "demo")
-    assert not any(name.startswith("vllm") for name, _ in samples(meters))
-    found = {key: value for key, value in samples(meters, vllm_names=True).items() if key[0].startswith("vllm")}
+    found = samples(meters, vllm_names=True)
     assert found["vllm:prompt_tokens_total", (model,)] == 100
     assert found["vllm:prefix_cache_queries_total", (model,)] == 100
     assert found["vllm:prefix_cache_hits_total", (model,)] == 42
@@ -134,7 +134,7 @@ def test_vllm_names_say_the_same() -> None:
 
 async def test_a_part_has_a_page_and_its_port_is_its_own() -> None:
     port = free_port()
-    meters, page = Meters(), {"host": "127.0.0.1", "port": port, "vllm_names": True, "not_ready": str}
+    meters, page = Meters(), {"host": "127.0.0.1", "port": port, "not_ready": str}
     exports = Exports(meters, "decode-7", "decode", **page)  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match="the metrics page cannot listen"):
@@ -150,7 +150,7 @@ async def test_a_part_has_a_page_and_its_port_is_its_own() -> None:
 
 async def test_an_answer_of_a_parts_page_is_one_segment() -> None:
     port = free_port()
-    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": str}
+    page = {"host": "127.0.0.1", "port": port, "not_ready": str}
     exports = Exports(Meters(), "decode-7", "decode", **page)  # type: ignore[arg-type]
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -164,7 +164,7 @@ async def test_an_answer_of_a_parts_page_is_one_segment() -> None:
 
 async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     trouble, port = "", free_port()
-    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": lambda: trouble}
+    page = {"host": "127.0.0.1", "port": port, "not_ready": lambda: trouble}
     exports = Exports(Meters(), "gateway-0", "gateway", **page)  # type: ignore[arg-type]
 
     def read(path: str) -> tuple[int, str]:
@@ -197,7 +197,7 @@ async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatc
         for name, value in received.environ().items():
             monkeypatch.setenv(name, value)
         assert telemetry.wanted("METRICS")
-        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False, not_ready=str)
+        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, not_ready=str)
         # What is left goes out at the end.
         await asyncio.to_thread(exports.close)
     (resource,) = received.metrics
