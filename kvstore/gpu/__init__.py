@@ -9,7 +9,6 @@
     mapped_memory.py  what a worker maps: the pool, and regions (share_region).
     regions.py        memory beside the pool that workers share, such as weights. Sans-IO.
     region_server.py  the attach socket's connections that want a region.
-    host_tier.py      HostTier: pinned host memory for blocks that leave the pool.
 
 kvstore/ledger decides which slot holds what, and who may use it; here a slot is a place.
 """

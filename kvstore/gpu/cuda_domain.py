@@ -14,11 +14,11 @@ from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaDriver
 from pillion.kvstore.gpu.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from pillion.kvstore.gpu.host_tier import HostTier
 from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory.domain import Division, Domain, MadeSegment
 from pillion.kvstore.memory.memory import CUDA, PoolMemory
+from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import Tier
 from pillion.wire.attach import MAX_SHARDS
 

@@ -18,10 +18,10 @@ from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
-from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium, ObjectTier
 from pillion.kvstore.tiers.object_tier.write_through import WriteThrough
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
-from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
+from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.hand_over import HandOver, LookUp, OtherNode, rooms_of, warm_tips
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -65,7 +65,7 @@ class Storage:
         # ones.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
-        self._far: list[FarTier] = [] if far is None else [far.make_tier(shape)]
+        self._far: list[ObjectTier] = [] if far is None else [far.make_tier(shape)]
         exchange.open_pool(shape, memory, pool)
         self.spiller = Spiller(
             pool.ledger,

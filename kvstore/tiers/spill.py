@@ -23,7 +23,8 @@ import numpy as np
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.tiers import BlockName, BufferTier, Tier
+from pillion.kvstore.tiers.host_tier import HostTier
+from pillion.kvstore.tiers.tiers import BlockName, Tier
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -114,7 +115,7 @@ class Spiller:
         """Copies blocks, which stay in the pool, to tiers that may outlive the node, in the order given, at this rate
         until a time of the loop's clock; returns how many were copied."""
         loop, block_bytes = asyncio.get_running_loop(), self._memory.block_bytes
-        tiers = [tier for tier in self._tiers if not isinstance(tier, BufferTier)]
+        tiers = [tier for tier in self._tiers if not isinstance(tier, HostTier)]
         begun_s, saved, at = loop.time(), 0, 0
         while tiers and at < len(blocks):
             room_bytes = max(tier.room_bytes() for tier in tiers)
@@ -235,9 +236,9 @@ class Spiller:
             self._buffers.release_buffers(buffers)
 
     @property
-    def _buffers(self) -> BufferTier | None:
+    def _buffers(self) -> HostTier | None:
         """Gives the tier in memory, if there is one."""
-        return next((tier for tier in self._tiers if isinstance(tier, BufferTier)), None)
+        return next((tier for tier in self._tiers if isinstance(tier, HostTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:
         self._work[work] = None

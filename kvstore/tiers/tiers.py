@@ -6,18 +6,18 @@ pools, a bucket.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
 
 log = logging.getLogger("pillion.kvnode")
-
-Kept = TypeVar("Kept")
 
 # At most one warning of a kind is logged in this time.
 WARN_EVERY_S = 30.0
@@ -62,118 +62,110 @@ class TierCounts:
     failed: int = 0
 
 
-class Tier(Protocol):
-    """Represents a lower tier. The node's loop makes all calls, so it needs no lock; the work itself runs in threads.
+class Tier(ABC):
+    """Represents a lower tier, with the names of its blocks, the least recently used first. The node's loop makes all
+    calls, so it needs no lock; the work itself runs in threads.
 
     It never raises for a medium's trouble: a block that cannot be written is forgotten, and one that cannot be read or
     does not fit its checksum is removed, counted and missing (I1).
     """
 
     name: str
-    counts: TierCounts
+
+    def __init__(self) -> None:
+        self.counts = TierCounts()
+        self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
+        # These blocks were dropped without a report; the next store reports them.
+        self._unreported: list[BlockName] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Returns the number of blocks that the tier keeps."""
+        return len(self._kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Returns whether the block is believed to be in the tier. This costs no input or output."""
+        return block_hash in self._kept
 
     @property
     def short_blocks(self) -> int:
         """Gives how many fewer blocks the medium has room for than the tier may keep, because others have filled it."""
-
-    def __len__(self) -> int:
-        """Returns the number of blocks that the tier keeps."""
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        """Returns whether the block is believed to be in the tier. This costs no input or output."""
+        return 0
 
     def answers(self) -> bool:
         """Returns whether loads may begin now; False while the medium is paused because it was late."""
+        return True
 
+    @abstractmethod
     def room_bytes(self) -> int:
         """Returns how many bytes a store may bring now without being refused; 0 after an error of the medium."""
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Marks blocks as used, in the order given; blocks that the tier lacks are ignored."""
+        for block_hash in hashes:
+            if block_hash in self._kept:
+                self._kept.move_to_end(block_hash)
 
+    @abstractmethod
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Stores whole blocks. Returns blocks that are not kept any more: those that made room or failed."""
 
+    @abstractmethod
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         """Loads at most ``memory.batch_blocks`` blocks, as :func:`load_into` does."""
 
     def names(self) -> Iterable[BlockName]:
         """Returns all blocks that are kept, each after its parent if that is kept too."""
+        return heads_first(self._kept)
 
+    @abstractmethod
     async def close(self) -> None:
         """Waits for writes under way. Blocks on a medium that lasts stay there. Idempotent."""
 
 
-@runtime_checkable
-class BufferTier(Tier, Protocol):
-    """Represents a tier in memory: copies can be made straight into it. A buffer stays its user's until it is
-    released."""
-
-    def acquire_empty(self, count: int) -> list[memoryview]:
-        """Returns up to ``count`` buffers of one block each, to be filled, maybe stored, and released."""
-
-    def release_buffers(self, buffers: Sequence[memoryview]) -> None:
-        """Ends the caller's use of buffers. Buffers of other owners are ignored."""
-
-
-class FarTier(Tier, Protocol):
-    """Represents a tier that other nodes write to as well, so that only a request shows what it has. It is asked after
-    other nodes' pools."""
-
-    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
-        """Finds out which blocks of a chain the tier has, from block ``first`` on; ``in`` knows them from then on.
-        ``hashes`` begin with the chain's first block. With ``roughly`` only the chain's length counts; of blocks
-        between two that are here, nothing need be learnt. With ``states`` it finds out the first pages of states, too,
-        at least those that stand far down the chain. The call is bounded in time, and may be cancelled."""
-
-
-class TierBlocks(Generic[Kept]):
-    """Holds the blocks that a tier has, by hash, the least recently used first.
-
-    Attributes:
-        counts: :attr:`Tier.counts`.
-    """
-
-    def __init__(self) -> None:
-        self.counts = TierCounts()
-        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
-        # These blocks were dropped without a report; the next store reports them.
-        self._unreported: list[BlockName] = []
-        self._closed = False
-
-    @property
-    def short_blocks(self) -> int:
-        return 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._kept
-
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
-            if block_hash in self._kept:
-                self._kept.move_to_end(block_hash)
-
-
-class MediumTier(TierBlocks[Kept]):
+class MediumTier(Tier):
     """Represents a tier on a medium that may fail, and whose blocks are read into targets. ``medium`` names it in the
-    log."""
+    log. A medium that was late is paused and probed (:mod:`pillion.kvstore.tiers.tier_breaker`)."""
 
     def __init__(self, medium: object) -> None:
         super().__init__()
         self._medium = medium
         self._warned_s: dict[str, float] = {}
+        self._breaker = TierBreaker()
+        self._probing: asyncio.Task[None] | None = None
 
+    @abstractmethod
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
         """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
         cancelled caller is held until no thread writes to ``targets``."""
-        raise NotImplementedError
+
+    @abstractmethod
+    async def _answers_probe(self) -> bool:
+        """Asks the medium for something; returns whether it answered in time."""
 
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         async with memory.writing(slots) as targets:
             return await self.load(hashes, targets)
+
+    def answers(self) -> bool:
+        return not self._breaker.paused
+
+    def _pause(self) -> None:
+        """Pauses the medium until a probe comes in time."""
+        self._breaker.late(time.monotonic())
+        if not self._closed:
+            self._probing = asyncio.create_task(self._probe(), name=f"probing the {self.name} tier")
+
+    async def _probe(self) -> None:
+        breaker = self._breaker
+        while breaker.paused:
+            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
+            if await self._answers_probe():
+                breaker.answered()
+                paused_s = time.monotonic() - breaker.since_s
+                log.warning("the %s tier answers again after %.1f s (%s)", self.name, paused_s, self._medium)
+            else:
+                breaker.late(time.monotonic())
 
     def _warn(self, message: str, failure: str) -> None:
         now_s = time.monotonic()

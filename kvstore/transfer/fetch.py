@@ -31,7 +31,8 @@ from pillion.errors import PillionError
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger.ledger import FETCH, Ledger
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.tiers import FarTier, Tier, load_into
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
+from pillion.kvstore.tiers.tiers import Tier, load_into
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 
@@ -109,7 +110,7 @@ class Fetcher:
         changed: Callable[[], None],
         source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
-        far: Sequence[FarTier] = (),
+        far: Sequence[ObjectTier] = (),
     ) -> None:
         # These counts begin when the node starts.
         self.counts = NodeStatus()

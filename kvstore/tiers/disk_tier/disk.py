@@ -36,8 +36,7 @@ from pillion.config import KVNodeFlags
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import until_over
 from pillion.kvstore.tiers.disk_tier.disk_files import NO_ROOM, SHARDS, BlockFileLayout, BlockFiles, DiskFolder
-from pillion.kvstore.tiers.tier_breaker import TierBreaker
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -113,8 +112,8 @@ class _Written:
     spared: list[BlockName] = field(default_factory=list)
 
 
-class DiskTier(MediumTier[BlockName]):
-    """Implements :class:`pillion.kvstore.tiers.tiers.Tier` on a disk; :func:`open_disk_tier` explains it."""
+class DiskTier(MediumTier):
+    """Implements a tier on a disk; :func:`open_disk_tier` makes it."""
 
     name = "disk"
 
@@ -131,8 +130,6 @@ class DiskTier(MediumTier[BlockName]):
         self._reading = 0
         # This is when a block was last read, by time.monotonic(); threads write it.
         self._moved_s = 0.0
-        self._breaker = TierBreaker()
-        self._probing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
         self._work: dict[asyncio.Future[list[BlockName]], None] = {}
@@ -147,8 +144,8 @@ class DiskTier(MediumTier[BlockName]):
     def answers(self) -> bool:
         now = time.monotonic()
         if self._reading and now - self._moved_s >= LATE_S:
-            self._late(now)
-        return not self._breaker.paused
+            self._late()
+        return super().answers()
 
     def room_bytes(self) -> int:
         shut = self._closed or self._breaker.paused
@@ -161,9 +158,6 @@ class DiskTier(MediumTier[BlockName]):
     def by_use(self) -> list[bytes]:
         """Returns the hashes of all kept blocks, least recently used first."""
         return list(self._kept)
-
-    def names(self) -> Iterable[BlockName]:
-        return heads_first(self._kept)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         stamps = {block_hash: self._next_stamp() for block_hash in hashes if block_hash in self._kept}
@@ -198,7 +192,7 @@ class DiskTier(MediumTier[BlockName]):
                 read.cancel()
             now = time.monotonic()
             if started_s and now - started_s[0] >= LATE_S:
-                self._late(now)
+                self._late()
 
         self._reading += 1
         try:
@@ -348,31 +342,20 @@ class DiskTier(MediumTier[BlockName]):
                 self._writer.submit(self._remove_files, [name])
         return good
 
-    def _late(self, now: float) -> None:
-        """Pauses the disk until a probe comes in time."""
+    def _late(self) -> None:
         if self._closed or self._breaker.paused:
             return
-        self._breaker.late(now)
+        self._pause()
         log.warning(
             "the disk tier did not answer within %.1f s: nothing is read from it or written to it until a probe does; "
             "prompts compute what is there (%s)", LATE_S, self._files.root,
         )  # fmt: skip
-        self._probing = asyncio.create_task(self._probe(), name="probing the disk tier")
 
-    async def _probe(self) -> None:
-        """Reads a block after each pause until one comes in time. A probe waits for a thread as every read does, so
-        while all threads hang there is one probe, and it ends soon after they do."""
-        breaker = self._breaker
-        while breaker.paused:
-            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
-            oldest = next(iter(self._kept), None)
-            taken_s = await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest))
-            if taken_s < LATE_S:
-                breaker.answered()
-                paused_s = time.monotonic() - breaker.since_s
-                log.warning("the disk tier answers again after %.1f s (%s)", paused_s, self._files.root)
-            else:
-                breaker.late(time.monotonic())
+    async def _answers_probe(self) -> bool:
+        """Reads a block. A probe waits for a thread as every read does, so while all threads hang there is one probe,
+        and it ends soon after they do."""
+        oldest = next(iter(self._kept), None)
+        return await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest)) < LATE_S
 
     def _next_stamp(self) -> int:
         self._stamp = max(self._stamp + 1, time.time_ns())

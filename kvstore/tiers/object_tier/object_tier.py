@@ -21,7 +21,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -44,7 +43,6 @@ from pillion.kvstore.tiers.object_tier.object_store import (
     ObjectStoreFailure,
     parse_object_url,
 )
-from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
 
 log = logging.getLogger("pillion.kvnode")
@@ -66,14 +64,6 @@ MAX_ABSENT_BLOCKS = 4096
 _NO_SEGMENT = bytes(32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Says that a block is in the bucket, and which run has it. Its checksum is in the object."""
-
-    name: BlockName
-    run: RunName
-
-
 class ObjectMedium:
     """Represents a bucket, which other nodes write to as well. Raises ConfigError for a URL that names none.
 
@@ -90,9 +80,9 @@ class ObjectMedium:
         return ObjectTier(self._store, RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes))
 
 
-class ObjectTier(MediumTier[_Place]):
-    """Implements :class:`pillion.kvstore.tiers.tiers.FarTier` over a bucket. Listing and writing go on when a caller is
-    cancelled."""
+class ObjectTier(MediumTier):
+    """Implements a tier in a bucket, to which other nodes write as well, so that only a request shows what it has. It
+    is asked after other nodes' pools. Listing and writing go on when a caller is cancelled."""
 
     name = "object"
 
@@ -100,7 +90,9 @@ class ObjectTier(MediumTier[_Place]):
         super().__init__(store.place)
         self._store = store
         self._layout = layout
-        # For each run this has the hashes of its blocks that are known.
+        # For each block this has the run with it, whose object has the block's checksum; for each run this has the
+        # hashes of its blocks that are known.
+        self._runs: dict[bytes, RunName] = {}
         self._of_run: dict[RunName, set[bytes]] = {}
         # These blocks wait to be written; until then they are loaded from these bytes.
         self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
@@ -111,21 +103,16 @@ class ObjectTier(MediumTier[_Place]):
         # listed object had, and until when that counts.
         self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
         self._absent: OrderedDict[bytes, float] = OrderedDict()
-        self._breaker = TierBreaker()
-        self._probing: asyncio.Task[None] | None = None
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept or block_hash in self._coming
-
-    def answers(self) -> bool:
-        return not self._breaker.paused
 
     def room_bytes(self) -> int:
         return 0 if self._closed or self._breaker.paused else max(0, MAX_QUEUED_BYTES - self._queued_bytes)
 
     def names(self) -> Iterable[BlockName]:
         coming = {block_hash: name for block_hash, (name, _) in self._coming.items()}
-        return heads_first({block_hash: place.name for block_hash, place in self._kept.items()} | coming)
+        return heads_first({**self._kept, **coming})
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Queues copies of the blocks, and returns before they are written."""
@@ -187,11 +174,14 @@ class ObjectTier(MediumTier[_Place]):
             self.counts.stored += len(names)
             for name in names:
                 self._absent.pop(name.hash, None)
-                self._know(_Place(name, run))
+                self._know(name, run)
 
     async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
-        """Lists the segments of a chain from block ``first`` on: that of this block, and all others at once where that
-        one is here to its end. Blocks that are known already are not asked for.
+        """Finds out which blocks of a chain, which begins with its first block, the bucket has from block ``first`` on;
+        ``in`` knows them from then on. The call is bounded in time, and may be cancelled.
+
+        It lists the segments of the chain: that of this block, and all others at once where that one is here to its
+        end. Blocks that are known already are not asked for.
 
         With ``roughly``, of n others the last and about every √n-th are listed, then those between the deepest one that
         is here and the next. So a list of 64 segments is 16 requests in two rounds. With ``states`` it learns of the
@@ -243,10 +233,10 @@ class ObjectTier(MediumTier[_Place]):
                 if block_hash not in self:
                     at = begin + chain.index(block_hash)
                     parent = hashes[at - 1] if at else b""
-                    self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+                    self._know(BlockName(block_hash, parent, segment, 0), run)
             for page, run in followers_in(runs, chain, pages).items():
                 if page not in self:
-                    self._know(_Place(BlockName(page, chain[pages.index(page)], segment, 0), run))
+                    self._know(BlockName(page, chain[pages.index(page)], segment, 0), run)
             missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
             # There are more names than one list has, so those that begin with the next block are asked for.
             more = more and missing is not None and missing.hex() != after
@@ -280,15 +270,15 @@ class ObjectTier(MediumTier[_Place]):
         runs = [run for name in names if (run := RunName.parse(segment, name)) is not None]
         return runs, len(names) >= MAX_LISTED_NAMES
 
-    def _know(self, place: _Place) -> None:
-        before = self._kept.get(place.name.hash)
+    def _know(self, name: BlockName, run: RunName) -> None:
+        before = self._runs.get(name.hash)
         if before is not None:
-            self._drop(place.name.hash, before.run, report=False)
-        self._kept[place.name.hash] = place
-        self._of_run.setdefault(place.run, set()).add(place.name.hash)
+            self._drop(name.hash, before, report=False)
+        self._kept[name.hash], self._runs[name.hash] = name, run
+        self._of_run.setdefault(run, set()).add(name.hash)
         if len(self._kept) > MAX_KNOWN_BLOCKS:
             oldest = next(iter(self._kept))
-            self._drop(oldest, self._kept[oldest].run)
+            self._drop(oldest, self._runs[oldest])
             self.counts.dropped += 1
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
@@ -320,7 +310,7 @@ class ObjectTier(MediumTier[_Place]):
 
     def _run_of(self, block_hash: bytes) -> RunName | None:
         """Returns the run that has a block; None for a block that waits to be written."""
-        return None if block_hash in self._coming else self._kept[block_hash].run
+        return None if block_hash in self._coming else self._runs[block_hash]
 
     def _load_coming(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
         """Loads blocks that wait to be written; the result is how many came before one that failed."""
@@ -364,38 +354,28 @@ class ObjectTier(MediumTier[_Place]):
             self._drop(block_hash, run)
 
     def _drop(self, block_hash: bytes, run: RunName, *, report: bool = True) -> None:
-        place = self._kept.get(block_hash)
-        if place is not None and place.run == run:
-            del self._kept[block_hash]
+        if self._runs.get(block_hash) == run:
+            name = self._kept.pop(block_hash)
+            del self._runs[block_hash]
             blocks = self._of_run[run]
             blocks.discard(block_hash)
             if not blocks:
                 del self._of_run[run]
             if report:
-                self._unreported.append(place.name)
+                self._unreported.append(name)
 
     def _failed(self, message: str, failure: str) -> None:
         """Pauses the service until a probe is answered."""
         self._warn(f"{message}; the object tier is paused", failure)
-        if self._breaker.paused:
-            return
-        self._breaker.late(time.monotonic())
-        if self._closed:
-            return
-        self._probing = asyncio.create_task(self._probe(), name="probing the object tier")
+        if not self._breaker.paused:
+            self._pause()
 
-    async def _probe(self) -> None:
-        breaker = self._breaker
-        while breaker.paused:
-            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
-            try:
-                await self._store.names(self._layout.folder(_NO_SEGMENT))
-            except ObjectStoreFailure:
-                breaker.late(time.monotonic())
-            else:
-                breaker.answered()
-                paused_s = time.monotonic() - breaker.since_s
-                log.warning("the object tier answers again after %.1f s (%s)", paused_s, self._store.place)
+    async def _answers_probe(self) -> bool:
+        try:
+            await self._store.names(self._layout.folder(_NO_SEGMENT))
+        except ObjectStoreFailure:
+            return False
+        return True
 
     async def close(self) -> None:
         """Waits for objects that are being written or wait to be; each of these waits is bounded in time."""

@@ -21,7 +21,8 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.tiers import BlockName, FarTier
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
+from pillion.kvstore.tiers.tiers import BlockName
 
 COPY_DELAY_S = 5.0
 # This many bytes are copied before the pool is checked again.
@@ -44,7 +45,7 @@ class WriteThrough:
         self,
         ledger: Ledger,
         memory: PoolMemory,
-        tiers: Sequence[FarTier],
+        tiers: Sequence[ObjectTier],
         blocks_lost: Callable[[Sequence[BlockName]], None],
     ) -> None:
         self._ledger = ledger
@@ -93,7 +94,7 @@ class WriteThrough:
                 self._blocks_lost(await tier.store(await self._copied(missing)))
         return True
 
-    async def _find(self, tier: FarTier, blocks: Sequence[Block]) -> None:
+    async def _find(self, tier: ObjectTier, blocks: Sequence[Block]) -> None:
         """Asks whether the tier has these blocks: others may have written them, or an earlier life of this node."""
         last_blocks = {block.segment: block for block in blocks if block.hash not in tier}
         for last_block in last_blocks.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from lab.testbed.conditions import until
-from pillion.kvstore.gpu.host_tier import HostTier
+from pillion.kvstore.tiers.host_tier import HostTier
 from tests.kvstore.ledger.test_eviction import prompt
 from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, begin_copy, running, until_free
 

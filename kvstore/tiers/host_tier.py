@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.memory.memory import PoolMemory, block_checksum, copy_bytes, until_over
-from pillion.kvstore.tiers.tiers import BlockName, TierBlocks, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, Tier
 
 log = logging.getLogger("pillion.kvnode")
 
 
-class HostTier(TierBlocks[BlockName]):
-    """Implements :class:`pillion.kvstore.tiers.tiers.BufferTier` in host memory. Raises ConfigError if not even one
-    block fits.
+class HostTier(Tier):
+    """Implements a tier in host memory: copies can be made straight into its buffers. A buffer stays its user's until
+    it is released. Raises ConfigError if not even one block fits.
 
     Args:
         release: called when the tier is closed and uses ``memory`` no more.
@@ -53,25 +53,20 @@ class HostTier(TierBlocks[BlockName]):
         self._places: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * count
 
-    def answers(self) -> bool:
-        """Returns True, because memory always answers."""
-        return True
-
     def room_bytes(self) -> int:
         """Counts all buffers without a user."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
-    def names(self) -> Iterable[BlockName]:
-        return heads_first(self._kept)
-
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """Returns buffers to be filled; the least recently used blocks make room."""
+        """Returns up to ``count`` buffers of one block each, to be filled, maybe stored, and released; the least
+        recently used blocks make room."""
         buffers: list[memoryview] = []
         while len(buffers) < count and (place := self._acquire()) is not None:
             buffers.append(self._buffers[place])
         return buffers
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
+        """Ends the caller's use of buffers. Buffers of other owners are ignored."""
         for buffer in buffers:
             place = self._place_of.get(id(buffer))
             if place is not None:
