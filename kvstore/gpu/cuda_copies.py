@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pillion.errors import Internal
 from pillion.kvstore.gpu.cuda_driver import CudaStream
 from pillion.kvstore.gpu.cuda_segment import DeviceMapping
-from pillion.kvstore.gpu.shards import Rectangle, Shards
+from pillion.kvstore.memory.shards import Rectangle, Shards
 
 
 class CudaCopies:

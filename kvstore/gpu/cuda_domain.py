@@ -14,10 +14,10 @@ from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaDriver
 from pillion.kvstore.gpu.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.ledger.records import slots_of
-from pillion.kvstore.memory.domain import Division, Domain, MadeSegment
+from pillion.kvstore.memory.domain import Domain, MadeSegment
 from pillion.kvstore.memory.memory import CUDA, PoolMemory
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import Tier
 from pillion.wire.attach import MAX_SHARDS
@@ -25,7 +25,7 @@ from pillion.wire.attach import MAX_SHARDS
 log = logging.getLogger("pillion.kvnode")
 
 
-class CudaDomain:
+class CudaDomain(Domain):
     """Represents the memory of one GPU or several. A GPU that is named twice has two shards."""
 
     kind = CUDA
@@ -41,7 +41,7 @@ class CudaDomain:
         self.device_indexes = tuple(indexes)
         self.device_uuids = tuple(device.uuid for device in self._devices)
 
-    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Division:
+    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
         count = len(self._devices)
         if count == 1:
             return Shards.whole(block_bytes)
@@ -52,11 +52,10 @@ class CudaDomain:
             )
         return Shards.divided(block_bytes, kv_rows, kv_heads, count)
 
-    def layout(self, namespace: str, division: Division) -> str:
-        assert isinstance(division, Shards)
+    def layout(self, namespace: str, division: Shards) -> str:
         return division.layout(namespace, self.device_uuids)
 
-    def pool_bytes(self, division: Division) -> int:
+    def pool_bytes(self, division: Shards) -> int:
         """Returns the size of the pool. Without a flag, each GPU gives the share of its memory that may be used, less
         all that is in use now."""
         left = {index: self._left(device) for index, device in self._by_index.items()}
@@ -73,7 +72,6 @@ class CudaDomain:
         return slots * division.block_bytes
 
     def place(self, device_uuid: str) -> int:
-        """Returns the first of the shards that are on a GPU. Raises ConfigError if none is."""
         if not device_uuid:
             # The process that attaches does not say on which GPU it computes, so it gets the first shard.
             return 0
@@ -88,7 +86,7 @@ class CudaDomain:
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         return DeviceSegment(self._devices[shard], size_bytes)
 
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Division) -> list[MadeSegment]:
+    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
         made: list[MadeSegment] = []
         try:
             for shard, (device, descriptor) in enumerate(zip(self._devices, descriptors, strict=True)):
@@ -99,9 +97,8 @@ class CudaDomain:
             raise
         return made
 
-    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Division) -> PoolMemory:
+    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
         mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
-        assert isinstance(division, Shards)
         return CudaMemory(mappings, num_slots, division)
 
     def buffers(self, block_bytes: int) -> Tier | None:
@@ -138,12 +135,6 @@ def open_cuda_domain(flags: KVNodeFlags) -> Domain:
     if flags.host_bytes < 0:
         raise ConfigError(f"--host-bytes {flags.host_bytes} is less than 0")
     return CudaDomain(flags, indexes)
-
-
-def place_of(domain: Domain, device_uuid: str) -> int:
-    """Returns the first shard of a domain that is on a GPU. Raises ConfigError if none is; host memory is near to
-    all."""
-    return domain.place(device_uuid) if isinstance(domain, CudaDomain) else 0
 
 
 def device_indexes(kv_device: str) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.gpu.cuda_copies import CudaCopies
 from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaError
 from pillion.kvstore.gpu.cuda_segment import DeviceMapping
-from pillion.kvstore.gpu.shards import Shards
-from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, joined, until_over
+from pillion.kvstore.memory.memory import CUDA, PoolMemory, address_of, block_checksum, joined, until_over
+from pillion.kvstore.memory.shards import Shards
 
 # There are this many stages of pinned memory; further callers wait for one.
 STAGES = 6
@@ -78,8 +78,8 @@ class _Stage:
         self.addresses = [address_of(view) for view in views]
 
 
-class CudaMemory:
-    """Implements PoolMemory (:mod:`pillion.kvstore.memory.memory`) on a GPU, or on several, each with a shard of every
+class CudaMemory(PoolMemory):
+    """Represents a pool on a GPU, or on several, each with a shard of every
     block; whole blocks come and go in their canonical layout. ``address`` and ``device_index`` are of the first GPU.
 
     Making one pins memory, so it must not be made on the event loop's thread. Raises ConfigError if the pool does not

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pillion.errors import ConfigError, DeadlineExceeded, InvalidRequest, PillionError
-from pillion.kvstore.gpu.cuda_domain import place_of
 from pillion.kvstore.gpu.regions import FILL, Action, Dropped, Granted, Regions
 from pillion.kvstore.memory.domain import MadeSegment
 from pillion.kvstore.memory.node_memory import NodeMemory
@@ -47,7 +46,7 @@ class RegionServer:
         """Serves one connection until it ends. Raises OSError if the connection breaks."""
         user = next(self._ids)
         try:
-            shard = place_of(self._memory.domain, hello.device_uuid)
+            shard = self._memory.domain.place(hello.device_uuid)
             # Each GPU has regions of its own, whatever their keys.
             key = hello.region_key if shard == 0 else f"{hello.region_key} of shard {shard}"
             state = await self._granted(sock, user, key, hello.size_bytes)

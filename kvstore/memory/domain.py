@@ -8,14 +8,15 @@ open_domain --cpu------> HostDomain: segments are anonymous files
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.memory import HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.tiers.tiers import Tier
 
 # A pool in host memory has this size without --kv-pool-bytes.
@@ -35,39 +36,7 @@ class MadeSegment(Protocol):
         """Gives up the node's own hold on the memory; workers that map it keep it. Idempotent."""
 
 
-class Division(Protocol):
-    """Says how the blocks of a pool are divided over the shards of a domain.
-
-    Attributes:
-        block_bytes: bytes of a whole block.
-        shares: the KV heads of each shard, in order.
-    """
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def shares(self) -> Sequence[range]: ...
-
-    def shard_bytes(self, shard: int) -> int:
-        """Returns the bytes of a block's part in a shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Describes the division of blocks that lie in one piece in one shard."""
-
-    block_bytes: int
-
-    @property
-    def shares(self) -> Sequence[range]:
-        return (range(1),)
-
-    def shard_bytes(self, shard: int) -> int:
-        return self.block_bytes
-
-
-class Domain(Protocol):
+class Domain(ABC):
     """Represents memory for a node's pool. The calls may take a second and more, so they must not run on the event
     loop's thread, and they raise ConfigError if the domain has not enough memory left.
 
@@ -80,35 +49,48 @@ class Domain(Protocol):
     device_indexes: tuple[int, ...]
     device_uuids: tuple[str, ...]
 
-    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Division:
+    @abstractmethod
+    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
         """Divides blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces over the shards.
         Raises InvalidRequest where the blocks cannot be divided."""
 
-    def layout(self, namespace: str, division: Division) -> str:
+    @abstractmethod
+    def layout(self, namespace: str, division: Shards) -> str:
         """Returns a name for the contents of a pool that outlives its node: blocks of a namespace, divided like this
         over the domain."""
 
-    def pool_bytes(self, division: Division) -> int:
+    @abstractmethod
+    def pool_bytes(self, division: Shards) -> int:
         """Returns the pool's size: ``--kv-pool-bytes``, or the memory that the domain has left for it."""
 
+    @abstractmethod
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         """Makes fresh memory on the device of a shard."""
 
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Division) -> list[MadeSegment]:
+    @abstractmethod
+    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
         """Maps the memory of each shard of a pool that an earlier process has made; the descriptors stay the caller's.
         Raises ConfigError where they are not memory of this domain."""
 
-    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Division) -> PoolMemory:
+    @abstractmethod
+    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
         """Makes a pool over a segment of each shard."""
 
+    @abstractmethod
     def buffers(self, block_bytes: int) -> Tier | None:
         """Makes the tier of host memory that blocks go to first when they leave the pool, where there is one."""
 
+    @abstractmethod
     def close(self) -> None:
         """Closes the domain, of which nothing may be used any more. Idempotent."""
 
+    def place(self, device_uuid: str) -> int:
+        """Returns the first of the shards that are on a GPU. Raises ConfigError if none is; host memory is near to
+        all."""
+        return 0
 
-class HostDomain:
+
+class HostDomain(Domain):
     """Represents this host's memory."""
 
     kind = HOST
@@ -124,22 +106,22 @@ class HostDomain:
             )
         self._flags = flags
 
-    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Division:
-        return Whole(block_bytes)
+    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
+        return Shards.whole(block_bytes)
 
-    def layout(self, namespace: str, division: Division) -> str:
+    def layout(self, namespace: str, division: Shards) -> str:
         return namespace
 
-    def pool_bytes(self, division: Division) -> int:
+    def pool_bytes(self, division: Shards) -> int:
         return self._flags.kv_pool_bytes or DEFAULT_HOST_POOL_BYTES
 
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         return Segment(size_bytes)
 
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Division) -> list[MadeSegment]:
+    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
         raise ConfigError("the host's memory has no descriptor but its segment's")
 
-    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Division) -> PoolMemory:
+    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
         (segment,) = segments
         assert isinstance(segment, Segment)
         mapped: mmap.mmap = map_shared(segment.to_map, num_slots * division.block_bytes)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -28,7 +29,7 @@ KEPT_BYTES = 16 * 2**20
 Result = TypeVar("Result")
 
 
-class PoolMemory(Protocol):
+class PoolMemory(ABC):
     """Represents the memory of one pool: ``num_slots`` blocks of ``block_bytes``.
 
     The node's loop makes the calls; nothing here blocks its thread, and nothing here knows who may use a slot: callers
@@ -50,37 +51,45 @@ class PoolMemory(Protocol):
     batch_blocks: int
     ahead_blocks: int
 
+    @abstractmethod
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
         """Yields one target per slot. If the ``async with`` block ends well, the targets' bytes are in the slots
         afterwards; if it raises, the slots may hold anything."""
 
+    @abstractmethod
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
         """Returns copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``; the last one may
         be shorter."""
 
+    @abstractmethod
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
         """Copies slots into host memory; returns their checksums. Known checksums (not 0) are not computed again."""
 
+    @abstractmethod
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
         """Copies blocks from host memory into slots of the pool."""
 
+    @abstractmethod
     async def checksums(self, slots: Sequence[int]) -> list[int]:
         """Returns each slot's :func:`block_checksum`."""
 
     def on_device(self) -> AbstractContextManager[None]:
         """Makes the pool's GPU the current one of this thread, for other libraries, within the block."""
+        return contextlib.nullcontext()
 
+    @abstractmethod
     def hold(self) -> Any:
         """Returns an object that keeps the memory mapped as long as it lives."""
 
+    @abstractmethod
     def close(self) -> None:
         """Frees the memory, on which no call may run any more. Idempotent."""
 
 
-class HostMemory:
-    """Implements PoolMemory in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is
+class HostMemory(PoolMemory):
+    """Represents a pool in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is
     writable."""
 
     kind = HOST
@@ -134,9 +143,6 @@ class HostMemory:
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
         return await until_over(asyncio.to_thread(lambda: [block_checksum(self.block(slot)) for slot in slots]))
-
-    def on_device(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def hold(self) -> Any:
         return np.frombuffer(self._view, np.uint8)

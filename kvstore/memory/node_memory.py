@@ -16,8 +16,9 @@ from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import slots_of
-from pillion.kvstore.memory.domain import Division, Domain, MadeSegment, Whole
+from pillion.kvstore.memory.domain import Domain, MadeSegment
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.wire.attach import AttachHello, AttachReply
 
@@ -40,7 +41,7 @@ class NodeMemory:
         self._opened: Domain | None = None
         self.segments: list[MadeSegment] = []
         self.pool: PoolMemory | None = None
-        self.shards: Division | None = None
+        self.shards: Shards | None = None
         self.pool_bytes = 0
         # A task holds this lock while it measures the memory that is left and takes it.
         self._taking = asyncio.Lock()
@@ -67,7 +68,7 @@ class NodeMemory:
         had."""
         self._opened = await until_over(asyncio.to_thread(self._open_domain, self._flags))
         if self._opened.kind == HOST:
-            self.pool_bytes = self._opened.pool_bytes(Whole(1))
+            self.pool_bytes = self._opened.pool_bytes(Shards.whole(1))
             self.segments.append(self._opened.segment(self.pool_bytes))
 
     async def shape(self, hello: AttachHello) -> None:
@@ -153,14 +154,14 @@ class NodeMemory:
         while self.segments:
             self.segments.pop().close()
 
-    async def _fill(self, hello: AttachHello, shards: Division) -> None:
+    async def _fill(self, hello: AttachHello, shards: Shards) -> None:
         """Makes the pool's memory, while the lock is held."""
         if hello.pool_id and not self.pool_id and self.domain.kind != HOST:
             raise Conflict(POOL_GONE)
         self.pool = await until_over(asyncio.to_thread(self._make, self.domain, shards))
         self.shards = None if self.pool is None else shards
 
-    def _make(self, domain: Domain, shards: Division) -> PoolMemory | None:
+    def _make(self, domain: Domain, shards: Shards) -> PoolMemory | None:
         if domain.kind != HOST and not self.segments:
             self.pool_bytes = domain.pool_bytes(shards)
         num_slots = slots_of(self.pool_bytes, shards.block_bytes)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 
@@ -41,14 +40,6 @@ HEADER_WORDS = _HEADER.size // WORD_BYTES + 1
 ENTRY_WORDS = _BODY.size // WORD_BYTES + 1
 # The first block of a chain has this parent.
 NO_PARENT = bytes(HASH_BYTES)
-
-
-class Words(Protocol):
-    """Describes memory as unsigned words of 8 bytes, such as a memoryview that is cast to "Q"."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, place: int, /) -> int: ...
-    def __setitem__(self, place: int, word: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +73,13 @@ class SlotTable:
         shape: slots, bytes of a block and namespace of the pool.
     """
 
-    def __init__(self, words: Words, pool_id: bytes, shape: PoolShape) -> None:
+    def __init__(self, words: memoryview, pool_id: bytes, shape: PoolShape) -> None:
         self.pool_id, self.shape = pool_id, shape
         self._words = words
         self._number = 0
 
     @classmethod
-    def create(cls, words: Words, pool_id: bytes, shape: PoolShape) -> SlotTable:
+    def create(cls, words: memoryview, pool_id: bytes, shape: PoolShape) -> SlotTable:
         """Makes an empty table in fresh memory, which is all zeros. The shape's namespace has HASH_BYTES bytes."""
         table = cls(words, pool_id, shape)
         header = table._header()
@@ -98,7 +89,7 @@ class SlotTable:
         return table
 
     @classmethod
-    def found(cls, words: Words) -> SlotTable:
+    def found(cls, words: memoryview) -> SlotTable:
         """Opens a table that an earlier process made. Raises ConfigError if ``words`` hold no table of this version."""
         if len(words) < HEADER_WORDS:
             raise ConfigError("what was kept is too short for a table of blocks")

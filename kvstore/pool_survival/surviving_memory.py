@@ -20,9 +20,10 @@ from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape, slots_of
-from pillion.kvstore.memory.domain import Division, Domain, MadeSegment
+from pillion.kvstore.memory.domain import Domain, MadeSegment
 from pillion.kvstore.memory.memory import HOST, until_over
 from pillion.kvstore.memory.node_memory import NodeMemory
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.node.attach_server import UNSEEN_PROCESS
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
@@ -151,13 +152,13 @@ class SurvivingMemory(NodeMemory):
         if shards and kept is not None and self._found is None:
             self._drop()
 
-    async def _fill(self, hello: AttachHello, shards: Division) -> None:
+    async def _fill(self, hello: AttachHello, shards: Shards) -> None:
         await self._choose(shards, hello.namespace)
         await super()._fill(hello, shards)
         if self.pool is not None and self.domain.kind != HOST and self.surviving is None:
             self._keep(self._shape(self.pool.num_slots, shards, hello.namespace))
 
-    async def _choose(self, shards: Division, namespace: str) -> None:
+    async def _choose(self, shards: Shards, namespace: str) -> None:
         """Recovers the pool that was found, or gives it up and makes a fresh one, if that is in host memory."""
         found = self._found
         if found is not None:
@@ -177,7 +178,7 @@ class SurvivingMemory(NodeMemory):
             self.segments.append(segment)
             self.surviving = SurvivingPool.make(segment, self._shape(num_slots, shards, namespace))
 
-    def _fits(self, found: SurvivingPool, shards: Division, namespace: str) -> bool:
+    def _fits(self, found: SurvivingPool, shards: Shards, namespace: str) -> bool:
         """Returns whether the pool that was found is such as this node would make now. Its size counts only if the
         flags set one."""
         shape = self._shape(found.table.shape.num_slots, shards, namespace)
@@ -187,7 +188,7 @@ class SurvivingMemory(NodeMemory):
             return shape.num_slots == slots_of(self.domain.pool_bytes(shards), shards.block_bytes)
         return True
 
-    async def _take(self, found: SurvivingPool, shards: Division) -> bool:
+    async def _take(self, found: SurvivingPool, shards: Shards) -> bool:
         """Takes a pool that this process owns, with the blocks in it. Says whether the pool's memory could be had."""
         domain = self.domain
         if domain.kind != HOST:
@@ -203,7 +204,7 @@ class SurvivingMemory(NodeMemory):
         await found.read()
         return True
 
-    def _shape(self, num_slots: int, shards: Division, namespace: str) -> PoolShape:
+    def _shape(self, num_slots: int, shards: Shards, namespace: str) -> PoolShape:
         """Returns the shape that is written into the table of a pool that is kept."""
         return PoolShape(num_slots, shards.block_bytes, self.domain.layout(namespace, shards))
 

@@ -28,8 +28,9 @@ from lab.simulator.sim_threads import SimThread, SimThreadPool
 from lab.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.client.attachment import CONNECT_RETRY_S, RENEW_PAUSE_S
-from pillion.kvstore.memory.domain import Division, HostDomain
+from pillion.kvstore.memory.domain import HostDomain
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.pool_survival.keeper_client import KeeperDescriptors
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.wire.attach import AttachHello, AttachReply
@@ -116,7 +117,7 @@ class SimDomain(HostDomain):
     def segment(self, size_bytes: int, shard: int = 0) -> Any:
         return SimSegment(size_bytes)
 
-    def memory(self, segments: Sequence[Any], num_slots: int, division: Division) -> PoolMemory:
+    def memory(self, segments: Sequence[Any], num_slots: int, division: Shards) -> PoolMemory:
         (segment,) = segments
         return HostMemory(segment.data, num_slots, division.block_bytes)
 

@@ -21,9 +21,9 @@ from pillion.kvstore.gpu import cuda_domain, cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from pillion.kvstore.gpu.shards import Shards
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.memory.memory import HostMemory, address_of, block_checksum
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply

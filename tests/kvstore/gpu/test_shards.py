@@ -15,12 +15,12 @@ from lab.testbed import fake_cuda
 from lab.testbed.fake_cuda import DeviceBytes
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.gpu import cuda_driver, cuda_memory
-from pillion.kvstore.gpu import shards as divisions
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_memory import CudaMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from pillion.kvstore.gpu.shards import Shards
+from pillion.kvstore.memory import shards as divisions
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.shards import Shards
 from pillion.wire.attach import MAX_SHARDS
 
 Bytes = npt.NDArray[np.uint8]
