@@ -51,8 +51,7 @@ Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Peer:
-    """Holds a connection to one source, with a session there; it implements the data plane's :class:`BlockStream`.
-    ``pool`` is the source's."""
+    """Holds a connection to one source, with a session there. ``pool`` is the source's."""
 
     def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
         self.pool = pool
@@ -98,7 +97,7 @@ class Peer:
 
     async def read(self, plane: DataPlane, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
         """Reads blocks (:meth:`DataPlane.read`). Raises Unavailable also if they were not pinned all the time."""
-        await plane.read(self.pool, self, ticket_id, remote, local)
+        await plane.read(self.pool, self.read_blocks, ticket_id, remote, local)
         self.used_s = time.monotonic()
         if not self.alive:
             raise Unavailable(f"the session at {self.node_id} ended during the read")

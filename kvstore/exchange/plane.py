@@ -8,8 +8,8 @@ void once the source's boot epoch differs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from pillion.errors import Conflict, PillionError, Unavailable
 from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
@@ -41,11 +41,9 @@ class BlockShape:
             raise Conflict(f"{other_id} holds blocks of another namespace: model, dtype, layout or block size differ")
 
 
-class BlockStream(Protocol):
-    """Describes a source's ReadBlocks call, for a data plane that reads by it."""
-
-    async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fills ``targets`` with pinned blocks, one whole block each, in order."""
+# Such a function, a source's ReadBlocks call, fills targets with pinned blocks, one whole block each, in order. It
+# takes their ticket and slots.
+StreamBlocks = Callable[[int, tuple[int, ...], list[memoryview]], Awaitable[None]]
 
 
 class DataPlane:
@@ -68,9 +66,15 @@ class DataPlane:
         keep_freed_buffers()
 
     async def read(
-        self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+        self,
+        source: MeetReply,
+        stream: StreamBlocks,
+        ticket_id: int,
+        remote: tuple[int, ...],
+        local: tuple[int, ...],
     ) -> None:
-        """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
+        """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair;
+        ``stream`` reads from the source.
 
         The caller owns the ``local`` slots: they are leased to it. When the call ends, however it ends, nobody writes
         to them any more; so a caller that is cancelled is held until then, and the call ends by itself when the source
@@ -87,7 +91,7 @@ class DataPlane:
                 for first in range(0, len(local), most):
                     part = slice(first, first + most)
                     async with self._memory.writing(local[part]) as targets:
-                        await stream.read_blocks(ticket_id, remote[part], targets)
+                        await stream(ticket_id, remote[part], targets)
         except TimeoutError:
             raise Unavailable(f"{node_id_of(source)} sent not everything within {READ_TIMEOUT_S:.0f} s") from None
         except Unavailable:

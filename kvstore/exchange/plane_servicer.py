@@ -5,14 +5,15 @@ out.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from pillion.errors import InvalidRequest
+from pillion.kvstore.exchange.exchanged_pool import ExchangedPool
 from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape
 from pillion.kvstore.hashing import split_hashes
-from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
+from pillion.kvstore.memory.memory import keep_freed_buffers
 from pillion.v1 import kvplane_pb2, kvplane_pb2_grpc
 from pillion.wire.common import check_hello
 
@@ -23,31 +24,10 @@ MAX_PIN_BLOCKS = 2**18
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class SourcePool(Protocol):
-    """Describes a pool that other nodes read from. All calls are made on the node's loop."""
-
-    async def describe(self) -> kvplane_pb2.MeetReply:
-        """Describes the pool to readers; may take a second the first time."""
-
-    async def pin_chain(
-        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
-    ) -> kvplane_pb2.PinBlocksReply:
-        """Pins the longest prefix of a chain that this node has, lower tiers included, to a ticket of ``epoch``, and
-        returns its blocks from ``first_block`` on; without such blocks nothing is pinned. Raises NotFound for a void
-        epoch."""
-
-    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Returns the slots of a ticket's chain, in O(1) except for the first time. Raises NotFound unless ``epoch``
-        holds the ticket."""
-
-    @property
-    def memory(self) -> PoolMemory: ...
-
-
 class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
     """Serves kvplane.proto. ``source`` returns the pool, or raises Unavailable as long as it has no shape."""
 
-    def __init__(self, source: Callable[[], SourcePool]) -> None:
+    def __init__(self, source: Callable[[], ExchangedPool]) -> None:
         self._source = source
         keep_freed_buffers()
 

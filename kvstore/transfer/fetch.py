@@ -25,9 +25,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from pillion.errors import PillionError
+from pillion.kvstore.exchange.peers import SourceNode
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger.ledger import FETCH, Ledger
 from pillion.kvstore.memory.memory import PoolMemory
@@ -52,16 +53,6 @@ MAX_FETCHES_AHEAD = 4
 MAX_AHEAD_PERCENT = 50
 
 
-class BlockSource(Protocol):
-    """Describes another node, as it is reached for one fetch. Calls raise PillionErrors."""
-
-    node_id: str
-
-    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply: ...
-    def release(self, ticket_id: int) -> None: ...
-    async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None: ...
-
-
 @dataclass(slots=True)
 class _Fetch:
     """Holds the state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's
@@ -73,7 +64,7 @@ class _Fetch:
     hashes: list[bytes]
     until_s: float
     left_blocks: int
-    sources: list[BlockSource]
+    sources: list[SourceNode]
     pinned: PinBlocksReply | None = None
     pinned_from: int = 0
     # This says which blocks have come so far, and the time that they took.
@@ -108,7 +99,7 @@ class Fetcher:
         max_bytes: int,
         verify: bool,
         changed: Callable[[], None],
-        source: Callable[[str], BlockSource],
+        source: Callable[[str], SourceNode],
         tiers: Sequence[Tier] = (),
         far: Sequence[ObjectTier] = (),
     ) -> None:
@@ -364,7 +355,7 @@ class Fetcher:
             self._linger(fetch, work, blocks)
         return bool(done)
 
-    async def _count_good(self, source: BlockSource, slots: tuple[int, ...], sums: Sequence[int]) -> int:
+    async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
         """Returns how many leading slots fit the checksums that the source sent."""
         if not self._verify:
             return len(slots)
@@ -422,7 +413,7 @@ class Fetcher:
         for work in fetch.lingering:
             work.add_done_callback(gone)
 
-    def _known(self, names: Sequence[str]) -> list[BlockSource]:
+    def _known(self, names: Sequence[str]) -> list[SourceNode]:
         found = []
         for name in dict.fromkeys(names):
             try:

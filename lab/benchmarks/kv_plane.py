@@ -98,7 +98,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         pinned = await peer.pin(b"".join(chain_of(num_slots)[0]), 0, 60.0)
 
         def plane_way(plane: DataPlane) -> Way:
-            return lambda remote, local: plane.read(peer.pool, peer, pinned.ticket_id, remote, local)
+            return lambda remote, local: plane.read(peer.pool, peer.read_blocks, pinned.ticket_id, remote, local)
 
         ways = {
             "memcpy": memcpy_way(other, own),

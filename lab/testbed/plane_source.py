@@ -96,7 +96,7 @@ def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
 
 
 class FilledPool:
-    """Is a :class:`pillion.kvstore.exchange.plane_servicer.SourcePool` whose one chain fills the pool."""
+    """Stands for a :class:`pillion.kvstore.exchange.exchanged_pool.ExchangedPool` whose one chain fills the pool."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
@@ -166,7 +166,7 @@ class SessionNode(kvnode_pb2_grpc.KVNodeServicer):
 async def _serve() -> None:
     node_id, listen, transport = sys.argv[1:4]
     boot, num_slots, block_bytes, flipped = map(int, sys.argv[4:8])
-    pool = FilledPool(node_id, transport, boot, num_slots, block_bytes, flipped)
+    pool: Any = FilledPool(node_id, transport, boot, num_slots, block_bytes, flipped)
     plane = KVPlaneServicer(lambda: pool)
     made: Any = SessionNode
     node = made(node_id, pool)

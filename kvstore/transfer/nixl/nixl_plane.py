@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.errors import PillionError, Unavailable
-from pillion.kvstore.exchange.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, DataPlane, check_slots, node_id_of
+from pillion.kvstore.exchange.plane import MAX_READS, READ_TIMEOUT_S, DataPlane, StreamBlocks, check_slots, node_id_of
 from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.transfer.nixl.nixl_agent import NixlAgent, nixl_trouble
 from pillion.v1.kvplane_pb2 import MeetReply
@@ -137,7 +137,12 @@ class NixlPlane(DataPlane):
         self._thread.start()
 
     async def read(
-        self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+        self,
+        source: MeetReply,
+        stream: StreamBlocks,
+        ticket_id: int,
+        remote: tuple[int, ...],
+        local: tuple[int, ...],
     ) -> None:
         check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:

@@ -10,7 +10,7 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S, until
 from lab.testbed.redis import RedisServer
-from pillion.kvstore.exchange import node_exchange
+from pillion.kvstore.exchange import exchanged_pool, node_exchange
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
@@ -139,7 +139,7 @@ async def test_a_reader_that_connects_finds_the_data_plane_open(
     short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("nixl")
-    monkeypatch.setattr(node_exchange, "FIRST_CONTACT_S", 0.4)
+    monkeypatch.setattr(exchanged_pool, "FIRST_CONTACT_S", 0.4)
     loop = asyncio.get_running_loop()
     async with hosts(short_folder, redis, "a", "b", kv_transport="nixl") as (a, b):
         exchange = node_of(a)._exchange

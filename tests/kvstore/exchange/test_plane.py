@@ -13,7 +13,7 @@ from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from lab.testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.exchange import peers, plane
-from pillion.kvstore.exchange.node_exchange import choose_transport
+from pillion.kvstore.exchange.exchanged_pool import choose_transport
 from pillion.kvstore.exchange.peers import Peer, Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.memory.memory import HostMemory, block_checksum

@@ -119,12 +119,12 @@ async def test_blocks_come_one_sided_where_there_is_a_way(
         pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
         # The stream would refuse a ticket that does not exist.
         assert NUM_SLOTS * BLOCK_BYTES > 2 * nixl_plane.MAX_PART_BYTES
-        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+        await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
         assert bytes(memory) == b"".join(block_of(1, slot, BLOCK_BYTES) for slot in pinned.slots)
         # And it asks nothing of the source's processor.
         source.signal(signal.SIGSTOP)
         memory[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
-        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+        await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
         assert bytes(memory[:BLOCK_BYTES]) == block_of(1, pinned.slots[0], BLOCK_BYTES)
         source.signal(signal.SIGCONT)
     assert "by gRPC" not in caplog.text
@@ -156,7 +156,7 @@ async def test_a_source_that_is_stopped_before_its_first_read(
             monkeypatch.setattr(nixl_plane, "PROBE_AGAIN_S", 0.0)
             plane.forget("source")
             caplog.clear()
-            await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+            await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
             assert bytes(memory[:BLOCK_BYTES]) == block_of(1, pinned.slots[0], BLOCK_BYTES)
             assert "by gRPC" not in caplog.text
 
@@ -192,7 +192,7 @@ async def test_a_source_that_nixl_cannot_even_meet_is_streamed_from(
         assert caplog.text.count("come by gRPC, NIXL finds no way to it: RuntimeError('NIXL_ERR_BACKEND')") == 1
         plane.forget("source")
         # The stream would refuse a ticket that does not exist.
-        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+        await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
 
 
 async def test_many_first_reads_share_one_probe(source: SourceProcess) -> None:
