@@ -8,7 +8,6 @@ of the journal, under names that are the batch's own, so that whoever writes the
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from io import BufferedReader
@@ -66,7 +65,7 @@ class BatchClaim:
         done, size = [], 0
         with told_if_full():
             self._journal = os.open(self._place / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with self._entries() as entries:
+        with (self._place / "journal").open("rb") as entries:
             for entry, length in whole_entries(entries):
                 done.append((entry.number, entry.failed))
                 size += length
@@ -111,7 +110,7 @@ class BatchClaim:
         files' ids, None for a file that would be empty. Raises FolderFull."""
 
         def lines(failed: bool) -> Iterator[bytes]:
-            with self._entries() as entries:
+            with (self._place / "journal").open("rb") as entries:
                 for entry, _ in whole_entries(entries):
                     if entry.failed is failed:
                         yield entry.line
@@ -133,15 +132,6 @@ class BatchClaim:
             if file >= 0:
                 os.close(file)
         self._journal = self._lock = -1
-
-    @contextlib.contextmanager
-    def _entries(self) -> Iterator[Iterator[bytes]]:
-        with contextlib.ExitStack() as stack:
-            try:
-                yield stack.enter_context((self._place / "journal").open("rb"))
-            except FileNotFoundError:
-                # A batch without a journal never ran a line.
-                yield iter(())
 
     def _write_output(self, kind: str, lines: Iterator[bytes]) -> str | None:
         name = f"file-{self.record.id.removeprefix('batch_')}{kind}"

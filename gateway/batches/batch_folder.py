@@ -174,7 +174,8 @@ class BatchFolder:
             if len(mine) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
                 text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
                 raise Overloaded(text, UPLOAD_RETRY_MS)
-            files = self.files(tenant)
+            # A tenant without a name may fill the folder, so its files are not looked through.
+            files = self.files(tenant) if tenant else []
             mine_bytes = sum(one.bytes for one in files) + sum(upload.most_bytes for upload in mine)
             self._require_room(
                 "bytes (--batch-bytes)", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes

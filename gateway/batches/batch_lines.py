@@ -37,7 +37,7 @@ class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
     body: Raw
 
 
-_read_line = msgspec.json.Decoder(BatchLine).decode
+read_request = msgspec.json.Decoder(BatchLine).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class InputCheck:
         if len(raw) > self._max_line_bytes:
             return "line_too_long", f"the line is longer than {self._max_line_bytes} bytes", None
         try:
-            line = _read_line(raw)
+            line = read_request(raw)
         except (ValueError, RecursionError) as error:
             return "invalid_json_line", f"the line cannot be read: {str(error)[:_MAX_REASON_CHARS]}", None
         if not line.custom_id or len(line.custom_id) > MAX_CUSTOM_ID_CHARS:
@@ -139,11 +139,6 @@ class InputCheck:
         if not bytes(line.body).startswith(b"{"):
             return "invalid_body", "body is a JSON object", "body"
         return "", "", None
-
-
-def read_request(raw: bytes) -> BatchLine:
-    """Reads a line that has been judged as good."""
-    return _read_line(raw)
 
 
 def output_line(batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
