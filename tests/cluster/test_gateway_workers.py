@@ -36,6 +36,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.kvstore.index import redis_keys
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.support.batch_checks import check_batches
 from tests.support.http import Reply, parse_reply, request_bytes
 
 pytestmark = pytest.mark.cluster
@@ -419,7 +420,7 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
                 # No gateway lives that could finish a line.
                 before = done()
                 assert before < LINES
-                folder.check_integrity()
+                check_batches(folder)
                 if left:
                     cluster.arm(HELD_AT_SUBMIT, signal.SIGSTOP, point="decode, before a submit")
         wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, STOP_TIMEOUT_S)
@@ -428,7 +429,7 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
         assert (batch.status, batch.error_file_id) == ("completed", None)
         answers = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
         assert sorted(one["custom_id"] for one in answers) == sorted(bodies)
-        folder.check_integrity()
+        check_batches(folder)
         for one in answers[:: LINES // 4]:
             _, reply = ask(cluster, bodies[one["custom_id"]], path="/v1/completions")
             assert reply.json["choices"] == one["response"]["body"]["choices"]
