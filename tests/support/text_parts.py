@@ -81,7 +81,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lfm2_vl": ({"model_type": "lfm2", **CONVOLVED}, {**EYES, "model_type": "siglip2_vision_model"}),
     "exaone4_5": ({"model_type": "exaone4"}, {**BLOCKS, "fullatt_block_indexes": [0]}),
     "lighton_ocr": ({"model_type": "qwen3"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
-    "ovis2": ({"model_type": "qwen2"}, EYES),
+    "ovis2": ({"model_type": "qwen2"}, {**EYES, "vocab_size": 64}),
     "qwen3_vl_moe": (
         {"model_type": "qwen3_vl_moe_text", **MIXED, "rope_parameters": PLACES},
         {**BLOCKS, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
@@ -104,17 +104,26 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "video_llava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
     "gemma3": (FAMILIES["gemma3"], {**EYES, "model_type": "siglip_vision_model"}),
     "gemma4": (FAMILIES["gemma4"], WATCHING),
-    "gemma4_unified": (FAMILIES["gemma4-unified"], WATCHING),
+    "gemma4_unified": (
+        FAMILIES["gemma4-unified"],
+        {**WATCHING, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+    ),
     "glm46v": ({"model_type": "glm4v_moe_text", **EXPERTS, "rope_parameters": PART}, {**BLOCKS, "image_size": 28}),
     "kimi_k25": (FAMILIES["deepseek-v3"], EYES),
-    "llama4": ({**FAMILIES["llama4"], "model_type": "llama4_text"}, {**EYES, "vision_output_dim": 32}),
+    "llama4": (
+        {**FAMILIES["llama4"], "model_type": "llama4_text"},
+        {**EYES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
     "mistral3": ({"model_type": "mistral"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
     "qwen3_5": (DELTA_NETS, {**BLOCKS, "num_position_embeddings": 16}),
     "qwen3_5_moe": (HYBRIDS["qwen3-5-moe"], {**BLOCKS, "num_position_embeddings": 16}),
     "vipllava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
 }
-# One of them has more that sees, and one draws.
+# One of them has more that sees, and one draws. Where what sees is as large as in the published model unless a size is
+# told, saving it takes seconds.
 BESIDE: dict[str, dict[str, Any]] = {
+    "ovis2": {"hidden_size": 64},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
     "nemotron_h_omni": {"vision_hidden_size": 32, "projector_hidden_size": 32},
     "deepseek_vl_hybrid": {"high_res_vision_config": {**EYES, **SEGMENTS, "model_type": "sam_vision_model"}},
     "janus": {

@@ -23,7 +23,7 @@ BLOCK = 16
 TEMPLATES = {"qwen": QWEN, "generic": TEMPLATE}
 # So many turns has a conversation of each client; those of two have many, because what differs between clients shows in
 # the first ones.
-TURNS, MANY_TURNS = 14, 50
+TURNS, MANY_TURNS = 8, 40
 LONG = [
     *(("qwen", client, MANY_TURNS if client == "claude_code" else TURNS) for client in CLIENTS),
     ("generic", "opencode", MANY_TURNS),
