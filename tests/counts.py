@@ -31,7 +31,6 @@ LABORATORY = ("lab",)
 GENERATED = (re.compile(r"pillion/v1/"), re.compile(r"pillion/client/client\.py"))
 # A moved line has at least this many characters, for shorter ones stand everywhere.
 MOVED_CHARACTERS = 12
-HOOKED = ("StepFeature", "WorkerFeature")
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -94,10 +93,35 @@ def protocols(files: list[pathlib.Path]) -> dict[str, list[str]]:
     }
 
 
-def hooks(files: list[pathlib.Path]) -> int:
-    """The methods of the classes of HOOKED."""
-    asked = [kind for kind in classes(files) if kind.name in HOOKED]
-    return sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for kind in asked for node in kind.body)
+def _methods(kind: ast.ClassDef) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    return {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _does_nothing(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a method has no statement but its docstring, or only returns nothing, or refuses to run."""
+    match [one for one in method.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]:
+        case [] | [ast.Pass()] | [ast.Raise()]:
+            return True
+        case [ast.Return(value=None | ast.Constant() | ast.Tuple(elts=[]))]:
+            return True
+    return False
+
+
+def hooks(files: list[pathlib.Path]) -> list[str]:
+    """The methods of classes with derived ones that do nothing by themselves, and that one of these overrides at
+    most."""
+    kinds = list(classes(files))
+    derived: dict[str, list[ast.ClassDef]] = {}
+    for kind in kinds:
+        for base in kind.bases:
+            derived.setdefault(ast.unparse(base).partition("[")[0], []).append(kind)
+    return [
+        f"{kind.name}.{name}"
+        for kind in kinds
+        if kind.name in derived and "Protocol" not in map(ast.unparse, kind.bases)
+        for name, method in _methods(kind).items()
+        if _does_nothing(method) and sum(name in _methods(one) for one in derived[kind.name]) <= 1
+    ]
 
 
 def flags() -> int:
@@ -164,7 +188,7 @@ def counts() -> dict[str, int]:
         "classes": sum(1 for _ in classes(product)),
         "protocols": len(by_protocol),
         "protocols with one implementation": sum(len(found) <= 1 for found in by_protocol.values()),
-        "hooks": hooks(product),
+        "hooks": len(hooks(product)),
         "flags": flags(),
         "module constants": constants(product),
     }
