@@ -146,7 +146,7 @@ class AheadHarness(SchedulerHarness):
         self.now += 0.01
         self.masks.catch_up()
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
-        coming = self.scheduler.awaits_landing
+        coming = self.scheduler.in_flight.holding_back
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
         outcome = self.scheduler.flush(self.now)
