@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,37 +18,33 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
 
-from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.compiled_grammar import (
+    BYTES_OF_FUEL,
+    CompiledGrammar,
+    SharedLexer,
+    TokenMatcher,
+    first_line,
+)
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.errors import BrokenGrammar, InvalidRequest
 from pillion.host.cores import give_way
-from pillion.kernels.step import UInt32
 from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 # At most this many compiled grammars are kept, namely those that were used last.
 MAX_COMPILED_GRAMMARS = 64
 # Compiled grammars may take about this much memory.
 MAX_COMPILED_BYTES = 64 * 2**20
-# llguidance counts fuel for what a grammar's lexer adds; each unit stands for about this much memory (3 to 23 bytes).
-BYTES_OF_FUEL = 24
-# The fuel that a grammar has spent is read after this many of its masks: after more, where its lexer has not grown.
-MIN_UNREAD_MASKS, MAX_UNREAD_MASKS = 16, 1024
 # This many grammars are compiled at once.
 COMPILE_THREADS = 2
-# At most this many bytes of forced text are turned into tokens at once, because that holds the interpreter's lock;
-# longer text is cut.
-MAX_FORCED_BYTES = 2048
-# Tokens that reach into this many bytes before the cut are left for the next time, as further text could change them.
-_CUT_BYTES = 64
 # At most this many compilations belong to single answers, which get one where the compilation that they shared has met
 # a limit.
 MAX_OWN_GRAMMARS = 8
@@ -57,13 +52,8 @@ MAX_OWN_GRAMMARS = 8
 # lock, which Python otherwise passes on only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
-# These expressions find in an error of llguidance the fuel that a matcher has spent; the token does not exist, and is
-# used to cause an error.
-_FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
 # llguidance says this of a token that a grammar does not allow.
 _REFUSES = "doesn't satisfy the grammar"
-# This expression matches a special token in the bytes that a grammar forces.
-_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
@@ -111,7 +101,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", give_way)
-        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, _SharedLexer]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, SharedLexer]] = OrderedDict()
         self._own: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = Lock()
 
@@ -185,10 +175,10 @@ class GrammarCompiler:
         limits = LLParserLimits(**{**PARSER_LIMITS, "verbose_errors": True})
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise InvalidRequest(f"{GRAMMAR_FAULT} does not compile: {_first_line(matcher.get_error())}")
+            raise InvalidRequest(f"{GRAMMAR_FAULT} does not compile: {first_line(matcher.get_error())}")
         seconds = time.monotonic() - began_s
-        lexer = _SharedLexer()
-        start = _LibraryMatcher(matcher, self._tokenizer, lexer)
+        lexer = SharedLexer()
+        start = TokenMatcher(matcher, self._tokenizer, lexer)
         lexer.num_bytes = len(text) + BYTES_OF_FUEL * start.fuel()
         compiled = CompiledGrammar(start, self._vocab_size, takes_draft_tokens=self._can_go_back(start.copy()))
         with self._lock:
@@ -222,7 +212,7 @@ class GrammarCompiler:
             _, (_, lexer) = self._compiled.popitem(last=False)
             left_bytes -= lexer.num_bytes
 
-    def _can_go_back(self, matcher: _LibraryMatcher) -> bool:
+    def _can_go_back(self, matcher: TokenMatcher) -> bool:
         """Returns whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
         "max_tokens" do not allow."""
         bits = np.zeros((1, -(-self._vocab_size // 32)), np.uint32)
@@ -231,102 +221,3 @@ class GrammarCompiler:
         matcher.consume(int(first))
         matcher.rollback(1)
         return not matcher.error()
-
-
-class _SharedLexer:
-    """Measures the lexer that the matchers of one compilation share, which grows with their masks. llguidance does not
-    tell its size; the fuel that a matcher has spent is read after some of its masks, for the others' too. It belongs to
-    the holder of the grammar's lock, but for reading ``num_bytes``, about how much memory it takes."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._unread = 0
-        self._next = MIN_UNREAD_MASKS
-
-    def looked(self, matcher: _LibraryMatcher) -> None:
-        """Notes that a matcher of this lexer has computed a mask."""
-        self._unread += 1
-        if self._unread < self._next:
-            return
-        grown = matcher.fuel_since() * self._unread
-        self.num_bytes += BYTES_OF_FUEL * grown
-        self._unread, self._next = 0, MIN_UNREAD_MASKS if grown else min(2 * self._next, MAX_UNREAD_MASKS)
-
-
-class _LibraryMatcher:
-    """Implements :class:`pillion.engine.grammars.compiled_grammar.TokenMatcher` over an LLMatcher."""
-
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lexer: _SharedLexer, known_fuel: int = 0) -> None:
-        self._matcher = matcher
-        self._tokenizer = tokenizer
-        self._lexer = lexer
-        self._known_fuel = known_fuel
-        # This counts the masks that were computed since the matcher's spent fuel was last read.
-        self._masks = 0
-
-    def copy(self) -> _LibraryMatcher:
-        return _LibraryMatcher(self._matcher.deep_copy(), self._tokenizer, self._lexer, self._known_fuel)
-
-    def fuel(self) -> int:
-        """Returns the fuel that the matcher has spent so far on the lexer that it shares; 0 where the library does not
-        tell."""
-        probe = self._matcher.deep_copy()
-        probe.consume_token(_NO_TOKEN)
-        found = _FUEL.search(probe.get_error())
-        self._known_fuel = int(found[1]) if found else 0
-        return self._known_fuel
-
-    def fuel_since(self) -> int:
-        """Returns the fuel that the matcher has spent on each mask since the last call of this method, rounded up."""
-        known, masks = self._known_fuel, self._masks
-        self._masks = 0
-        return -(-(self.fuel() - known) // max(masks, 1))
-
-    def consume(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
-
-    def forced(self) -> list[int]:
-        text = self._matcher.compute_ff_bytes()
-        if len(text) <= MAX_FORCED_BYTES or not self._tokenizer.is_canonical:
-            return self._matcher.compute_ff_tokens() if text else []
-        return self._cut(text[:MAX_FORCED_BYTES])
-
-    def _cut(self, text: bytes) -> list[int]:
-        """Returns the tokens of a forced text that goes on, as far as further text cannot change them."""
-        special = _SPECIAL.match(text)
-        if special:
-            return [int(special[1])]
-        marker = text.find(b"\xff")
-        if marker >= 0:
-            return self._tokenizer.tokenize_bytes(text[:marker])
-        tokens = self._tokenizer.tokenize_bytes(text)
-        left = 0
-        while tokens and left < _CUT_BYTES:
-            left += len(self._tokenizer.decode_bytes([tokens.pop()]))
-        return tokens
-
-    def allows(self, token: int) -> bool:
-        return self._matcher.validate_tokens([token]) == 1
-
-    def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
-
-    def stopped(self) -> bool:
-        return self._matcher.is_stopped()
-
-    def error(self) -> str:
-        return _first_line(self._matcher.get_error())
-
-    def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
-        if draft_tokens:
-            # The library's type stubs leave this method out.
-            masks: Any = self._matcher
-            masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*draft_tokens])
-        else:
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits[0].nbytes)
-        self._masks += 1
-        self._lexer.looked(self)
-
-
-def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0]

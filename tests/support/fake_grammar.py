@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from random import Random
 
-from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar, TokenMatcher
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskJob, MaskThreads
 from pillion.kernels.step import UInt32
@@ -42,8 +42,8 @@ def choices(kind: int, answer: Sequence[int]) -> list[int]:
     raise AssertionError
 
 
-class NumberMatcher:
-    """Implements :class:`pillion.engine.grammars.compiled_grammar.TokenMatcher`."""
+class NumberMatcher(TokenMatcher):
+    """A place in the grammar of numbers."""
 
     def __init__(self, kind: int, answer: Sequence[int] = ()) -> None:
         self.kind = kind

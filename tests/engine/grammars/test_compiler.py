@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, result_of, wait_for
+from pillion.engine.grammars import compiled_grammar
 from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
@@ -110,7 +111,7 @@ def test_a_run_without_choice_to_the_end_completes(compiler: GrammarCompiler) ->
 
 
 def test_long_forced_text_is_cut_and_joined(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_FORCED_BYTES", 200)
+    monkeypatch.setattr(compiled_grammar, "MAX_FORCED_BYTES", 200)
     text = "".join(random.Random(1).choice('abc":') for _ in range(900)).replace('"', "'")
     state = started(compiler, f'start: "{text}" /[xy]/')
     answer, runs = [], 0
@@ -278,14 +279,14 @@ def test_an_answer_so_far_is_followed_in_pieces(
 def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lexer grows with what its answers look at; where one does not grow, its fuel is hardly ever read."""
     reads = 0
-    fuel = compiler_module._LibraryMatcher.fuel
+    fuel = compiled_grammar.TokenMatcher.fuel
 
-    def counted(matcher: compiler_module._LibraryMatcher) -> int:
+    def counted(matcher: compiled_grammar.TokenMatcher) -> int:
         nonlocal reads
         reads += 1
         return fuel(matcher)
 
-    monkeypatch.setattr(compiler_module._LibraryMatcher, "fuel", counted)
+    monkeypatch.setattr(compiled_grammar.TokenMatcher, "fuel", counted)
     small = "start: /[a-c]+/"
     draws, state = random.Random(1), started(compiler, small)
     for _ in range(3000):
