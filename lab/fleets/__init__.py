@@ -13,7 +13,6 @@
     host_cores.py     the cores that steps run on
     prefix_store.py   the blocks of KV nodes, and the index
     tree_store.py     the same blocks by any order of eviction
-    states.py         models whose layers carry a state: nodes, index and places
     state_store.py    the blocks and states of a KV node, in the production ledger
     site.py           what all gateways reach
     clock.py          the queue of events

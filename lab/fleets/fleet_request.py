@@ -59,7 +59,7 @@ class FleetRequest:
     def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
         self.request = request
         # A text with a state goes on from one that is before its last token.
-        whole = (request.prompt_tokens - bool(host.site.states)) // TRACE_BLOCK_TOKENS
+        whole = (request.prompt_tokens - bool(host.site.state_pages)) // TRACE_BLOCK_TOKENS
         self.blocks = request.blocks[:whole]
         self.arrived_s = arrived_s
         self.machine = RequestMachine(

@@ -25,7 +25,6 @@ import numpy as np
 
 from lab.fleets.clock import Clock
 from lab.fleets.host_cores import OwnCores, SharedCores
-from lab.fleets.states import FleetStates
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -88,7 +87,7 @@ class WorkerSettings:
     residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
     macro_steps: bool = False
-    states: FleetStates | None = None
+    state_pages: int = 0
 
 
 # This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
@@ -280,8 +279,9 @@ class SimWorker:
             flow=job.flow,
             hashes=bytes(job.tokens // size * HASH_BYTES),
         )
-        if self._settings.states is not None:
-            job.places = self._settings.states.places(stream)
+        if self._settings.state_pages:
+            # The slots of states are the node's to count (lab/fleets/state_store.py), so a sequence has none here.
+            job.places = StatePlaces(stream, self._settings.state_pages)
         self._jobs[job.seq_id] = job
         self._begin_beating()
         self._scheduler.add(stream, self._clock.now)
@@ -442,7 +442,7 @@ class SimWorker:
 
     def _note_places(self, plan: StepPlan) -> None:
         """Has the states kept that stand after a step where they are to be kept."""
-        for sequence in (chunk.sequence for chunk in plan.scheduled) if self._settings.states is not None else ():
+        for sequence in (chunk.sequence for chunk in plan.scheduled) if self._settings.state_pages else ():
             job = self._jobs.get(sequence.seq_id)
             if job is None or job.places is None or sequence.state is not SequenceState.RUNNING:
                 continue

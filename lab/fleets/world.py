@@ -22,7 +22,7 @@ from lab.fleets.prefix_store import NodeStore, PrefixIndex
 from lab.fleets.sim_gateway import MODEL, PATIENCE_S, GatewaySettings, SimGateway
 from lab.fleets.sim_worker import SimWorker, WorkerSettings
 from lab.fleets.site import FleetSite
-from lab.fleets.states import FleetStates
+from lab.fleets.state_store import StateIndex, StateStore
 from lab.fleets.traffic import ClientRecord, Request
 from pillion.config import AUTO, ServeFlags, parse_split_policy
 from pillion.engine.backends.devices import cpu_budgets
@@ -178,8 +178,10 @@ class FleetWorld:
         self, config: FleetConfig, make: MakeGateway = SimGateway, make_store: MakeStore | None = None
     ) -> None:
         config.check()
-        states = FleetStates(config.state_pages, config.flags) if config.state_pages else None
-        self._make_store = make_store or (states.store if states is not None else NodeStore)
+        pages = config.state_pages
+        # A node's pool has states where the model's layers carry one.
+        with_states = partial(StateStore, pages=pages, flags=config.flags)
+        self._make_store = make_store or (with_states if pages else NodeStore)
         self.config = config = config.settled()
         flags = config.flags
         self.clock = Clock()
@@ -190,8 +192,8 @@ class FleetWorld:
             call_s=config.call_s,
             block_s=config.block_bytes / config.bytes_per_s,
             sharing=config.sharing and count > 1,
-            index=states.index() if states is not None else PrefixIndex(),
-            states=states,
+            index=StateIndex() if pages else PrefixIndex(),
+            state_pages=pages,
         )
         settings = GatewaySettings(**{field.name: getattr(flags, field.name) for field in fields(GatewaySettings)})
         self.gateways = [make(self.site, settings, number, count) for number in range(count)]
@@ -347,7 +349,7 @@ class FleetWorld:
             residuals_s=config.residuals_s,
             known_cost=config.known_costs,
             macro_steps=config.macro_steps,
-            states=self.site.states,
+            state_pages=self.site.state_pages,
         )
         phase_s = settings.heartbeat_s * (number % self._spread_over) / self._spread_over
         worker = SimWorker(self.clock, self._cores, record, settings, number, phase_s)
