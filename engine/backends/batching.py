@@ -37,20 +37,25 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     scheduled = plan.scheduled
     counts = [chunk.count for chunk in scheduled]
     ends = list(accumulate(counts))
-    pooled = list(_pooling_rows(scheduled, ends))
-    # Rows whose logits are wanted stand before those whose vectors are.
-    with_logits = [row for row, ids in pooled if ids]
-    vectors = [row for row, ids in pooled if not ids]
+    sample_rows = list(_sample_rows(scheduled, ends))
+    pooled: list[tuple[int, tuple[int, ...]]] = []
+    if any(chunk.scores or chunk.pools for chunk in scheduled):
+        for chunk, end in zip(scheduled, ends, strict=True):
+            sample_rows += _last_rows(chunk, end, chunk.scores)
+            # A row of a text's vector stands with the tokens whose logits are wanted of it, () for a hidden state.
+            pooled += [(row, chunk.sequence.pooled_ids) for row in _last_rows(chunk, end, chunk.pools)]
+        # Rows whose logits are wanted stand before those whose vectors are.
+        sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
     batch = build_rows(
         [chunk.sequence for chunk in scheduled],
         [chunk.start for chunk in scheduled],
         counts,
         [chunk.sequence.rope_shift for chunk in scheduled],
         block_size,
-        sample_rows=[*_sample_rows(scheduled, ends), *_scored_rows(scheduled, ends), *with_logits, *vectors],
+        sample_rows=sample_rows,
         adapters=plan.adapters,
         states=plan.states,
-        pooled=len(vectors),
+        pooled=sum(not ids for _, ids in pooled),
         pooled_ids=tuple(ids for _, ids in pooled),
     )
     seconds = [chunk.sequence.second_from for chunk in scheduled]
@@ -113,22 +118,10 @@ def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iter
             yield end - 1
 
 
-def _scored_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
-    """Yields the rows that each chunk scores."""
-    for place in [place for place, chunk in enumerate(scheduled) if chunk.scores]:
-        chunk = scheduled[place]
-        after = ends[place] - (chunk.start + chunk.count - chunk.scores_end)
-        yield from range(after - chunk.scores, after)
-
-
-def _pooling_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields the rows of each chunk that are added to the vector of its text, each with the tokens whose logits it is,
-    () for a hidden state."""
-    for chunk, end in zip(scheduled, ends, strict=True):
-        if chunk.pools:
-            after = end - (chunk.start + chunk.count - chunk.scores_end)
-            for row in range(after - chunk.pools, after):
-                yield row, chunk.sequence.pooled_ids
+def _last_rows(chunk: ScheduledChunk, end: int, count: int) -> range:
+    """Returns the last ``count`` rows of a chunk, whose rows end at ``end``, of those that are scored or pooled."""
+    after = end - (chunk.start + chunk.count - chunk.scores_end)
+    return range(after - count, after)
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
@@ -195,30 +188,30 @@ def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
     """Yields the edits of rows that change logits, which are few."""
     for row, (sequence, params, _, position) in enumerate(rows):
-        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
-        presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
-        prompt = sequence.prompt_tokens
-        early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
-        bad_words = sequence.bad_words
-        if repetition == 1.0 and not (presence or frequency or params.logit_bias or early or bad_words):
-            continue
-        # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it
-        # here.
-        end = min(position, sequence.num_tokens + sequence.num_proposed)
-        banned = [*sequence.stop_token_ids] if early else []
-        if bad_words:
-            banned += bad_words.completing(sequence.tokens(max(prompt, end - bad_words.longest), end))
-        yield RowEdit(
-            row=row,
-            biased=_ids(params.logit_bias),
-            bias=np.array([*params.logit_bias.values()], dtype=np.float32),
-            seen=sequence.tokens(0, end) if repetition != 1.0 else NO_IDS,
-            repetition=repetition,
-            answered=sequence.tokens(prompt, end) if presence or frequency else NO_IDS,
-            presence=presence,
-            frequency=frequency,
-            banned=_ids(banned),
-        )
+        if sequence.changes_logits or position - sequence.prompt_tokens < (params.min_tokens or 0):
+            yield _edit(row, sequence, params, position)
+
+
+def _edit(row: int, sequence: Sequence, params: SamplingParams, position: int) -> RowEdit:
+    repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+    presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+    prompt, bad_words = sequence.prompt_tokens, sequence.bad_words
+    # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it here.
+    end = min(position, sequence.num_tokens + sequence.num_proposed)
+    banned = [*sequence.stop_token_ids] if position - prompt < (params.min_tokens or 0) else []
+    if bad_words:
+        banned += bad_words.completing(sequence.tokens(max(prompt, end - bad_words.longest), end))
+    return RowEdit(
+        row=row,
+        biased=_ids(params.logit_bias),
+        bias=np.array([*params.logit_bias.values()], dtype=np.float32),
+        seen=sequence.tokens(0, end) if repetition != 1.0 else NO_IDS,
+        repetition=repetition,
+        answered=sequence.tokens(prompt, end) if presence or frequency else NO_IDS,
+        presence=presence,
+        frequency=frequency,
+        banned=_ids(banned),
+    )
 
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:

@@ -95,20 +95,16 @@ def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
     """Logs what the largest step takes of a host's memory. Raises ConfigError where the host has less."""
     needed, left = steps_bytes(flags, prepared), free_bytes()
     if left and needed > left:
+        flag = "--max-num-batched-tokens" if isinstance(flags, StepFlags) else "--max-num-batched-prefill-tokens"
         raise ConfigError(
             f"a step of {flags.step_budget_tokens} tokens of this model takes up to {needed / 2**20:.0f} MiB beside "
-            f"weights and KV pool, and {left / 2**20:.0f} MiB are free: lower {budget_flag(flags)}"
+            f"weights and KV pool, and {left / 2**20:.0f} MiB are free: lower {flag}"
         )
     log.info(
         "steps of up to %d tokens take up to %.1f MiB beside weights and KV pool",
         flags.step_budget_tokens,
         needed / 2**20,
     )
-
-
-def budget_flag(flags: WorkerFlags) -> str:
-    """Returns the flag that sets a worker's token budget."""
-    return "--max-num-batched-tokens" if isinstance(flags, StepFlags) else "--max-num-batched-prefill-tokens"
 
 
 def free_bytes() -> int:

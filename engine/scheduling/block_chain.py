@@ -139,10 +139,6 @@ class BlockChain:
         self.num_sent = self.num_committed
         self.may_commit = False
 
-    def take_chunks(self, blocks: int) -> tuple[ChunkDone, ...]:
-        """Returns the chunks of a prefill range that end within the first ``blocks`` blocks, each once."""
-        return ()
-
     def extend_hashes(self, num_tokens: int) -> None:
         """Hashes the whole blocks among the first ``num_tokens`` tokens that are not hashed yet."""
         start = (self._first_block + len(self._hashes) // HASH_BYTES) * self.block_size

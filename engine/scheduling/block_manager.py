@@ -217,7 +217,7 @@ class BlockManager:
                 slots=chain.slots(start, end),
                 block_hashes=chain.block_hashes(start, end),
                 ordered_s=now,
-                chunks=chain.take_chunks(end),
+                chunks=chain.take_chunks(end) if isinstance(chain, Sequence) else (),
                 may_wait=may_wait,
             )
         )

@@ -202,9 +202,15 @@ class Sequence(BlockChain):
         # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
         self.step_ends: list[int] = []
         sampling = self.sampling
-        # This says whether a sampled token depends on the tokens before it, and not only on the logits and its
-        # position.
-        self.reads_history = sampling is not None and _reads_history(sampling, self.bad_words)
+        # These say whether a sampled token depends on the tokens before it, and not only on the logits and its
+        # position, and whether single logits are changed before each choice.
+        self.reads_history = self.changes_logits = False
+        if sampling is not None:
+            penalties = sampling.presence_penalty or sampling.frequency_penalty
+            penalties = penalties or sampling.repetition_penalty not in (None, 1.0)
+            words = self.bad_words
+            self.reads_history = bool(penalties) or (words is not None and words.longest > 0)
+            self.changes_logits = bool(penalties or sampling.logit_bias or words)
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
         # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
@@ -578,10 +584,3 @@ class Sequence(BlockChain):
         """Says whether the next token ends the stream, whichever it is."""
         after = self.num_tokens + 1
         return after >= self.max_model_len or after - self.prompt_tokens >= self.max_tokens
-
-
-def _reads_history(sampling: SamplingParams, bad_words: BadWords | None) -> bool:
-    """Returns whether a choice depends on the tokens before it."""
-    penalties = sampling.presence_penalty or sampling.frequency_penalty
-    words = bad_words is not None and bad_words.longest > 0
-    return bool(penalties) or sampling.repetition_penalty not in (None, 1.0) or words

@@ -199,16 +199,14 @@ class CpuBackend(HostBackend):
         """Returns ``count`` rows of logits, which the kernels have written, at ``places``, and sets ``largest``."""
         found = self._found.get(count)
         if found is None:
-            found = self._found[count] = self._logits_of(count), self._largest_of(count)
+            rows = torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
+            found = self._found[count] = rows, self._largest_of(count)
         logits, largest = found
         if places is not None:
             logits = logits[torch.from_numpy(places)]
             largest = largest and LargestLogits(largest.maxima[places], largest.tokens[places])
         self.largest = largest
         return logits
-
-    def _logits_of(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
 
     def _largest_of(self, count: int) -> LargestLogits | None:
         if self.model.plan.largest is None:
