@@ -2,7 +2,7 @@
 
 the model                          engine/load_model.py
 grammars                           on decode workers, where llguidance can be used
-draft tokens                            --speculative-config
+draft tokens                       --speculative-config
 adapters                           --enable-lora
 partial blocks                     --partial-block-percent, on decode workers
 states                             models whose layers carry one from token to token

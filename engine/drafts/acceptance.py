@@ -107,7 +107,7 @@ class DraftRecord:
         self._patience = 1
 
     def judge(self, made: int, right: int) -> None:
-        """Notes that a step judged a draft token of this stream, as :meth:`Acceptance.judge` does."""
+        """Notes that a step judged draft tokens of this stream, as :meth:`Acceptance.judge` does."""
         self._acceptance.judge(made, right)
 
     def expect(self, all_rates: Float64, all_level: float) -> None:
@@ -133,13 +133,13 @@ class DraftRecord:
         self._probe, self._probed = NO_TOKENS, False
         return len(came), right
 
-    def probe(self, draft_token: Int32, num_tokens: int) -> None:
+    def probe(self, drafted: Int32, num_tokens: int) -> None:
         """Remembers a probe: the draft token that was made after the first ``num_tokens`` tokens of the text."""
-        self._probe, self._probed, self._probed_at = draft_token.copy(), True, num_tokens
-        self.found = len(draft_token) > 0
+        self._probe, self._probed, self._probed_at = drafted.copy(), True, num_tokens
+        self.found = len(drafted) > 0
 
-    def asked(self, draft_token: Int32, num_tokens: int) -> None:
-        """Notes that a draft token was made which a step judges; it takes the place of a probe."""
+    def asked(self, drafted: Int32, num_tokens: int) -> None:
+        """Notes that draft tokens were made which a step judges; they take the place of a probe."""
         self._probe, self._probed, self._probed_at, self._patience = NO_TOKENS, False, num_tokens, 1
-        self.found = len(draft_token) > 0
-        self.expected = float(self.chances[: len(draft_token)].sum())
+        self.found = len(drafted) > 0
+        self.expected = float(self.chances[: len(drafted)].sum())

@@ -1,6 +1,6 @@
 """Keeps the KV of a draft model in the pool of the model that it drafts for: its slots, and what it computes next.
 
-    ordered: a ticket that pins what the node has --answered--> open: catches up, draft tokens, commits
+    ordered: a ticket that pins what the node has --answered--> open: catches up, drafts, commits
         --its sequence leaves, or memory is short--> closed: slots are given back, and, once the node has answered the
                                                      run under way, the ticket --> (gone, and maybe ordered anew)
 

@@ -281,7 +281,7 @@ class DraftControl:
         self._learn(stream, made, right)
 
     def _learn(self, stream: Sequence, made: int, right: int) -> None:
-        """Updates the measured acceptance with a draft token, or a probe, of a stream."""
+        """Updates the measured acceptance with the draft tokens, or a probe, of a stream."""
         self._all.judge(made, right)
         self._level = self._all.level(UNKNOWN_RATE, UNKNOWN_WEIGHT)
         self._rates = self._all.rates(self._level, UNKNOWN_WEIGHT)
@@ -309,13 +309,13 @@ class DraftControl:
                     break
         return due
 
-    def keep_as_probe(self, stream: Sequence, draft_token: Int32) -> None:
-        """Keeps a draft token that no step makes as a probe, if one is due, to be compared with the text."""
+    def keep_as_probe(self, stream: Sequence, drafted: Int32) -> None:
+        """Keeps draft tokens that no step judges as a probe, if one is due, to be compared with the text."""
         if stream.draft_tokens.probe_is_due(stream.num_tokens, self._probe_tokens):
             self._judge_probe(stream)
-            stream.draft_tokens.probe(draft_token, stream.num_tokens)
+            stream.draft_tokens.probe(drafted, stream.num_tokens)
         else:
-            stream.draft_tokens.found = len(draft_token) > 0
+            stream.draft_tokens.found = len(drafted) > 0
 
     def _judge_probe(self, stream: Sequence) -> None:
         made, right = stream.draft_tokens.take_probe(stream.tokens(0, stream.num_tokens))
@@ -323,7 +323,7 @@ class DraftControl:
             self._learn(stream, made, right)
 
     def drafts_for(self, wanted: int, probes: int) -> None:
-        """Notes that the next drafts are drafts for so many streams, and probes of so many others."""
+        """Notes that the next drafts are for so many streams, and probes of so many others."""
         self._probing_part = probes / (wanted + probes)
 
     def drafted(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from pillion.kernels.step import Int32
 
 
 class Drafter(Protocol):
-    """Draft tokens tokens, once in a step, on the step thread. A drafter only reads the sequences."""
+    """Drafts tokens, once in a step, on the step thread. A drafter only reads the sequences."""
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
         """Returns for each sequence up to so many tokens, 1 at least, that may follow ``sequence.tokens(0,

@@ -110,13 +110,11 @@ class EagleChains(OwnChains):
             first, row = row, row + chunk.count
             sequence = chunk.sequence
             right = min(sequence.num_computed - chunk.start, chunk.count)
-            if right > 0 and sequence.state is SequenceState.RUNNING and self._may_draft(sequence):
+            drafts = not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
+            if right > 0 and sequence.state is SequenceState.RUNNING and drafts:
                 chain = self._begun(sequence)
                 assert isinstance(chain, EagleChain)
                 chain.keep(chunk.start, states[first : first + right].copy())
-
-    def _may_draft(self, sequence: Sequence) -> bool:
-        return not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
 
     def _chain_of(self, sequence: Sequence) -> EagleChain | None:
         """Returns the sequence's chain, if it can be used; a chain without slots takes none while memory is short."""

@@ -1,4 +1,4 @@
-"""Draft tokens without a model: looks for a text's last tokens at earlier places, and drafts the tokens that followed
+"""Drafts tokens without a model: looks for a text's last tokens at earlier places, and drafts the tokens that followed
 there.
 """
 
@@ -27,7 +27,7 @@ class NGramDrafter:
     """Looks up the prompt (Saxena 2023): drafts what followed the last tokens when they last stood in this text.
 
     It needs no second model, has no state, and is right where answers quote their prompt: code edits, summaries, chats.
-    A draft token needs at least ``prompt_lookup_min`` tokens in common with an earlier place; the place with the most
+    A draft needs at least ``prompt_lookup_min`` tokens in common with an earlier place; the place with the most
     wins, up to ``prompt_lookup_max``.
     """
 
@@ -66,7 +66,7 @@ class NGramDrafter:
 
 
 class SuffixDrafter:
-    """Decodes by suffixes (Oliaro and others, arXiv 2411.04975): draft tokens the tokens that most often followed the
+    """Decodes by suffixes (Oliaro and others, arXiv 2411.04975): drafts the tokens that most often followed the
     longest end of the text, in the text itself and in the worker's recent answers
     (:mod:`pillion.engine.drafts.recent_answers`).
 
@@ -95,13 +95,13 @@ class SuffixDrafter:
             own = own[own > 0]
             own = own[text[own - 1] == text[-2]]
         pattern = text[: -self._most_matched - 1 : -1]
-        draft_token, matched = self._after(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
+        drafted, matched = self._after(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
         ring = self._answers.ring(sequence.parent_hash)
         if ring is not None:
             answered = self._after(ring.tokens, ring.first, ring.end, ring.places(text), pattern, most)
             if answered[1] > matched:
-                draft_token = answered[0]
-        return draft_token
+                drafted = answered[0]
+        return drafted
 
     def _after(
         self, tokens: Int32, first: int, end: int, places: Int64, pattern: Int32, most: int
@@ -141,15 +141,15 @@ class SuffixDrafter:
 def _likeliest(followed: list[list[int]], least: float) -> list[int]:
     """Returns the tokens that most of the rows begin with, one after the other, as long as at least this share of all
     rows has them all; of equally frequent tokens it takes the first row's."""
-    draft_token: list[int] = []
+    drafted: list[int] = []
     needed = least * len(followed)
     for place in range(len(followed[0])):
         ((token, count),) = Counter(row[place] for row in followed).most_common(1)
         if token == END or count < needed:
             break
-        draft_token.append(token)
+        drafted.append(token)
         followed = [row for row in followed if row[place] == token]
-    return draft_token
+    return drafted
 
 
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter:

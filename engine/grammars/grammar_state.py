@@ -134,8 +134,8 @@ class GrammarState:
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
         try:
-            for draft_token in draft_tokens:
-                if not (matcher.allows(draft_token) and matcher.consume(draft_token)):
+            for token in draft_tokens:
+                if not (matcher.allows(token) and matcher.consume(token)):
                     break
                 consumed += 1
                 if matcher.stopped():

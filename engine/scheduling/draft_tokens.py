@@ -1,8 +1,8 @@
-"""Draft tokens next tokens of decodes, which the step itself judges.
+"""Drafts the next tokens of decodes, which the step itself judges.
 
 Sampling is a pure function of (logits, seed, position) (I6), so a draft token is right exactly when it is the token
-that
-would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any temperature.
+that would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any
+temperature.
 Draft tokens are cut where a grammar refuses them, and are made only after decodes for which no grammar forces tokens.
 Sans-IO (I9).
 """
@@ -26,7 +26,7 @@ class DraftTokens:
 
     Args:
         control: decides how many tokens are drafted for each stream.
-        drafter: draft tokens them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
+        drafter: drafts them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
     """
 
     def __init__(self, control: DraftControl, drafter: Drafter) -> None:
@@ -54,7 +54,7 @@ class DraftTokens:
         known = [s for s in streams if s.draft_tokens.found or (chains is not None and chains.catches_up(s))]
         return not self._control.may_draft(known)
 
-    def draft_token(
+    def draft(
         self,
         scheduled: Seq[ScheduledChunk],
         spare: int,
@@ -86,7 +86,7 @@ class DraftTokens:
         return took_s
 
     def _propose(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
-        """Drafts so many tokens for each of the streams; streams without a draft token are probed, in their turn."""
+        """Drafts so many tokens for each of the streams; streams without any are probed, in their turn."""
         control, drafter = self._control, self._drafter
         wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
         silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
@@ -95,14 +95,9 @@ class DraftTokens:
             return
         control.drafts_for(len(wanted), len(due))
         draft_tokens = drafter.draft([*wanted, *due])
-        found = [
-            (stream, draft_token[:most]) for (stream, most), draft_token in zip(wanted, draft_tokens, strict=False)
-        ]
+        found = [(stream, drafted[:most]) for (stream, most), drafted in zip(wanted, draft_tokens, strict=False)]
         if grammars is not None:
-            found = [
-                (stream, grammars.fit(stream, draft_token) if len(draft_token) else draft_token)
-                for stream, draft_token in found
-            ]
+            found = [(stream, grammars.fit(stream, drafted) if len(drafted) else drafted) for stream, drafted in found]
         if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
             for stream, tokens in found:
                 stream.draft_tokens.asked(tokens, stream.num_tokens)
@@ -111,8 +106,8 @@ class DraftTokens:
         else:
             for stream, tokens in found:
                 control.keep_as_probe(stream, tokens)
-        for (stream, _), draft_token in zip(due, draft_tokens[len(wanted) :], strict=True):
-            stream.draft_tokens.probe(draft_token, stream.num_tokens)
+        for (stream, _), drafted in zip(due, draft_tokens[len(wanted) :], strict=True):
+            stream.draft_tokens.probe(drafted, stream.num_tokens)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""

@@ -1,10 +1,9 @@
-"""Says what the grammars of answers allow: whether a step may choose the next token, which tokens are certain, how much
-of a draft token fits, and whether an answer is complete.
+"""Says what the grammars of answers allow: whether a step may choose the next token, which tokens are certain, how many
+draft tokens fit, and whether an answer is complete.
 
 A sequence has its grammar itself (``Sequence.grammar``, :class:`pillion.engine.grammars.grammar_state.GrammarState`);
 nothing here is called for sequences without one. Tokens that a grammar forces are proposed like draft tokens, and are
-always
-right: their masks allow nothing else. Sans-IO (I9).
+always right: their masks allow nothing else. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -87,10 +86,10 @@ class Grammars:
                 return
             sequence.add_slot(slot)
 
-    def fit(self, sequence: Sequence, draft_token: Int32) -> Int32:
-        """Returns as much of a draft token of the sequence's next tokens as its grammar may accept."""
+    def fit(self, sequence: Sequence, draft_tokens: Int32) -> Int32:
+        """Returns the first ones of a sequence's draft tokens, as many as its grammar may accept."""
         grammar = sequence.grammar
-        return draft_token if grammar is None else draft_token[: grammar.count_fitting(draft_token.tolist())]
+        return draft_tokens if grammar is None else draft_tokens[: grammar.count_fitting(draft_tokens.tolist())]
 
     def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
         """Notes that these tokens are the sequence's now. Returns why it ends with the last one, None where it goes on;

@@ -149,6 +149,7 @@ class InFlightSteps:
 
     @property
     def holding_back(self) -> bool:
+        """Says whether memory on its way to the node waits for a step in flight."""
         return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:

@@ -21,9 +21,8 @@ rules.
 slots out of the free ones. When no slot is free a decode waits for the running lease call; when the node is exhausted,
 a victim is preempted (maybe the asking decode itself): it lets go of its ticket and resumes under a new one with the
 same tokens (I6). The next preemption waits until the one before has settled. The victim's committed blocks stay
-findable at
-the node, in whatever tier the node keeps them: the victim is swapped out to there, and not to a copy of the worker's
-own.
+findable at the node, in whatever tier the node keeps them: the victim is swapped out to there, and not to a copy of the
+worker's own.
 
 Several answers to one prompt are computed as one until the first token:
 :mod:`pillion.engine.scheduling.parallel_samples`. What else a step has comes from collaborators, each of which a worker
@@ -89,7 +88,7 @@ class Scheduler:
         partial_blocks: keeps the last blocks of answers, if any.
         states: has the states of sequences, where the model's layers carry them.
         grammars: asks the grammars of answers, where sequences have some.
-        drafts: draft tokens next tokens, if the worker does.
+        drafts: drafts next tokens, if the worker does.
         adapters: has slots for the sequences' adapters, if the worker runs any.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
@@ -366,11 +365,6 @@ class Scheduler:
                 out.load |= {"adapters": adapters.ready, "adapter_waits": adapters.waits}
         return out
 
-    @property
-    def awaits_landing(self) -> bool:
-        """Says whether memory on its way to the node waits for a step in flight."""
-        return self.in_flight.holding_back
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, queues and what collaborators know add up."""
         sequences = self.sequences.values()
@@ -439,7 +433,7 @@ class Scheduler:
         if grammars is not None and grammars.forces:
             spare -= grammars.force(scheduled, spare)
         if self.drafts is not None:
-            took_s = self.drafts.draft_token(scheduled, spare, idle, now, cost=self.budget.cost, grammars=grammars)
+            took_s = self.drafts.draft(scheduled, spare, idle, now, cost=self.budget.cost, grammars=grammars)
         return [chunk.lengthened() for chunk in scheduled], took_s
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
@@ -450,7 +444,7 @@ class Scheduler:
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
-            if not self.free_slots.exhausted(now) or self.awaits_landing:
+            if not self.free_slots.exhausted(now) or self.in_flight.holding_back:
                 return False
             if any(one.yield_slots(1, now) for one in self._side):
                 continue

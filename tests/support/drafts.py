@@ -42,5 +42,5 @@ def speculate(
     drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[ScheduledChunk], left: int
 ) -> list[ScheduledChunk]:
     """Return the decodes, lengthened by draft tokens of ``left`` tokens together."""
-    DraftTokens(control, drafter).draft_token(decodes, left, left, 0.0, cost=cost, grammars=None)
+    DraftTokens(control, drafter).draft(decodes, left, left, 0.0, cost=cost, grammars=None)
     return [chunk.lengthened() for chunk in decodes]
