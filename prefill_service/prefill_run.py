@@ -18,16 +18,15 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import Update
-from pillion.engine.streams.stream_session import MAX_KEPT_PLACES
+from pillion.engine.streams.stream_session import violations_of_place
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_telemetry import record
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
-from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.rules.priority import bounded, bounded_flow
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-
-PARENT_HASH_BYTES = 32
 
 
 class PrefillRun:
@@ -168,9 +167,6 @@ def _violations(
         yield FieldViolation(
             "chunk_tokens", f"they add up to {sum(prefill_range.chunk_tokens)}, the prefill range has {total} tokens"
         )
-    if len(prefill_range.kept_tokens) > MAX_KEPT_PLACES:
-        yield FieldViolation("kept_tokens", f"{len(prefill_range.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
-    if len(prefill_range.flow.key) > MAX_FLOW_KEY_BYTES:
-        yield FieldViolation("flow.key", f"{len(prefill_range.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
-    if len(prefill_range.parent_hash) != PARENT_HASH_BYTES:
-        yield FieldViolation("parent_hash", f"{len(prefill_range.parent_hash)} bytes; {PARENT_HASH_BYTES} are needed")
+    yield from violations_of_place(prefill_range)
+    if len(prefill_range.parent_hash) != HASH_BYTES:
+        yield FieldViolation("parent_hash", f"{len(prefill_range.parent_hash)} bytes; {HASH_BYTES} are needed")

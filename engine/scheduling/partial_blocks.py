@@ -44,21 +44,17 @@ class PartialBlock(BlockChain):
         return bool(self._readers)
 
     def share(self, sequence: Sequence) -> bool:
-        """Lets a sequence begin with a copy of the block; returns False where their first tokens differ."""
-        tokens = self.agreeing(sequence)
-        if tokens:
-            sequence.share(tokens, self.slot)
-            self._readers.append(sequence)
-        return tokens > 0
-
-    def agreeing(self, sequence: Sequence) -> int:
-        """Returns how many of the sequence's next tokens the block has; the last one, and those whose logits are
-        scored, are not among them."""
+        """Lets a sequence begin with a copy of the block; returns False where their first tokens differ. The last
+        token, and those whose logits are scored, are not shared."""
         start = sequence.num_computed
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
         most = max(0, min(last - start, len(self._tokens)))
         equal = self._tokens[:most] == sequence.tokens(start, start + most)
-        return most if equal.all() else int(equal.argmin())
+        tokens = most if equal.all() else int(equal.argmin())
+        if tokens:
+            sequence.share(tokens, self.slot)
+            self._readers.append(sequence)
+        return tokens > 0
 
 
 class PartialBlocks:

@@ -1,4 +1,4 @@
-"""Is a worker's door for streams, which is one gRPC connection for each gateway: commands in, batches of deltas out.
+"""Serves a worker's streams, over one gRPC connection for each gateway: commands in, batches of deltas out.
 
 Open first: stream_session.py, which follows a stream from its submit to its last delta.
 

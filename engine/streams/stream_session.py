@@ -59,6 +59,7 @@ from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, SamplingParams, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
@@ -69,7 +70,6 @@ log = logging.getLogger("pillion.decode")
 MAX_AWAITING = 4096
 # With more refusals than this that nobody has read yet, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
-ROOT_HASH_BYTES = 32
 MAX_STOP_TOKEN_IDS = 1024
 # A stream that ends with the logits of tokens names at most this many.
 MAX_POOLED_IDS = 16
@@ -509,8 +509,8 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
     asked = submit.prompt_tokens * (1 + submit.sampling.prompt_logprobs) * submit.sampling.HasField("prompt_logprobs")
     if asked > MAX_PROMPT_LOGPROBS:
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
-    if len(submit.root_hash) != ROOT_HASH_BYTES:
-        yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
+    if len(submit.root_hash) != HASH_BYTES:
+        yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {HASH_BYTES} are needed")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
     if submit.awaited_blocks and not submit.ticket_id:
@@ -527,10 +527,15 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("bad_words", text)
     elif any(max(one.token_ids) >= vocab_size for one in words):
         yield FieldViolation("bad_words", f"an id is outside the vocabulary of {vocab_size}")
-    if len(submit.kept_tokens) > MAX_KEPT_PLACES:
-        yield FieldViolation("kept_tokens", f"{len(submit.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
-    if len(submit.flow.key) > MAX_FLOW_KEY_BYTES:
-        yield FieldViolation("flow.key", f"{len(submit.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
+    yield from violations_of_place(submit)
+
+
+def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViolation]:
+    """Yields the violations of the fields by which a stream or a prefill range has its place on a worker."""
+    if len(asked.kept_tokens) > MAX_KEPT_PLACES:
+        yield FieldViolation("kept_tokens", f"{len(asked.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
+    if len(asked.flow.key) > MAX_FLOW_KEY_BYTES:
+        yield FieldViolation("flow.key", f"{len(asked.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
 
 
 def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
