@@ -4,7 +4,7 @@
     load_model.py       the model that a worker's flags ask for, and what runs it
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
-    streams/       a worker's door for streams: their connections, submits and deltas
+    streams/       how gateways reach a worker's streams: connections, submits and deltas
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
     quantized/     checkpoints quantized, and plain weights that are quantized here

@@ -714,7 +714,6 @@ class DecodeFlags(StepFlags, WorkerFlags):
         kind=parse_target_itl_ms,
     )
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
-    # Without its room the flag may have any value, and a worker keeps none.
     partial_block_percent: int = flag(
         1,
         "Share of the pool in which a worker keeps the partial blocks that answers end with. 0: none.",

@@ -239,8 +239,8 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
 
 
 def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Returns the checkpoint's output of each output of fused layers, by the layer's name ("qkv"), where both are not
-    in one order; it is the same in all layers of a model that have such a one."""
+    """Returns in which order fused layers have their outputs, where it is not the checkpoint's: for each output the
+    number of the checkpoint's output, by the layer's name ("qkv"). The order is the same in all layers of a model."""
     tensors = {tensor.name: tensor for layer in layers_of(config) for tensor in tensors_of(layer)}
     matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX]
     orders = {tensor.name: row_order(tensor) for tensor in matrices}

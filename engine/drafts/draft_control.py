@@ -10,9 +10,8 @@ those with draft tokens do not (:mod:`pillion.engine.scheduling.in_flight`), whi
 
 Where no draft token is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and
 its draft token is compared with the text that comes without it. Such a probe costs a look-up and no row. The control
-then rests,
-too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which drafts hardly ever
-pay, does not pay for deciding against them in each step, either. Sans-IO (I9).
+then rests, too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which drafts
+hardly ever pay, does not pay for deciding against them in each step, either. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -163,7 +162,8 @@ class DraftControl:
 
     @property
     def keeps_resting(self) -> bool:
-        """Says whether the next step rests, if it has as many decodes."""
+        """Says whether the next step, if it has as many decodes as this one, will run without draft tokens and
+        probes."""
         return self._resting_steps > 1
 
     def observe(self, decodes: Seq[ScheduledChunk], cost: StepCost, drafting_s: float) -> None:

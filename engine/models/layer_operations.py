@@ -229,8 +229,8 @@ class AttendLatents:
         query_up: makes queries; in each head the values that are rotated are the last.
         down: makes a row's latents, and behind them the rotated key.
         norm: the norm of the latents.
-        up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it in few
-            bits, it is widened when it is loaded.
+        up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it
+            quantized, it is widened when it is loaded.
         rope: the number of the rotary embedding; None where nothing is rotated, and the values that would be are used
             as they are (Kimi-Linear).
         grows: whether queries are multiplied by a factor that grows with their position (:class:`GrowQueries`).

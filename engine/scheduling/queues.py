@@ -25,10 +25,11 @@ goes before what came within PRIORITY_AGING_S of it for each level, and what is 
 
 A worker without a second flow keeps no counter, so the order is that of the queues alone.
 
-Where a tenant waits that has no place, and none is free, the one that had most in proportion to its weight gives up one
-of its places, as long as it has others: the newest of its least urgent decodes is in no further step, and waits among
-the preempted ones as soon as the launched steps have ended. It keeps all that it holds, so nothing is computed again.
-So nobody waits until another tenant's answer ends. What is in the background gives up its place first, and takes none.
+Where a tenant waits that has no place, and none is free, the tenant that had most in proportion to its weight gives up
+one of its places, as long as it has others. The newest of its least urgent decodes is in no further step then, and
+waits among the preempted ones as soon as the launched steps have ended. It keeps all that it holds, so nothing is
+computed again. So nobody waits until another tenant's answer ends. What is in the background gives up its place first,
+and takes none.
 
 The victim, when memory is out, is of the least urgent sequences, among them of the tenant that had most, and there the
 newest, whatever queue it is in. Only the head, the first in queue order, is spared while there is another: the order of

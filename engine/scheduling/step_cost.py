@@ -315,8 +315,9 @@ class TokenBudget:
     ) -> TailRoom:
         """Returns what is left for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
 
-        Where the tokens are for a draft model, no tail waits. ``streams`` counts those that run, where some have no
-        chunk in this step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
+        A caller that asks for a draft model's chunks passes ``waiting`` 0. ``streams`` is the number of running
+        streams, where some have no chunk in this step, such as one whose mask is late. ``least_tokens`` are granted
+        however late the decodes are.
         """
         used = sum(chunk.count for chunk in decodes)
         most = self.max_tokens - used

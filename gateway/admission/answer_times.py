@@ -53,9 +53,16 @@ class DecodeFleet(NamedTuple):
 
 
 class ServedRequest(NamedTuple):
-    """Describes a request that had its turn and has ended: the tokens of its prompt, and of those that were at the
-    workers before it; how many answers had slots meanwhile, on the average; when it began, had its first token (0.0:
-    never) and ended; the tokens of an answer; whether it ended by itself, and whether its time was over."""
+    """Describes a request that had its turn and has ended.
+
+    Attributes:
+        tokens_before: the tokens of the prompts that were at the workers before it.
+        beside: how many answers had slots meanwhile, on the average.
+        begun_s, first_s, ended_s: when its turn came, when it had its first token (0.0: never), and when it ended.
+        tokens: those of an answer.
+        ended_itself: whether the model ended the answer, and no bound did.
+        late: whether its deadline was over.
+    """
 
     prompt_tokens: int
     tokens_before: int

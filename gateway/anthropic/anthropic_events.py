@@ -38,8 +38,8 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class CachedTo:
-    """Says up to which token a prompt was pinned for an hour, and up to which at all, because of breakpoints; 0 where
-    nothing was."""
+    """Says how many of a prompt's first tokens its ``cache_control`` breakpoints have pinned: for an hour, and in all.
+    Each is 0 where nothing was pinned."""
 
     hour_tokens: int = 0
     tokens: int = 0

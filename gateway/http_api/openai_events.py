@@ -97,7 +97,8 @@ class ResponseWriter(AnswerWriter):
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns one event for each delta, some with an opening before it."""
+        """Returns the server-sent events of these deltas: one for each, and one before it where an answer begins with
+        an event of its own."""
         so_far = b""
         if self._asked.continuous_usage:
             counted = usage()

@@ -87,7 +87,8 @@ def read_label_form(folder: Path) -> LabelForm:
 
 
 def label_rows(config: Mapping[str, Any]) -> PoolingRows:
-    """Returns what the row of a classifier's request is."""
+    """Returns which positions of a text a classifier reads its labels from: the first token or the mean of all in an
+    encoder, and in a decoder the last token that is no padding."""
     if is_encoder(config):
         return PoolingRows(pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS)
     padding = config.get("pad_token_id")

@@ -109,7 +109,7 @@ class DataPlane:
 
 
 def node_id_of(source: MeetReply) -> str:
-    """Returns the name of the node that described its pool."""
+    """Returns the name of the KV node that answered with ``source``, the description of its pool."""
     return source.hello.component_id
 
 

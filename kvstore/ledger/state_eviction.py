@@ -5,17 +5,17 @@
 
 A text goes on from a state alone, so a block after which no state stands anywhere is of no use: the last block above,
 or T's four when T is gone, or the pages of a state that lacks one. Useless blocks leave first, the ends of chains
-before their heads. The next to leave is the state with the smallest product of its rank, 1 for the state that lost its
-protection first, the square of what it saves for each block that it frees, and the part of the states of its kind that
-texts went on from: what is used again is mostly what was used lately (Marconi, arXiv 2411.19379, weights both, too;
-``python -m lab.benchmarks.state_hits`` chose the square). A state frees its pages; at a chain's end it frees its gap,
-too. States that no request holds leave in this order before useless blocks where they have more than their share of the
-pool.
+before their heads. The next to leave is the state with the smallest product of three numbers: its rank, which is 1 for
+the state that lost its protection first; the square of what it saves for each block that it frees; and the part of the
+states of its kind that texts went on from. What is used again is mostly what was used lately. Marconi (arXiv
+2411.19379) weights both, too; ``python -m lab.benchmarks.state_hits`` chose the square. A state frees its pages; at
+a chain's end it frees its gap, too. States that no request holds leave in this order before useless blocks where they
+have more than their share of the pool.
 
-The kinds are four: whether the chain goes on after a state, and whether a text has gone on from it already. So the pool
-learns which of the two states that a request leaves the next turn of a chat finds, the one at its prompt's end or the
-one at its answer's, which depends on how prompts repeat answers; and that the state of a turn is rarely wanted once the
-next turn has its own, while that of a system prompt is.
+The kinds are four: whether the chain goes on after a state, and whether a text has gone on from it already. A request
+leaves a state at its prompt's end and one at its answer's. The pool learns by the kinds which of the two the next turn
+of a chat finds, which depends on how prompts repeat answers. It also learns that the state of a turn is rarely wanted
+once the next turn has its own, while that of a system prompt is.
 
 The pool remembers where texts part when the state there has left, so the next text that comes by leaves it again.
 

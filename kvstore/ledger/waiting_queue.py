@@ -156,7 +156,7 @@ class WaitingQueue:
         return keys
 
     def recall_blocks(self) -> int:
-        """Returns how many slots the first waiter lacks: workers should return that many from their stock."""
+        """Returns how many slots the first waiter lacks: workers should return that many of their free slots."""
         if not self._lines:
             return 0
         first = self._first()

@@ -203,7 +203,7 @@ class Pool:
         return fresh if unused else None
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Answers a worker's heartbeat: whether its epoch is fenced, and how many slots of its stock the node wants
+        """Answers a worker's heartbeat: whether its epoch is fenced, and how many of its free slots the node wants
         back."""
         holder = self.ledger.seen(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())

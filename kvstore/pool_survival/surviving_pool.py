@@ -206,7 +206,8 @@ class SurvivingPool:
             self._stale = True
 
     async def give(self, keeper: PoolKeeper, name: str) -> None:
-        """Makes the keeper keep the whole pool, unless it is on GPUs and forsaken. Raises Unavailable."""
+        """Gives the keeper the descriptors of the whole pool, unless the pool is on GPUs and no later life is to
+        recover it. Raises Unavailable."""
         async with self._giving:
             # Descriptors of processes that end while the thread runs are closed the next time, because the thread still
             # uses them.

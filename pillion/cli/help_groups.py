@@ -62,7 +62,7 @@ def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpF
     for title, names in COMMANDS.items():
         with formatter.section(title):
             longest = max(map(len, commands))
-            # The lists of all groups begin at one column. A command may be missing, because its room is gone.
+            # The lists of all groups begin at one column.
             listed = [name for name in names.split() if name in commands]
             rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in listed]
             formatter.write_dl(rows)

@@ -25,8 +25,8 @@ LONG_S = 1.0
 
 
 class LongestLately:
-    """Keeps the largest of the values of the last WINDOW_S to twice as much. It reads no clock: callers pass
-    ``now_s``."""
+    """Keeps the largest value that was noted lately: within the last one to two windows of WINDOW_S seconds. It reads
+    no clock: callers pass ``now_s``."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
@@ -38,7 +38,7 @@ class LongestLately:
         self._current = max(self._current, value)
 
     def longest(self, now_s: float) -> float:
-        """Returns the largest value of the last WINDOW_S to twice as much; 0 where there was none."""
+        """Returns the largest value of the last one to two windows of WINDOW_S seconds; 0 where there was none."""
         self._turn(now_s)
         return max(self._before, self._current)
 

@@ -104,7 +104,8 @@ class LoRARequest:
 
 
 def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Makes the method ``name`` of vLLM's LLM, which Pillion's has not: it says what to do ``instead``."""
+    """Makes a method that raises InvalidRequest, for the method ``name`` of vLLM's LLM that Pillion's lacks. Its text
+    says what to do ``instead``."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise InvalidRequest(f"LLM.{name} is not supported: {instead}")

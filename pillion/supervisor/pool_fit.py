@@ -24,7 +24,8 @@ class PoolFit:
         max_model_len_tokens: tokens of the longest request, which the model or --max-model-len bounds; without the
             flag, fewer where the pool holds fewer.
         request_blocks: blocks of one request of full length.
-        decode_blocks: blocks that only running decodes may use: their reserve and the workers' stock.
+        decode_blocks: blocks that only running decodes may use: their reserve and the free slots that workers
+            lease ahead of need.
         step_bytes: memory beside the pool for the largest steps of all workers.
     """
 

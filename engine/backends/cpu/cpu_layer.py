@@ -414,7 +414,7 @@ class LayerEmitter:
         yield from after
 
     def add(self, _: AddToResidual, __: LayerOperation | None) -> Iterator[Operation]:
-        """Yields nothing, because the operation before has added its rows."""
+        """Yields no operation for adding rows to the residual stream, because the product before has added them."""
         self._rows = self._builder.hidden
         yield from ()
 

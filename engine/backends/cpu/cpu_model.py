@@ -56,10 +56,16 @@ CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Holds the operations of a step, the buffers for the residual stream and for the sampled rows' logits, the tables
-    of the rotary embeddings, the layers whose inputs a step keeps, with the buffer of each, the buffer of the
-    sampled rows after the last norm, and those of the largest logits by groups and of the tokens with each row's
-    largest one, where the program finds them."""
+    """Holds the operations of a step and the buffers that callers read.
+
+    Attributes:
+        hidden: the residual stream.
+        logits: those of the sampled rows.
+        ropes: the tables of the rotary embeddings.
+        states: the inputs of the layers whose inputs a step keeps, by the layer's number.
+        normed: the sampled rows after the last norm.
+        largest: the largest logits by groups, and the token with each row's largest one, where the program finds them.
+    """
 
     operations: tuple[Operation, ...]
     hidden: Buffer

@@ -289,7 +289,7 @@ class StateEmitter:
 
 
 def gated(builder: OperationBuilder, values: int) -> Buffer:
-    """Returns the buffer for what heads with states have found, gated."""
+    """Returns the buffer of rows for the results of heads with states, after the gate has multiplied them."""
     return builder.buffer("gated", values, builder.row_dtype)
 
 

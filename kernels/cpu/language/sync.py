@@ -1,7 +1,7 @@
 """Emits instructions with which threads, and processes that share memory, wait for one another.
 
 The thread pool and the sums over ranks use these instructions. They access memory in sequentially consistent order, and
-    check no bounds.
+check no bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Makes processes ready ahead of their need (--standby, --fork-server).
-
-No request comes in here.
-"""
+"""Makes processes ready ahead of their need (--standby, --fork-server)."""
