@@ -195,8 +195,6 @@ class PrefillSide(NamedTuple):
     def range_s(self, start: int, end: int) -> float:
         """Returns the seconds that a prefill range of the tokens start .. end takes, from the beginning of its first
         chunk to the acknowledgement of its last one."""
-        if end <= start:
-            return 0.0
         calls_s = SPAN_CALL_S + CHUNK_CALL_S * (-(-(end - start) // self.step_tokens))
         return self.model.range_s(start, end, self.step_tokens) + calls_s + self.extra_s
 
@@ -270,25 +268,19 @@ class DecodeSide(NamedTuple):
         """Returns two numbers of seconds: how long the prompt's tokens from ``start`` on take, once begun, until the
         first new token; and how much time the worker's streams lose by them in all, because steps take longer than the
         latency that the streams should have."""
-        tokens = self.end - start
+        tokens, middle = self.end - start, (start + self.end) / 2
+        _, token_s, sequence_s, read_s, pair_s = self.model
         # The number of steps is not rounded up, so that a little more load never makes another number of steps look
         # better.
         steps = max(1.0, tokens / self.room)
-        seconds = self._steps_s(steps, start, self.end)
+        reads = steps * middle + tokens / 2
+        seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
         if not self.streams:
             return seconds, 0.0
         has_target = self.component.target_itl_ms or self.component.target_itl_steps
         piece = min(tokens, self.room if has_target else self.most)
         step_s = self.base_s + self.model.chunk_s(self.end) + piece * self.model.tail_token_s(self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
-
-    def _steps_s(self, steps: float, start: int, end: int) -> float:
-        """Returns the seconds that ``steps`` steps take which compute the prompt's tokens start .. end beside the
-        streams' decodes."""
-        _, token_s, sequence_s, read_s, pair_s = self.model
-        tokens, middle = end - start, (start + end) / 2
-        reads = steps * middle + tokens / 2
-        return steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
 
 
 def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
