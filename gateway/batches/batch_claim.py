@@ -41,7 +41,7 @@ class BatchClaim:
         self._lock = lock
         self._input: BufferedReader | None = None
         self._journal = -1
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
 
     def judge(self, check: InputCheck, max_line_bytes: int) -> bool:
         """Judges one more piece of the batch's input; returns whether there is more. Raises FileNotFoundError where the
@@ -55,7 +55,7 @@ class BatchClaim:
             if line:
                 check.add(line)
             if not line or check.hopeless or len(line) > max_line_bytes + 1:
-                self._offsets = check.offsets
+                self._places = check.places
                 return False
         return True
 
@@ -75,13 +75,8 @@ class BatchClaim:
     def line(self, number: int) -> BatchLine:
         """Returns the line with this number, which was judged good before."""
         assert self._input is not None
-        at, raw = self._offsets[number], b""
-        while not raw.endswith(b"\n"):
-            more = os.pread(self._input.fileno(), PIECE_BYTES, at + len(raw))
-            if not more:
-                break
-            raw += more[: more.find(b"\n") + 1 or len(more)]
-        return read_request(raw)
+        begin, size_bytes = self._places[number]
+        return read_request(os.pread(self._input.fileno(), size_bytes, begin))
 
     def append(self, entries: Sequence[JournalEntry]) -> None:
         """Writes results of lines to the batch's journal. They outlive this process; after :meth:`save` they outlive a

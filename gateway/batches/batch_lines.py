@@ -87,15 +87,15 @@ class InputCheck:
         self._max_line_bytes = max_line_bytes
         self._ids: set[str] = set()
         self.number = 0
-        # For each line that holds a request, by its number, this gives the byte where it begins.
-        self.offsets: dict[int, int] = {}
+        # For each line that holds a request, by its number, these are the byte where it begins and its length in bytes.
+        self.places: dict[int, tuple[int, int]] = {}
         self.errors: list[BatchError] = []
         self._offset = 0
 
     @property
     def hopeless(self) -> bool:
         """Says whether it is useless to read on, because no further error would be reported."""
-        return len(self.errors) >= MAX_INPUT_ERRORS or len(self.offsets) > MAX_BATCH_LINES
+        return len(self.errors) >= MAX_INPUT_ERRORS or len(self.places) > MAX_BATCH_LINES
 
     def add(self, raw: bytes) -> None:
         """Judges the next line of the input, with its end. An empty line counts as a line and is no request."""
@@ -103,16 +103,16 @@ class InputCheck:
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():
             return
-        self.offsets[self.number] = offset
+        self.places[self.number] = offset, len(raw)
         code, message, param = self._judged(raw)
         if code:
             self.errors.append(BatchError(code=code, message=message, line=self.number, param=param))
 
     def end(self) -> tuple[BatchError, ...]:
         """Returns what is wrong with the input, once all lines are added; an empty tuple where the input is good."""
-        if not self.offsets:
+        if not self.places:
             return (BatchError(code="empty_file", message="the input holds no request"),)
-        if len(self.offsets) > MAX_BATCH_LINES:
+        if len(self.places) > MAX_BATCH_LINES:
             text = f"the input holds more than {MAX_BATCH_LINES} requests"
             return (BatchError(code="too_many_requests", message=text), *self.errors)
         self._ids.clear()

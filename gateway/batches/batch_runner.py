@@ -219,7 +219,7 @@ class BatchRunner:
         if errors:
             await self.on_disk(held.finish, held.record.moved("failed", time.time(), errors=errors))
             return None
-        machine = BatchMachine(held.record, list(check.offsets), await self.on_disk(held.replay))
+        machine = BatchMachine(held.record, list(check.places), await self.on_disk(held.replay))
         machine.begin(time.time())
         return machine
 

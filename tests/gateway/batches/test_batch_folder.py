@@ -61,7 +61,7 @@ def begun(held: BatchClaim) -> BatchMachine:
     while held.judge(check, 10**4):
         pass
     assert check.end() == ()
-    machine = BatchMachine(held.record, list(check.offsets), held.replay())
+    machine = BatchMachine(held.record, list(check.places), held.replay())
     machine.begin(time.time())
     return machine
 

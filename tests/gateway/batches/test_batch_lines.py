@@ -119,7 +119,7 @@ def test_the_place_of_each_request_is_known() -> None:
     for text in texts:
         check.add(text)
     assert check.end() == ()
-    assert check.offsets == {1: 0, 3: len(texts[0]) + 1}
+    assert check.places == {1: (0, len(texts[0])), 3: (len(texts[0]) + 1, len(texts[2]))}
     assert bytes(read_request(texts[2]).body) == b'{"messages": []}'
 
 
