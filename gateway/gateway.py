@@ -183,9 +183,9 @@ class Gateway:
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
-        admission, index, registry = self.admission, cluster.index, cluster.registry
+        admission, registry = self.admission, cluster.registry
         self.meters.watch(
-            lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
+            lambda: readings(admission.requests, admission.waiting, cluster.index_available, not registry.refusal)
         )
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
@@ -560,7 +560,7 @@ class Gateway:
             prompt_tokens=sum(one.prompt_tokens for one in totals),
             cached_tokens=sum(one.cached_tokens for one in totals),
             completion_tokens=sum(one.completion_tokens for one in totals),
-            index_available=self.cluster.index.available,
+            index_available=self.cluster.index_available,
         )
 
     @property

@@ -25,7 +25,7 @@ from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, FETCH_CALL_S, midd
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.kvstore.index.index import PrefixHit, PrefixHits
+from pillion.kvstore.index.index import Index, PrefixHits
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.observability import telemetry
 from pillion.types import WORKERS
@@ -75,23 +75,6 @@ class ComponentDirectory(Protocol):
         """Closes the connections of the directory."""
 
 
-class Prefixes(Protocol):
-    """Says which blocks nodes probably have, by the prefix index; where there is one node, it says nothing, because the
-    node's own answer is enough (I3)."""
-
-    available: bool
-
-    async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Returns nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
-
-    async def longest_state(self, block_hashes: bytes) -> PrefixHits:
-        """Returns nodes with the longest known prefix that they have a state after, the longest first, and how far any
-        node has KV. Never raises."""
-
-    async def aclose(self) -> None:
-        """Closes the connections to the index."""
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """Describes how live workers serve a model, by the KV that they share. ``adapter_rank`` is a rank of adapters that
@@ -119,14 +102,15 @@ class Cluster:
     """Holds a gateway's links by component. ``start`` begins to poll the registry, ``aclose`` ends everything, registry
     and index included.
 
-    By ``shared_loads`` gateways tell each other what they have under way; it is None where there is one gateway.
+    ``index`` is None where there is one node, whose own answer is enough (I3). By ``shared_loads`` gateways tell each
+    other what they have under way; it is None where there is one gateway.
     """
 
     def __init__(
         self,
         gateway_id: str,
         registry: ComponentDirectory,
-        index: Prefixes,
+        index: Index | None,
         grace_s: float,
         shared_loads: SharedLoads | None = None,
     ) -> None:
@@ -167,7 +151,7 @@ class Cluster:
         await self._exchange.aclose()
         links = [link for links in self._links.values() for link in links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
-        await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
+        await asyncio.gather(*(one.aclose() for one in (self.registry, self.index) if one), return_exceptions=True)
 
     async def refresh(self) -> None:
         """Asks the registry now. Without an answer the last view stays. While the registry takes no heartbeats, records
@@ -444,8 +428,15 @@ class Cluster:
         steps = [one.max_step_tokens for one in chosen]
         return sum(steps) if all(steps) else 0
 
+    @property
+    def index_available(self) -> bool:
+        """Says whether the index answered the last look-up; True where there is none to ask."""
+        return self.index is None or self.index.available
+
     async def hits(self, served: Served, hashes: bytes) -> PrefixHits:
         """Returns what the index knows of a prompt; prefixes of a model with states end with one. Never raises."""
+        if self.index is None:
+            return PrefixHits([])
         if served.state_pages:
             return await self.index.longest_state(hashes)
         return PrefixHits(await self.index.longest_prefix(hashes))

@@ -5,9 +5,9 @@
                                        '---------in-process calls--> KV node (owner of the pool)
 
 There is no network, no Redis and no prefill worker: which components live is known (:class:`LocalRegistry`), and the
-one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`, I3).
-Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a Unix
-socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
+one node says which blocks are cached when it opens a request's ticket, so there is no index (I3). Calls between
+components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a Unix socket in a
+private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
 
     starting --> serving --close(), the last reference, or the interpreter's end--> calls cancelled, gateway, worker,
                                                                                    node, loop, thread and folder gone
@@ -68,7 +68,7 @@ T = TypeVar("T")
 class LocalRegistry:
     """Implements the registry of a process that holds all components, which live as long as the process does."""
 
-    refusal = ""
+    refusal: str = ""
 
     def __init__(self, node: Any, worker: Any) -> None:
         self._node = node
@@ -79,26 +79,6 @@ class LocalRegistry:
         # Without max_step_tokens the gateway keeps no waiting queue of its own in front of the worker's.
         worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
         return [self._node.record(0), worker]
-
-    async def aclose(self) -> None:
-        """Does nothing, because there is no connection to close."""
-
-
-class EmptyIndex:
-    """Implements a prefix index without blocks: the only node says by itself, and just as early, which blocks it
-    has."""
-
-    available = True
-
-    async def longest_prefix(self, block_hashes: bytes) -> list[Any]:
-        """Returns no hit, because there is no other node."""
-        return []
-
-    async def longest_state(self, block_hashes: bytes) -> Any:
-        """Returns no hit, as :meth:`longest_prefix` does."""
-        from pillion.kvstore.index.index import PrefixHits
-
-        return PrefixHits([])
 
     async def aclose(self) -> None:
         """Does nothing, because there is no connection to close."""
@@ -221,7 +201,7 @@ async def _start_gateway(
     from pillion.gateway.planning.cluster_view import parse_policy
     from pillion.gateway.request.admitted_request import GatewayOptions
 
-    cluster = Cluster(f"llm-{os.getpid()}", registry, EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
+    cluster = Cluster(f"llm-{os.getpid()}", registry, None, HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(
         policy=parse_policy("colocated"),
         # A chunk is longer than any prompt: there are no prefill workers, so no prompt is split into chunks.

@@ -14,7 +14,6 @@ from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.node.kv_node import KVNode
-from pillion.offline.offline_cluster import EmptyIndex
 from pillion.wire.registry import ComponentRecord
 
 
@@ -36,7 +35,7 @@ class ShownWorkers:
     async def gateway(self, name: str, entry: Any, chunk_tokens: int) -> AsyncIterator[Gateway]:
         """A gateway that serves the model ``name`` by these workers; prompts are always prefilled by a prefill
         worker."""
-        view = Cluster("gateway", self, EmptyIndex(), 60.0)
+        view = Cluster("gateway", self, None, 60.0)
         options = GatewayOptions(
             policy=parse_policy("disaggregated"),
             chunk_tokens=chunk_tokens,
