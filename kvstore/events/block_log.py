@@ -151,7 +151,7 @@ class FollowerStream:
         self._log.require(self._number)
         part = list(islice(snapshot, MAX_MESSAGE_BLOCKS))
         self.more = True
-        runs = to_runs((True, block.parent.hash if block.parent else b"", block.hash) for block in part)
+        runs = to_runs((True, block.parent_hash, block.hash) for block in part)
         message = BlockChanges(log_epoch=self._log.epoch, number=self._number, runs=runs)
         if len(part) == MAX_MESSAGE_BLOCKS:
             message.kind = BlockChanges.KIND_SNAPSHOT_PART

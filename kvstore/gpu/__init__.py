@@ -4,7 +4,6 @@
     cuda_driver.py    CUDA's driver API by ctypes.
     cuda_segment.py   a GPU's memory that other processes map.
     cuda_memory.py    CudaMemory: a pool on one or several GPUs, copied through pinned host memory.
-    cuda_copies.py    CudaCopies: a stream of copies between blocks and their slots.
     mapped_memory.py  what a worker maps: the pool, and regions (share_region).
     regions.py        memory beside the pool that workers share, such as weights. Sans-IO.
     region_server.py  the attach socket's connections that want a region.

@@ -535,8 +535,7 @@ class Ledger:
         return slots
 
     def _came(self, block: Block) -> None:
-        parent = b"" if block.parent is None else block.parent.hash
-        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
+        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=block.parent_hash))
         if block.page:
             self.tree.order_by(self.states)
             self.states.came(block)

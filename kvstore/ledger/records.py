@@ -57,6 +57,11 @@ class Block:
     idle_since_s: float = 0.0
     checksum: int = 0
 
+    @property
+    def parent_hash(self) -> bytes:
+        """Returns the hash of the block before it, empty for the first one of a chain."""
+        return self.parent.hash if self.parent else b""
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:

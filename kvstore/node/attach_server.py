@@ -149,7 +149,8 @@ class AttachServer:
                         if not peer.seen:
                             log.error(UNSEEN, epoch)
                         await peer.gone()
-                    await peer.others_gone()
+                    for pidfd in peer.others:
+                        await _readable(pidfd)
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
@@ -219,11 +220,6 @@ class PeerProcess:
         gone, because it lives and dies with its memory."""
         if self._pidfd != _GONE:
             await _readable(self._pidfd)
-
-    async def others_gone(self) -> None:
-        """Returns when all processes that the peer named have exited."""
-        for pidfd in self.others:
-            await _readable(pidfd)
 
     def close(self) -> None:
         """Closes the processes' descriptors. Idempotent."""

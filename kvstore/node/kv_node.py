@@ -296,15 +296,10 @@ class KVNode:
             quarantined_blocks=status.quarantined_blocks,
             pinned_blocks=status.pinned_blocks,
             disk_blocks=status.disk_blocks,
-            object_url=self._object_url(),
+            object_url="" if self._storage is None else self._storage.object_url,
             leaving=self._leaving,
             fenced_components=tuple(status.fenced_components),
         )
-
-    def _object_url(self) -> str:
-        """Returns the URL of the bucket that this node can be asked about now; "" where there is none."""
-        answers = self._storage is not None and self._storage.objects_answer()
-        return self._bucket.place if answers and self._bucket is not None else ""
 
     def _moved(self, address: str) -> None:
         log.warning("node %s is at %s now, not at %s any more", self._flags.node_id, address, self.address)

@@ -59,7 +59,7 @@ class Storage:
     ) -> None:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._exchange = announce, exchange
-        self._medium = near
+        self._medium, self._bucket = near, far
         self.memory, self._buffers = memory, buffers
         # These are all lower tiers, in the order in which they get blocks; then those of this machine, and the shared
         # ones.
@@ -107,9 +107,11 @@ class Storage:
                 group.create_task(self._copies.run())
             group.create_task(self._exchange.run())
 
-    def objects_answer(self) -> bool:
-        """Says whether the object tier is open and not paused."""
-        return bool(self._far) and all(tier.answers() for tier in self._far)
+    @property
+    def object_url(self) -> str:
+        """Gives the URL of the bucket that this node can be asked about now; "" where there is none."""
+        answers = all(tier.answers() for tier in self._far)
+        return self._bucket.place if self._bucket is not None and answers else ""
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)

@@ -177,6 +177,5 @@ class SurvivingBlocks:
             del self._children[entry.parent]
 
     def _write(self, block: Block) -> None:
-        parent = block.parent.hash if block.parent is not None else NO_PARENT
-        self._table.write(block.slot, block.hash, parent, block.checksum)
+        self._table.write(block.slot, block.hash, block.parent_hash or NO_PARENT, block.checksum)
         self._slots[block.hash] = block.slot

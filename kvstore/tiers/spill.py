@@ -130,7 +130,7 @@ class Spiller:
             missing = [block for block in part if self._here(block) and any(block.hash not in tier for tier in tiers)]
             copies = await self._copied(missing) if missing else []
             named = [
-                (BlockName(block.hash, block.parent.hash if block.parent else b"", block.segment, checksum), data)
+                (BlockName.of(block, checksum), data)
                 for block, (data, checksum) in zip(missing, copies, strict=True)
                 if self._here(block)
             ]
@@ -182,8 +182,7 @@ class Spiller:
             evicted += 1
             if block in copies:
                 data, checksum = copies.pop(block)
-                parent = block.parent.hash if block.parent else b""
-                moved.append((BlockName(block.hash, parent, block.segment, checksum), data))
+                moved.append((BlockName.of(block, checksum), data))
                 self._moving[block.hash] = self._moving.get(block.hash, 0) + 1
             else:
                 stayed.append(block.hash)

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
 
@@ -42,6 +43,11 @@ class BlockName:
     parent: bytes
     segment: bytes
     checksum: int
+
+    @classmethod
+    def of(cls, block: Block, checksum: int) -> BlockName:
+        """Returns the name of a block that is, or was, in the pool."""
+        return cls(block.hash, block.parent_hash, block.segment, checksum)
 
 
 @dataclass(slots=True)

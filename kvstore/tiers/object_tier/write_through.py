@@ -109,13 +109,10 @@ class WriteThrough:
         """Copies blocks; returns the copies of those that stayed in the pool meanwhile."""
         targets = [np.empty(self._memory.block_bytes, np.uint8).data for _ in blocks]
         slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
-        names = [
-            BlockName(block.hash, block.parent.hash if block.parent else b"", block.segment, 0) for block in blocks
-        ]
         copies = await self._memory.copy_out(slots, targets, sums)
         here = self._ledger.tree.by_hash
         return [
-            (BlockName(name.hash, name.parent, name.segment, checksum), data)
-            for name, block, data, checksum in zip(names, blocks, targets, copies, strict=True)
+            (BlockName.of(block, checksum), data)
+            for block, data, checksum in zip(blocks, targets, copies, strict=True)
             if here.get(block.hash) is block
         ]
