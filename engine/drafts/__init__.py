@@ -2,7 +2,6 @@
 
     worker_drafts.py   what a worker drafts tokens with;  the draft tokens of a step: engine/scheduling/draft_tokens.py
     draft_control.py   how many tokens are drafted for each stream;  acceptance.py: how often drafts are right
-    drafter.py         the protocol of what drafts tokens
     lookup_drafters.py drafts from the text itself, and from earlier answers, which recent_answers.py keeps
     draft_chains.py    a draft model's KV: its slots, what it catches up with, its draft tokens
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one

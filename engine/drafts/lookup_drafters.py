@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pillion.engine.drafts.acceptance import NO_TOKENS
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.recent_answers import END, MAX_PLACES, Int64, RecentAnswers
+from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.kernels.step import Int32
 from pillion.settings.speculative_config import SpeculativeConfig

@@ -11,12 +11,11 @@ from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftSh
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.eagle_chains import EagleChains
 from pillion.engine.drafts.lookup_drafters import make_lookup_drafter
 from pillion.engine.drafts.state_drafts import StateDraftChains
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.draft_tokens import DraftTokens
+from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.kvstore.client.attachment import Attachment
 from pillion.settings.speculative_config import SpeculativeConfig
 

@@ -11,14 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from pillion.engine.drafts.draft_chains import DraftChains
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
+from pillion.kernels.step import Int32
+
+
+class Drafter(Protocol):
+    """Drafts tokens, once in a step, on the step thread. A drafter only reads the sequences."""
+
+    def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
+        """Returns for each sequence up to so many tokens, 1 at least, that may follow ``sequence.tokens(0,
+        sequence.num_tokens)``; it may return none."""
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """Returns the seconds that one more draft for each of so many sequences takes to make, the step that judges it
+        aside."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Notes that the stream has ended, or was preempted and may come back: the drafter may drop its data."""
 
 
 class DraftTokens:

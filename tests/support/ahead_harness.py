@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 
 from pillion.engine.backends.batching import build_step_batch
-from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.kernels.step import Sampled, StepBatch

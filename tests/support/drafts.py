@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.draft_tokens import DraftTokens
+from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk

@@ -14,13 +14,12 @@ import numpy.typing as npt
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.worker_drafts import chains_of
 from pillion.engine.grammars.mask_threads import MaskRows
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.draft_tokens import DraftTokens
+from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler

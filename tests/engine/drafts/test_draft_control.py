@@ -10,7 +10,7 @@ import pytest
 
 from pillion.engine.drafts.acceptance import STREAM_FADING, Acceptance
 from pillion.engine.drafts.draft_control import MOST_PROBING_CREDIT_S, MOST_PROBING_SHARE, DraftControl, RowCosts
-from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import NGramDrafter
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk

@@ -9,8 +9,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
+from pillion.engine.scheduling.draft_tokens import Drafter
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.support.drafts import speculative
 from tests.support.examples import examples

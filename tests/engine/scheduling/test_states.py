@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.drafts.draft_chains import DraftPasses, DraftShape
-from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
+from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.kernels.step import Sampled, StepBatch
