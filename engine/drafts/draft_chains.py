@@ -310,11 +310,9 @@ class DraftChains:
             self.refuse(chain.sequence)
             return
         chain.advance(chunk.start + chunk.count, draft_tokens)
-        self._commit(chain)
-
-    def _commit(self, chain: DraftChain) -> None:
-        chain.extend_hashes(chain.full_blocks * chain.block_size)
-        self._block_manager.order_commit(chain, self._now)
+        if chain.may_commit:
+            chain.extend_hashes(chain.full_blocks * chain.block_size)
+            self._block_manager.order_commit(chain, self._now)
 
     def _draft_tokens_of(self, sequence: Sequence) -> Int32:
         chain = self._of.get(sequence.seq_id)
@@ -410,6 +408,7 @@ class OwnChain(DraftChain):
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
         self.open(Holding(0, (), ()))
+        self.refuse_commit()
 
     def settle(self) -> None:
         """Forgets the draft tokens once there are new tokens."""
@@ -430,9 +429,6 @@ class OwnChains(DraftChains):
             self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
         assert isinstance(chain, OwnChain)
         return chain
-
-    def _commit(self, chain: DraftChain) -> None:
-        """Does nothing, because none of the blocks is ever committed."""
 
     def _let_go(self, chain: DraftChain) -> None:
         del self.chains[chain.seq_id]

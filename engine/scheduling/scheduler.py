@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import islice, zip_longest
 from math import isnan
 
 import numpy as np
@@ -61,6 +61,8 @@ from pillion.types import FinishReason, TokenLogprob
 # A step scores at most MAX_SCORED_ROWS tokens of prompts, and the logits of their rows take at most MAX_SCORED_BYTES.
 MAX_SCORED_ROWS = 512
 MAX_SCORED_BYTES = 64 * 2**20
+# A row of a step has chosen this token, whose log probability is there where the row reports it.
+Chosen = tuple[int, TokenLogprob | None]
 
 
 def scored_rows(vocab_size: int) -> int:
@@ -311,7 +313,7 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.stepped(plan, seconds)
         scheduled, counting = self.in_flight.landed(plan, sampled)
-        tokens, logprobs, scores = iter(counting.token_ids), iter(counting.logprobs), iter(counting.scored)
+        rows, scores = zip_longest(counting.token_ids, counting.logprobs), iter(counting.scored)
         vectors = iter(counting.pooled)
         for chunk in scheduled:
             sequence = chunk.sequence
@@ -320,15 +322,15 @@ class Scheduler:
                 self._close(sequence, now, commit_rest=True)
             if chunk.scores and not self._accept_scores(chunk, tuple(islice(scores, chunk.scores))):
                 for _ in range(chunk.samples):
-                    next(tokens), next(logprobs, None)
-                self._fail_broken(chunk, chunk.scores_end, tokens, logprobs, now)
+                    next(rows)
+                self._fail_broken(chunk, chunk.scores_end, rows, now)
                 continue
             if chunk.pools:
                 sequence.pool(islice(vectors, chunk.pools))
             if sequence.is_prompt_only and sequence.left_to_compute == 0:
                 self._end_prompt(sequence, now)
             if chunk.samples:
-                self._accept_tokens(chunk, tokens, logprobs, now)
+                self._accept_tokens(chunk, rows, now)
             if sequence.state is SequenceState.RUNNING:
                 self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         if self.states is not None:
@@ -516,18 +518,16 @@ class Scheduler:
             return 0
         return prompt_tails[0].left_to_compute if self.whole_prompts else MIN_TAIL_TOKENS
 
-    def _accept_tokens(
-        self, chunk: ScheduledChunk, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
-    ) -> None:
-        """Applies a chunk's tokens: one, the proposed ones after it that are right, and the first tokens of
-        parallel samples."""
+    def _accept_tokens(self, chunk: ScheduledChunk, rows: Iterator[Chosen], now: float) -> None:
+        """Applies a chunk's tokens, which are the next of ``rows``: one, the proposed ones after it that are right, and
+        the first tokens of parallel samples."""
         sequence, out = chunk.sequence, self.blocks.out
         proposed = sequence.num_proposed
-        chosen: list[tuple[int, TokenLogprob | None]] = []
+        chosen: list[Chosen] = []
         if proposed:
             # Proposed tokens that are certain to be right have no rows of logits.
             chosen += [(token, None) for token in sequence.proposed()[: proposed + 1 - chunk.samples].tolist()]
-        chosen += [(next(tokens), next(logprobs, None)) for _ in range(chunk.samples)]
+        chosen += [next(rows) for _ in range(chunk.samples)]
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
         out.late_masks += chosen[-1][0] == MASK_LATE
         if proposed and not sequence.forced:
@@ -535,9 +535,9 @@ class Scheduler:
         if not accepted:
             if chosen[0][0] == MASK_LATE:
                 for _ in chunk.parallel_seeds:
-                    next(tokens), next(logprobs, None)
+                    next(rows)
             else:
-                self._fail_broken(chunk, sequence.num_tokens, tokens, logprobs, now)
+                self._fail_broken(chunk, sequence.num_tokens, rows, now)
             return
         if proposed and sequence.forced:
             out.forced_tokens += min(accepted, proposed)
@@ -550,7 +550,7 @@ class Scheduler:
             self._close(sequence, now, commit_rest=True)
         if sequence.parallel_samples:
             for sample in sequence.take_parallel_samples():
-                self._begin_parallel_sample(sequence, sample, next(tokens), next(logprobs, None), now)
+                self._begin_parallel_sample(sequence, sample, next(rows), now)
 
     def _accept_scores(self, chunk: ScheduledChunk, scores: tuple[TokenLogprob, ...]) -> bool:
         """Reports how likely tokens of the prompt were. Returns False if the model's logits are no numbers."""
@@ -572,19 +572,12 @@ class Scheduler:
         self.blocks.out.report_end(sequence, Ending(reason=FinishReason.LENGTH, vector=found), now)
         self._close(sequence, now, commit_rest=True)
 
-    def _fail_broken(
-        self,
-        chunk: ScheduledChunk,
-        token: int,
-        tokens: Iterator[int],
-        logprobs: Iterator[TokenLogprob | None],
-        now: float,
-    ) -> None:
+    def _fail_broken(self, chunk: ScheduledChunk, token: int, rows: Iterator[Chosen], now: float) -> None:
         """Fails a sequence whose logits for ``token`` are no numbers; its parallel samples, whose tokens come from the
         same row as its own, fail too."""
         sequence = chunk.sequence
         for _ in sequence.take_parallel_samples() if chunk.parallel_seeds else ():
-            next(tokens), next(logprobs, None)
+            next(rows)
         error = (
             f"the model's logits for token {token} are not finite: its weights are damaged, or its arithmetic overflows"
         )
@@ -596,22 +589,15 @@ class Scheduler:
         self.blocks.out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
         self._close(sequence, now, commit_rest=True)
 
-    def _begin_parallel_sample(
-        self,
-        parent: Sequence,
-        sample: ParallelSampleSpec,
-        token: int,
-        logprob: TokenLogprob | None,
-        now: float,
-    ) -> None:
+    def _begin_parallel_sample(self, parent: Sequence, sample: ParallelSampleSpec, chosen: Chosen, now: float) -> None:
         """Begins a parallel sample with its first token, chosen from its parent's logits; then it needs a ticket of its
         own."""
         child = parent.sample(sample, now)
-        reason = child.append(token)
+        reason = child.append(chosen[0])
         if self.grammars is not None and parent.grammar is not None:
             child.follow_grammar(parent.grammar.sample())
-            reason = self.grammars.accepted(child, (token,), reason)
-        self.blocks.out.report_tokens(child, [(token, logprob)], reason, now, child.progress)
+            reason = self.grammars.accepted(child, (chosen[0],), reason)
+        self.blocks.out.report_tokens(child, [chosen], reason, now, child.progress)
         if reason is None:
             self.sequences[child.seq_id] = child
             self._parallel_samples.order_ticket(parent, child)
