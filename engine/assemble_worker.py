@@ -24,14 +24,13 @@ from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.drafts.worker_drafts import WorkerDrafts, load_drafts
 from pillion.engine.grammars.compiler import GrammarCompiler
-from pillion.engine.load_model import load_model
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.grammars import Grammars
 from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.scheduling.states import States
-from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker, WorkerParts
+from pillion.engine.worker.worker import StartTurn, Worker, WorkerParts
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability.metrics import Meters
 
@@ -46,8 +45,8 @@ async def start_worker(
     max_num_seqs: int,
     target_itl_ms: float = 0.0,
     target_itl_steps: float = 0.0,
-    backend_factory: BackendFactory = load_model,
-    turn: StartTurn = AT_ONCE,
+    backend_factory: BackendFactory,
+    turn: StartTurn,
 ) -> Worker:
     """Loads a model, makes what the worker has beside it, attaches and runs. Nothing that others can see is done before
     the process's ``turn``.

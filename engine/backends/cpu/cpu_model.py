@@ -103,7 +103,6 @@ def load_cpu_model(
     kv_cache_dtype: str = "auto",
     progress: Progress = lambda line: None,
     checked: bool | None = None,
-    cache: ModelCache | None = None,
     shard: ModelShard | None = None,
 ) -> CpuModel:
     """Maps the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
@@ -113,8 +112,7 @@ def load_cpu_model(
     (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
-    cache = cache or ModelCache()
-    config = load_config(prepared.folder)
+    cache, config = ModelCache(), load_config(prepared.folder)
     version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
     if config.linear is not None:
         version += f"/{STATE_LAYOUT_VERSION}"

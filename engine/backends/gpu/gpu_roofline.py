@@ -48,9 +48,9 @@ class DeviceRates:
     memory_bytes: int
 
 
-def device_rates(driver: CudaDriver, index: int = 0) -> DeviceRates:
-    """Returns the rates of the device that torch calls cuda:``index``. Raises ConfigError."""
-    number = driver.read(c_int, "cuDeviceGet", index)
+def device_rates(driver: CudaDriver) -> DeviceRates:
+    """Returns the rates of the device that torch calls cuda:0. Raises ConfigError."""
+    number = driver.read(c_int, "cuDeviceGet", 0)
 
     def value(attribute: int) -> int:
         return driver.read(c_int, "cuDeviceGetAttribute", attribute, number)
@@ -58,7 +58,7 @@ def device_rates(driver: CudaDriver, index: int = 0) -> DeviceRates:
     capability = value(MAJOR), value(MINOR)
     known = [one for one in OPERATIONS_PER_CYCLE if one <= capability]
     each = OPERATIONS_PER_CYCLE[max(known, default=min(OPERATIONS_PER_CYCLE))]
-    device = driver.device(index)
+    device = driver.device(0)
     try:
         memory_bytes = device.memory_info()[1]
     finally:

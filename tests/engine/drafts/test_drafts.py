@@ -44,10 +44,10 @@ class OracleDrafter:
         grammar = None if followed is None else number_of(followed)
         shift = ADAPTER_SHIFT * int(sequence.adapter or 0)
         seed, known = int(sequence.sampling.seed or 0) + shift, len(tokens) - end
-        draft_token = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
+        drafted = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
-            draft_token[(np.arange(len(draft_token)) + len(tokens)) % self.wrong == 0] += 1
-        return draft_token
+            drafted[(np.arange(len(drafted)) + len(tokens)) % self.wrong == 0] += 1
+        return drafted
 
 
 def test_right_draft_tokens_save_steps() -> None:
@@ -141,12 +141,12 @@ NGRAM = NGramDrafter(speculative(16))
 
 
 def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
-    (draft_token,) = drafter.draft([(sequence_of(text), most)])
-    return draft_token.tolist()
+    (drafted,) = drafter.draft([(sequence_of(text), most)])
+    return drafted.tolist()
 
 
 @pytest.mark.parametrize(
-    ("text", "draft_token"),
+    ("text", "drafted"),
     [
         ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
         # The longer match wins over the later one, the later one among equals.
@@ -160,20 +160,20 @@ def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
         ([6, 6, 6, 6], [6]),
     ],
 )
-def test_looking_back(text: list[int], draft_token: list[int]) -> None:
-    assert looked_up(NGRAM, text, 4) == draft_token
-    assert looked_up(NGRAM, text, 2) == draft_token[:2]
+def test_looking_back(text: list[int], drafted: list[int]) -> None:
+    assert looked_up(NGRAM, text, 4) == drafted
+    assert looked_up(NGRAM, text, 2) == drafted[:2]
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
 def test_a_draft_token_stood_in_the_text_after_the_same_tokens(text: list[int], most: int) -> None:
-    draft_token = looked_up(NGRAM, text, most)
-    assert len(draft_token) <= most
-    if draft_token:
+    drafted = looked_up(NGRAM, text, most)
+    assert len(drafted) <= most
+    if drafted:
         pair = text[-2:]
         places = [i for i in range(2, len(text)) if text[i - 2 : i] == pair]
-        assert any(text[i : i + len(draft_token)] == draft_token for i in places)
+        assert any(text[i : i + len(drafted)] == drafted for i in places)
 
 
 class Eager(OracleDrafter):

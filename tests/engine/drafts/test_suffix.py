@@ -42,17 +42,17 @@ def naive(text: list[int], tokens: list[int], places: list[int], config: Specula
     if matched < 2:
         return [], 0
     places = [place for place in places if length(place) == matched]
-    needed, draft_token = config.suffix_decoding_min_token_prob * len(places), []
+    needed, drafted = config.suffix_decoding_min_token_prob * len(places), []
     most = min(int(matched * factor), depth - matched)
-    while len(draft_token) < most:
+    while len(drafted) < most:
         rest = [*tokens, END]
-        followed = [rest[place + 1 + len(draft_token)] for place in places]
+        followed = [rest[place + 1 + len(drafted)] for place in places]
         token, count = Counter(followed).most_common(1)[0]
         if token == END or count < needed:
             break
         places = [place for place, other in zip(places, followed, strict=True) if other == token]
-        draft_token.append(token)
-    return draft_token, matched
+        drafted.append(token)
+    return drafted, matched
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -88,13 +88,13 @@ def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
     same = [place for place in found if tokens[max(0, place - least + 1) : place + 1] == end]
     assert same == expected[: len(same)]
     assert len(same) == min(len(expected), 32) or len(found) == 32
-    draft_token, _ = naive(text, tokens, found, CONFIG)
+    drafted, _ = naive(text, tokens, found, CONFIG)
     pair = text[-2:]
     own, matched = naive(
         text, text, [i for i in range(len(text) - 2, 0, -1) if text[i - 1 : i + 1] == pair][:32], CONFIG
     )
     longer = naive(text, tokens, found, CONFIG)[1] > matched
-    assert looked_up(drafter_of(answers), text, 16) == (draft_token if longer else own)
+    assert looked_up(drafter_of(answers), text, 16) == (drafted if longer else own)
 
 
 def test_a_ring_forgets_its_oldest_tokens_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
