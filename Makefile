@@ -11,9 +11,9 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 3
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-# Of a property's number of examples hypothesis draws one half in `make test`, and EXAMPLES times the other half in `make
-# test-long`, the same ones in each run, so that what is found depends on the code alone; `make search` draws new ones. The
-# variable of the tests does not begin with PILLION: components refuse those which they do not know.
+# Of a property's number of examples hypothesis draws a quarter in `make test`, and EXAMPLES times one half, others, in
+# `make test-long`, the same ones in each run, so that what is found depends on the code alone; `make search` draws new
+# ones. The variable of the tests does not begin with PILLION: components refuse those which they do not know.
 EXAMPLES ?= 1
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py

@@ -41,7 +41,7 @@ from tests.support.families import tokens_of
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(480), pytest.mark.usefixtures("own_cache")]
 
 BLOCK, SLOTS = 16, 24
-TEXT, CHUNK = tokens_of(60, 7), 14
+TEXT = tokens_of(100, 7)
 NO_ROWS = SamplingRows.of((), (), ())
 
 
@@ -116,8 +116,8 @@ class AttachedStages:
         memory.zero_()
         sequences, under_way = Sequences(SLOTS, BLOCK), []
         numbers = [sequences.add(adapter=slot)[0] for slot in (-1, 1)]
-        for begin in range(0, len(TEXT), CHUNK):
-            batch = sequences.step([(number, TEXT[begin : begin + CHUNK]) for number in numbers], ())
+        for begin in range(0, len(TEXT), 24):
+            batch = sequences.step([(number, TEXT[begin : begin + 24]) for number in numbers], ())
             if len(under_way) == self.backend.max_steps_under_way:
                 under_way.pop(0).wait()
             under_way.append(self.backend.launch(batch, (), NO_ROWS))
