@@ -32,8 +32,8 @@ from pillion.kvstore.pool_survival.surviving_memory import SurvivingMemory
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
-from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
-from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
+from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
+from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
@@ -78,8 +78,8 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         followers=Followers(ledger.tree, changes, flags.node_id, flags.kv_device),
         adapters=NodeAdapters(flags, directory.addresses),
         regions=RegionServer(flags.node_id, memory),
-        disk=DiskMedium(flags) if flags.disk_path else None,
-        bucket=ObjectMedium(flags) if flags.object_url else None,
+        disk=DiskFolder(flags.disk_path) if flags.disk_path else None,
+        bucket=ObjectStore(parse_object_url(flags.object_url)) if flags.object_url else None,
     )
 
 

@@ -32,8 +32,8 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
-from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
-from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium
+from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
+from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
@@ -66,8 +66,8 @@ class KVNode:
         followers: Followers,
         adapters: NodeAdapters,
         regions: RegionServer,
-        disk: DiskMedium | None,
-        bucket: ObjectMedium | None,
+        disk: DiskFolder | None,
+        bucket: ObjectStore | None,
     ) -> None:
         self.address = flags.node_advertise
         self._flags, self._directory = flags, directory
@@ -260,8 +260,8 @@ class KVNode:
             buffers=self._memory.domain.buffers,
             announce=self._directory.push,
             exchange=self._exchange,
-            near=self._disk,
-            far=self._bucket,
+            folder=self._disk,
+            bucket=self._bucket,
         )
         self.pool.fetcher, self.pool.spiller = self._storage.fetcher, self._storage.spiller
         self._spawn(self._storage.run(), "storage")

@@ -17,8 +17,11 @@ from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.tiers.disk_tier.disk import DiskMedium
-from pillion.kvstore.tiers.object_tier.object_tier import ObjectMedium, ObjectTier
+from pillion.kvstore.tiers.disk_tier.disk import open_disk_tier
+from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
+from pillion.kvstore.tiers.object_tier.object_runs import RunLayout
+from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
+from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
 from pillion.kvstore.tiers.object_tier.write_through import WriteThrough
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier
@@ -41,7 +44,7 @@ class Storage:
         buffers: makes the tier of host memory for blocks of a size, where there is one. Raises ConfigError.
         announce: updates the index.
         exchange: what this node has to do with others.
-        near, far: the media of lower tiers, this machine's folder and a bucket, which the node opened when it started.
+        folder, bucket: where lower tiers are, on this machine and in an object store, as far as there are any.
     """
 
     def __init__(
@@ -54,18 +57,19 @@ class Storage:
         buffers: Callable[[int], Tier | None],
         announce: Callable[[list[IndexEvent]], None],
         exchange: NodeExchange,
-        near: DiskMedium | None,
-        far: ObjectMedium | None,
+        folder: DiskFolder | None,
+        bucket: ObjectStore | None,
     ) -> None:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._exchange = announce, exchange
-        self._medium, self._bucket = near, far
+        self._folder, self._bucket = folder, bucket
         self.memory, self._buffers = memory, buffers
         # These are all lower tiers, in the order in which they get blocks; then those of this machine, and the shared
         # ones.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
-        self._far: list[ObjectTier] = [] if far is None else [far.make_tier(shape)]
+        layout = RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes)
+        self._far: list[ObjectTier] = [] if bucket is None else [ObjectTier(bucket, layout)]
         exchange.open_pool(shape, memory, pool)
         self.spiller = Spiller(
             pool.ledger,
@@ -95,8 +99,13 @@ class Storage:
         buffers = await until_over(asyncio.to_thread(self._buffers, self._shape.block_bytes))
         if buffers is not None:
             self._add(buffers)
-        if self._medium is not None:
-            tier = await self._medium.open_tier(self._shape)
+        if self._folder is not None:
+            tier = await open_disk_tier(
+                self._folder,
+                namespace=bytes.fromhex(self._shape.namespace),
+                block_bytes=self._shape.block_bytes,
+                disk_bytes=self._flags.disk_bytes,
+            )
             self._add(tier)
             log.info("%d blocks are on %s", len(tier), tier.name)
             await self._announce_tier(tier)
@@ -111,7 +120,7 @@ class Storage:
     def object_url(self) -> str:
         """Gives the URL of the bucket that this node can be asked about now; "" where there is none."""
         answers = all(tier.answers() for tier in self._far)
-        return self._bucket.place if self._bucket is not None and answers else ""
+        return str(self._bucket.place) if self._bucket is not None and answers else ""
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)

@@ -32,8 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from pillion.config import KVNodeFlags
-from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import until_over
 from pillion.kvstore.tiers.disk_tier.disk_files import NO_ROOM, SHARDS, BlockFileLayout, BlockFiles, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier
@@ -67,25 +65,6 @@ async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: i
     tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes)
     await tier.restore()
     return tier
-
-
-class DiskMedium:
-    """Holds the disk tier's folder, which is locked when the node starts. Raises ConfigError where it cannot be."""
-
-    def __init__(self, flags: KVNodeFlags) -> None:
-        self._folder = DiskFolder(flags.disk_path)
-        self._disk_bytes = flags.disk_bytes
-
-    async def open_tier(self, shape: PoolShape) -> DiskTier:
-        """Opens the tier, which has the blocks that earlier nodes left. Raises ConfigError."""
-        namespace = bytes.fromhex(shape.namespace)
-        return await open_disk_tier(
-            self._folder, namespace=namespace, block_bytes=shape.block_bytes, disk_bytes=self._disk_bytes
-        )
-
-    def close(self) -> None:
-        """Gives the folder up to other nodes; its tier is closed. Idempotent."""
-        self._folder.close()
 
 
 @dataclass(frozen=True, slots=True)

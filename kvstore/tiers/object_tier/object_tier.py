@@ -24,9 +24,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from itertools import groupby, takewhile
 from typing import Any
 
-from pillion.config import KVNodeFlags
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
-from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import block_checksum, until_over
 from pillion.kvstore.tiers.object_tier.object_runs import (
     HEADER_BYTES,
@@ -41,7 +39,6 @@ from pillion.kvstore.tiers.object_tier.object_store import (
     MissingObject,
     ObjectStore,
     ObjectStoreFailure,
-    parse_object_url,
 )
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
 
@@ -62,22 +59,6 @@ ABSENT_MS = 5_000
 MAX_ABSENT_BLOCKS = 4096
 # No chain has this segment, so a list of it only shows whether the service answers.
 _NO_SEGMENT = bytes(32)
-
-
-class ObjectMedium:
-    """Represents a bucket, which other nodes write to as well. Raises ConfigError for a URL that names none.
-
-    Attributes:
-        place: the name by which gateways know it: nodes with the same name share it.
-    """
-
-    def __init__(self, flags: KVNodeFlags) -> None:
-        self._store = ObjectStore(parse_object_url(flags.object_url))
-        self.place = str(self._store.place)
-
-    def make_tier(self, shape: PoolShape) -> ObjectTier:
-        """Makes the tier of a pool in the bucket."""
-        return ObjectTier(self._store, RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes))
 
 
 class ObjectTier(MediumTier):
