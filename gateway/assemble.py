@@ -29,7 +29,7 @@ from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions,
 from pillion.gateway.adapters.adapter_servicer import adapter_calls
 from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
-from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.admission.quotas import Quotas
 from pillion.gateway.anthropic.anthropic_api import anthropic_routes
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.batches.batch_folder import BatchFolder
@@ -123,7 +123,7 @@ async def serve_models(
     cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads)
     adapters = await asyncio.to_thread(_adapters, flags, entries, cluster) if flags.enable_lora else None
     # Without API keys there are no tenants whose quotas could be counted.
-    quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
+    quotas = Quotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
     caches = flags.enable_prefix_caching
     retentions = Retentions(cluster) if caches else None

@@ -34,7 +34,7 @@ from pillion.gateway.adapters.adapter_names import AdapterNames
 from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
-from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
+from pillion.gateway.admission.quotas import CountedCall, Quotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of, share_of
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.formats.answer_reader import OutputFormat
@@ -159,7 +159,7 @@ class Gateway:
         cluster: Cluster,
         options: GatewayOptions,
         ring: Keyring | None = None,
-        quotas: SharedQuotas | None = None,
+        quotas: Quotas | None = None,
         adapters: AdapterNames | None = None,
         retentions: Retentions | None = None,
         read_ahead: ReadAhead | None = None,
@@ -172,7 +172,7 @@ class Gateway:
         self.cluster = cluster
         self._options = options
         self._ring = ring
-        self.quotas = quotas or SharedQuotas()
+        self.quotas = quotas or Quotas()
         self.admission = Admission(
             options.max_inflight_requests, options.max_inflight_tokens, self._slots, cluster.decode_fleet
         )

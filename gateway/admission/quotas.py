@@ -1,22 +1,42 @@
-"""Counts tenants' quotas of requests and tokens per minute, as token buckets. Nothing here reads a clock: callers pass
-``now_s`` (I9).
+"""Counts tenants' quotas of requests and tokens per minute, as token buckets: in this gateway, and in Redis as long as
+that answers, where they hold over all gateways of a cluster. Nothing here reads a clock: callers pass ``now_s`` (I9).
 
 A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. The
 tokens of an answer are known only afterwards: they are taken when the request ends and may leave a debt, which has to
 fill up before the next request is admitted.
+
+    request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
+                                                              | no answer in 100 ms
+                                                              '--> the local count has decided
+    answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
+    refused after it was counted --> given back here, and in Redis where that has counted it
+
+A call with several prompts is counted as a whole before any of them runs.
+
+The local count knows only what this gateway served, so it never has less left than Redis: Redis would refuse whatever
+it refuses. What a failed call carried is not sent again, as Redis may have taken it; a minute later it does not matter.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from pillion.errors import Overloaded, QuotaViolation
+from pillion.errors import Overloaded, QuotaViolation, Unavailable
 from pillion.gateway.admission.tenants import Tenant
+from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
+
+log = logging.getLogger("pillion.gateway")
 
 MINUTE_S = 60.0
 # These names of quotas are fields of a tenant, in the order in which a request is judged by them.
 QUOTAS = ("requests_per_minute", "tokens_per_minute")
+# Tokens of answers may wait this long before they are reported, so that many answers are one call.
+REPORT_MS = 100
 
 
 class Bucket:
@@ -58,31 +78,110 @@ def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
 
 
 class Quotas:
-    """Keeps the buckets of all tenants; a bucket is made when it is first asked for."""
+    """Counts the quotas of all tenants; a bucket is made when it is first asked for. Without ``shared`` buckets, which
+    are in Redis, this gateway counts alone. Times are monotonic, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedBuckets | None = None) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._shared = shared
+        # This counts what Redis has not been told, by tenant and quota.
+        self._unreported: Counter[tuple[str, str]] = Counter()
+        self._tenants: dict[str, Tenant] = {}
+        self._reporting: asyncio.Task[None] | None = None
+        self.redis_answers = True
 
     def take_request(self, tenant: Tenant, now_s: float, count: int = 1) -> None:
-        """Takes ``count`` requests from a tenant's quota, all or none. Raises Overloaded, with the time until they may
-        come."""
+        """Takes ``count`` requests from a tenant's quota here, all or none. Raises Overloaded, with the time until they
+        may come."""
         self._take(tenant, "requests_per_minute", count, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes a prompt's tokens from a tenant's quota. Raises Overloaded, with the time until the prompt may come
+        """Takes a prompt's tokens from a tenant's quota here. Raises Overloaded, with the time until it may come
         again."""
         self._take(tenant, "tokens_per_minute", tokens, now_s)
 
+    async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float, count: int = 1) -> None:
+        """Takes the tokens of prompts (None where none is computed) from a tenant's quotas, and ``count`` requests,
+        which :meth:`take_request` has taken, from those that all gateways count together.
+
+        Raises Overloaded; then nothing is taken, and the requests are given back. All stays taken where the caller is
+        cancelled in here.
+        """
+        try:
+            if tokens is not None:
+                self.take_prompt(tenant, tokens, now_s)
+        except Overloaded:
+            self.give_back_here(tenant, count, 0, now_s)
+            raise
+        short = await self._ask(tenant, count, tokens)
+        if short is not None:
+            # Redis took neither the requests nor the tokens.
+            self.give_back_here(tenant, count, tokens or 0, now_s)
+            raise used_up(tenant, *short)
+
+    def give_back_here(self, tenant: Tenant, requests: int, tokens: int, now_s: float) -> None:
+        """Gives back requests and tokens that were taken here, and not from what all gateways count together."""
+        for quota, amount in zip(QUOTAS, (requests, tokens), strict=True):
+            bucket = self._bucket(tenant, quota, now_s)
+            if bucket is not None:
+                bucket.take(-amount, now_s)
+
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes from a tenant's quota, by default generated tokens, which may leave a debt. A negative ``amount`` gives
-        back what was not served."""
+        """Takes from a tenant's quota here, by default generated tokens, which may leave a debt, and reports it to the
+        other gateways. A negative ``amount`` gives back what was not served."""
         bucket = self._bucket(tenant, quota, now_s)
-        if bucket is not None:
-            bucket.take(amount, now_s)
+        if bucket is None:
+            return
+        bucket.take(amount, now_s)
+        if self._shared is None or not amount:
+            return
+        self._unreported[tenant.name, quota] += amount
+        self._tenants[tenant.name] = tenant
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets the quotas of tenants that are not among ``names``."""
+        """Forgets the quotas of tenants that are not among ``names``, once what they spent is reported to Redis."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
+        left = {name for name, _ in self._unreported}
+        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in left}
+
+    async def aclose(self) -> None:
+        """Reports to Redis what tenants have spent since the last report, and closes the connections."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        if self._shared is not None:
+            await self._report()
+            await self._shared.aclose()
+
+    async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
+        """Returns the quota that is used up by Redis's count, and the ms until it is not; None where no quota is, or
+        where Redis does not answer."""
+        if self._shared is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
+            return None
+        demands = tuple(
+            BucketDemand(getattr(tenant, quota), self._unreported.pop((tenant.name, quota), 0), wanted)
+            for quota, wanted in zip(QUOTAS, (requests, tokens), strict=True)
+        )
+        try:
+            short = await self._shared.take(tenant.name, demands)
+        except Unavailable as error:
+            if self.redis_answers:
+                log.warning("quotas are counted by this gateway alone: %s", error.message)
+            self.redis_answers = False
+            return None
+        self.redis_answers = True
+        return None if short is None else (QUOTAS[short.place], short.wait_ms)
+
+    async def _report_soon(self) -> None:
+        while self._unreported:
+            await asyncio.sleep(REPORT_MS / 1000)
+            await self._report()
+
+    async def _report(self) -> None:
+        for name in {name for name, _ in self._unreported}:
+            await self._ask(self._tenants[name], None, None)
 
     def _take(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
         bucket = self._bucket(tenant, quota, now_s)
@@ -101,3 +200,53 @@ class Quotas:
             found = found.resized(per_minute, now_s)
         self._buckets[key] = found
         return found
+
+
+@dataclass(slots=True)
+class CountedCall:
+    """Says what a call has taken from its tenant's quotas and may get back: a call is admitted as a whole or costs
+    nothing. Times are monotonic, in seconds.
+
+    Attributes:
+        requests, tokens: what is taken and not given back; tokens are those of prompts.
+        begun_tokens: those of its tokens that belong to prompts that have gone to the workers.
+        confirmed: whether all gateways' common count has it, too.
+    """
+
+    quotas: Quotas
+    tenant: Tenant
+    requests: int = 0
+    tokens: int = 0
+    begun_tokens: int = 0
+    confirmed: bool = False
+
+    def take(self, requests: int, now_s: float) -> None:
+        """Takes requests from this gateway's count. Raises Overloaded."""
+        self.quotas.take_request(self.tenant, now_s, requests)
+        self.requests = requests
+
+    async def confirm(self, tokens: int | None, now_s: float) -> None:
+        """Takes tokens, and the requests from the common count, as :meth:`Quotas.confirm` does. Raises
+        Overloaded."""
+        count, self.requests = self.requests, 0
+        await self.quotas.confirm(self.tenant, tokens, now_s, count)
+        self.requests, self.tokens, self.confirmed = count, tokens or 0, True
+
+    def give_back(self, requests: int, tokens: int, now_s: float) -> None:
+        """Gives back requests and tokens, at most those that are still taken."""
+        requests, tokens = min(requests, self.requests), max(0, min(tokens, self.tokens))
+        self.requests -= requests
+        self.tokens -= tokens
+        if self.confirmed:
+            self.quotas.spend(self.tenant, -requests, now_s, "requests_per_minute")
+            self.quotas.spend(self.tenant, -tokens, now_s)
+        else:
+            self.quotas.give_back_here(self.tenant, requests, tokens, now_s)
+
+    def end(self, now_s: float, error: BaseException | None = None) -> None:
+        """Gives back what the call does not cost: everything where ``error`` refuses it, and else the tokens of the
+        prompts that never began."""
+        if isinstance(error, Overloaded):
+            self.give_back(self.requests, self.tokens, now_s)
+        else:
+            self.give_back(0, self.tokens - self.begun_tokens, now_s)

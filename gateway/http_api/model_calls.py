@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pillion.errors import Internal, NotFound, PillionError
-from pillion.gateway.admission.shared_quotas import CountedCall
+from pillion.gateway.admission.quotas import CountedCall
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.http_api.body_mending import IGNORED_HEADER, BodyReading, read_noting

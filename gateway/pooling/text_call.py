@@ -21,7 +21,7 @@ import numpy as np
 from opentelemetry import context as otel_context
 
 from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRequest, PillionError
-from pillion.gateway.admission.shared_quotas import CountedCall
+from pillion.gateway.admission.quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pooling_files import Vector

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from lab.testbed.conditions import until
 from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Overloaded, Unavailable
-from pillion.gateway.admission.quotas import Bucket
-from pillion.gateway.admission.shared_quotas import CountedCall, SharedQuotas
+from pillion.gateway.admission.quotas import Bucket, CountedCall, Quotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
@@ -119,7 +118,7 @@ async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server
 
 
 async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisServer) -> None:
-    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", requests_per_minute=3, tokens_per_minute=100)
     try:
         for quotas in (one, two):
@@ -150,7 +149,7 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
 
 
 async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisServer) -> None:
-    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", requests_per_minute=6, tokens_per_minute=1000)
     try:
         # A call that was refused before the common count had it gives nothing back there.
@@ -184,7 +183,7 @@ async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisSe
 
 
 async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
-    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", tokens_per_minute=100)
     try:
         await one.confirm(tenant, 10, now())
@@ -215,7 +214,7 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
 
 
 async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None:
-    quotas, tenant = SharedQuotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
+    quotas, tenant = Quotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
     quotas.spend(tenant, 30, now())
     await quotas.aclose()
     buckets = SharedBuckets(server.url)
@@ -224,7 +223,7 @@ async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None
 
 
 async def test_who_has_no_quota_costs_no_call(server: RedisServer) -> None:
-    quotas = SharedQuotas(SharedBuckets(server.url))
+    quotas = Quotas(SharedBuckets(server.url))
     quotas.take_request(OPEN, now())
     await quotas.confirm(OPEN, 10**9, now())
     await quotas.confirm(OPEN, None, now())
@@ -241,7 +240,7 @@ async def test_without_redis_the_local_count_decides(
 ) -> None:
     tenant = Tenant(name="acme", requests_per_minute=4, tokens_per_minute=100)
     with running_redis() as redis_server:
-        quotas, other = (SharedQuotas(SharedBuckets(redis_server.url)) for _ in range(2))
+        quotas, other = (Quotas(SharedBuckets(redis_server.url)) for _ in range(2))
         await other.confirm(tenant, 60, now())
         await quotas.confirm(tenant, 10, now())
         monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", 100)
@@ -281,7 +280,7 @@ async def test_without_redis_the_local_count_decides(
 
 
 async def test_a_gateway_without_redis_counts_for_itself() -> None:
-    quotas, tenant = SharedQuotas(), Tenant(name="acme", requests_per_minute=1, tokens_per_minute=10)
+    quotas, tenant = Quotas(), Tenant(name="acme", requests_per_minute=1, tokens_per_minute=10)
     quotas.take_request(tenant, 0.0)
     await quotas.confirm(tenant, 10, 0.0)
     await quotas.confirm(tenant, None, 0.0)
