@@ -279,17 +279,22 @@ class Gateway:
             with telemetry.child("tokenize", span) as tokenizing:
                 own, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(own))
-            prompt = _with_virtual_tokens(request, model, own)
+            prompt = own if model.adapter is None else _with_virtual_tokens(request, model, own)
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
             schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
             output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
             scores = check_scores(request.sampling, len(own))
-            grammar = await self._grammar(request, model, output_format, tenant)
+            grammar = None
+            if request.sampling.structured_outputs is not None or output_format is not None:
+                grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
-            admitted = await self._with_words(admitted, model, tenant, places)
+            if request.sampling.bad_words:
+                admitted = await self._with_words(admitted, model, tenant)
+            if places is not None and self.cluster.keeps_states(admitted.model):
+                admitted = replace(admitted, kept_tokens=await places(prompt, admitted.virtual_tokens))
             answers = await self._answers(model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, admitted, quota)
@@ -337,14 +342,17 @@ class Gateway:
         more than LOOP_BYTES, and else at once. Raises what the job raises, and Overloaded where too many jobs wait."""
         if size_bytes <= LOOP_BYTES:
             return job(*arguments)
-        tenant = self._known(tenant)
+        return await self._in_turn(self._known(tenant), size_bytes, job, *arguments)
+
+    async def _in_turn(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
+        """Runs a job as :meth:`on_thread` does, where the bytes that wait for a thread have room for it."""
         waiting, own = self._waiting_bytes.total(), self._waiting_bytes[tenant.name]
         most = share_of(tenant, MAX_WAITING_BYTES, waiting - own)
         if own + size_bytes > most:
             raise Overloaded(f"more than {most} bytes of requests wait to be read", RETRY_AFTER_MS)
         self._waiting_bytes[tenant.name] += size_bytes
         try:
-            return await self._pool.run(job, *arguments, tenant=tenant, size_bytes=size_bytes)
+            return await self.on_thread(tenant, size_bytes, job, *arguments)
         finally:
             self._waiting_bytes[tenant.name] -= size_bytes
             self._waiting_bytes = +self._waiting_bytes
@@ -364,8 +372,10 @@ class Gateway:
         """Returns the model, perhaps with an adapter, that ``name`` means for a tenant (None: the gateway itself); the
         name "" means the only model. Raises NotFound and InvalidRequest."""
         found = self._named(name)
-        if found is not None and self._may_use(tenant, found):
-            return found
+        return found if found is not None and self._may_use(tenant, found) else self._only(name, tenant)
+
+    def _only(self, name: str, tenant: Tenant | None) -> ModelEntry:
+        """Returns the only model that a tenant may use, where ``name`` is "". Raises NotFound and InvalidRequest."""
         known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
@@ -612,7 +622,8 @@ class Gateway:
     ) -> tuple[tuple[int, ...], str]:
         """Returns the prompt's ids and its text; the text of a prompt that came as ids is ""."""
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
-        kept = kept_tokens(request.sampling, model.limits)
+        truncates = request.sampling.truncate_prompt_tokens is not None
+        kept = kept_tokens(request.sampling, model.limits) if truncates else None
         text = request.text
         if not prompt:
             encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
@@ -640,29 +651,18 @@ class Gateway:
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
-    async def _with_words(
-        self,
-        admitted: AdmittedRequest,
-        model: ModelEntry,
-        tenant: Tenant,
-        places: PlacesOf | None,
-    ) -> AdmittedRequest:
-        """Returns the request with the tokens of the words that its answers never have, and the ``places`` at which
-        other prompts part from it. Raises Overloaded."""
-        if words := admitted.asked.sampling.bad_words:
-            size_bytes = sum(WORD_BYTES + len(word) for word in words)
-            job, vocab_size = model.tokenizer.bad_sequences, model.limits.vocab_size
-            admitted = replace(admitted, bad_words=await self.off_loop(tenant, size_bytes, job, words, vocab_size))
-        if places is None or not self.cluster.keeps_states(admitted.model):
-            return admitted
-        return replace(admitted, kept_tokens=await places(admitted.prompt, admitted.virtual_tokens))
+    async def _with_words(self, admitted: AdmittedRequest, model: ModelEntry, tenant: Tenant) -> AdmittedRequest:
+        """Returns the request with the tokens of the words that its answers never have. Raises Overloaded."""
+        words, vocab_size = admitted.asked.sampling.bad_words, model.limits.vocab_size
+        size_bytes, job = sum(WORD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
+        return replace(admitted, bad_words=await self.off_loop(tenant, size_bytes, job, words, vocab_size))
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
     ) -> RequestGrammar | None:
         """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
         Overloaded and Unavailable."""
-        if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
+        if model.grammars is None:
             return None
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         return await model.grammars.grammar(request, output_format, turns)
@@ -806,7 +806,8 @@ class Gateway:
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:
-                self._retentions.ended(runner, admitted.asked, permit.tenant)
+                # What is learned is for later requests, so the reader, who has been woken, goes on before.
+                asyncio.get_running_loop().call_soon(self._retentions.ended, runner, admitted.asked, permit.tenant)
 
         if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)

@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
+from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import parse
 
 TEXT = b"text/plain; charset=utf-8"
 _LOADED = {"lora_name": "style", "lora_path": "/srv/adapters/style"}

@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import OTHER
-from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject
+from pillion.gateway.http_api.json_objects import OTHER, AnyJson, Ignored, JsonObject
 from pillion.gateway.http_api.openai_fields import Int, ReasoningEffort
 
 

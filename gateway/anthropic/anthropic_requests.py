@@ -31,12 +31,11 @@ from pillion.gateway.anthropic.anthropic_fields import (
     ToolUseBlock,
 )
 from pillion.gateway.anthropic.signatures import signed_thoughts
-from pillion.gateway.http_api.body_mending import note_ignored
+from pillion.gateway.http_api.body_reading import note_ignored, parse
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.openai_requests import request_of, template_kwargs
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
 from pillion.types import (

@@ -17,10 +17,10 @@ from pillion.gateway.batches.batch_folder import INPUT_PURPOSE, BatchFolder, Fil
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.multipart import FORM_TYPE, FormReader, UploadForm
+from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.openai_requests import read_metadata
 
 # This much of a file is read or written at once.

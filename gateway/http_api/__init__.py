@@ -10,11 +10,11 @@ model_calls.py       calls that a model answers, at any of the APIs: their delta
 output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
 openai_api.py        handlers of OpenAI's endpoints
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first, unless it is one of sampling
-body_mending.py      bodies with fields that are not known, with nulls and the like, so that they are read all the same
+body_reading.py      reads a body as its type, judges its fields, and mends nulls and names that are not known
 openapi.py           /openapi.json: what bodies may hold, made of those fields
 docs_page.py         /docs: the page that is made of it
-openai_requests.py   from bodies to requests of the gateway, structures of answers included
-chat_messages.py     messages of chats, whose earlier turns are told and not judged
+openai_requests.py   from bodies to requests of the gateway, the messages of chats included
+asked_structure.py   the structure that an answer must have, in the words of several servers
 openai_events.py     from deltas to events, or to one object
 custom_tools.py      custom tools as functions with one argument, and their input out of calls
 json_objects.py      JSON that is passed on as text, such as schemas of tools

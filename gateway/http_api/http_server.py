@@ -29,7 +29,7 @@ from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.asked_address import BelowPath, asked_address
-from pillion.gateway.http_api.body_mending import IGNORED_HEADER
+from pillion.gateway.http_api.body_reading import IGNORED_HEADER
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods, OwnPagesWrite
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm

@@ -21,6 +21,9 @@ T = TypeVar("T")
 # A field of the type Ignored[...] is accepted without effect: the answer's header IGNORED_HEADER names it.
 IGNORED = msgspec.Meta(extra={"effect": "none"})
 Ignored = Annotated[T, IGNORED]
+# A struct with this tag takes the objects of its union whose tag is missing or no other struct's. Its field sent_type
+# gets the tag that was sent.
+OTHER = "?"
 # These are the types of fields whose JSON is passed on. The API refuses a Raw field without such a type, or reads it
 # later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]

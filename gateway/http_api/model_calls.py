@@ -28,7 +28,7 @@ from pillion.errors import Internal, NotFound, PillionError
 from pillion.gateway.admission.quotas import CountedCall
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.http_api.body_mending import IGNORED_HEADER, BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import IGNORED_HEADER, BodyReading, read_noting
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts

@@ -13,6 +13,7 @@ from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.formats.model_formats import NONE
 from pillion.gateway.gateway import ModelEntry
+from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
@@ -22,13 +23,7 @@ from pillion.gateway.http_api.openai_events import (
     ReadResponseWriter,
     ResponseWriter,
 )
-from pillion.gateway.http_api.openai_fields import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parse,
-)
+from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,

@@ -1,4 +1,4 @@
-"""Defines the fields of OpenAI's requests, with those that vLLM adds, and judges the fields of every body.
+"""Defines the fields of OpenAI's requests, with those that vLLM adds.
 
 A field's type says what becomes of it, in the bodies of all APIs and in the objects within them:
 
@@ -7,28 +7,21 @@ Raw           it is refused by its name, because ignoring it would change the an
               anyhow is let through, and clients do send such values
 any other     it is carried out; the bare Raw fields of READ_LATER are, too
 
-A field that no body has needs no declaration: it has no effect, and the header names it (body_mending.py). So only
+A field that no body has needs no declaration: it has no effect, and the header names it (body_reading.py). So only
 fields are declared that are carried out, that an API documents, or that have to be refused.
-
-A body is read in two steps, so that a body that is too long is refused before it is parsed whole: its strings are
-counted first, and the lists and maps stay raw until each is counted.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import OTHER, REQUIRED, UNKNOWN, mended, note_ignored, without_halves
 from pillion.gateway.http_api.custom_tools import ToolGrammar
-from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import (
-    IGNORED,
+    OTHER,
     AnyJson,
     Ignored,
     JsonObject,
@@ -36,13 +29,6 @@ from pillion.gateway.http_api.json_objects import (
     JsonSchema,
     JsonShape,
 )
-from pillion.gateway.request.validation import (
-    MAX_BRACKETS,
-    MAX_STRINGS,
-    holds_too_many_brackets,
-    holds_too_many_strings,
-)
-from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import SAMPLING_OPTIONS
 
 # Larger integers have no use in a body, and their digits alone could be megabytes.
@@ -55,11 +41,6 @@ def sampling_body(api: str) -> Any:
     mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if api in one.apis)
     values = [(name, (Int if one.whole else float) | None, None) for name, one in mine]
     return msgspec.defstruct("SamplingBody", values, kw_only=True, forbid_unknown_fields=True)
-
-
-def sampling_of(body: msgspec.Struct, api: str) -> dict[str, Any]:
-    """Returns a body's sampling values by their names in SamplingParams."""
-    return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if api in one.apis}
 
 
 if TYPE_CHECKING:
@@ -83,20 +64,10 @@ else:
     CompletionSampling, ResponsesSampling = sampling_body("completions"), sampling_body("responses")
 
 
-T = TypeVar("T")
-
 # These are the efforts of reasoning that OpenAI names, and those that models' templates know besides.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
-# This many characters are kept of each end of the parser's message; between them the message repeats what the client
-# sent.
-_MAX_ERROR_CHARS = 1000
-# A field that changes nothing may be this long.
-_MAX_HARMLESS_BYTES = 64
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_NAMED = re.compile(r"field `([^`]*)`")
-_VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -627,7 +598,7 @@ _UNSUPPORTED = {
     TokenizeBody: "chat_template",
 }
 # These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does. So do
-# those of _NOTHING, except of the fields of FALSE_ASKS.
+# those of NOTHING, except of the fields of FALSE_ASKS.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
@@ -643,7 +614,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 FALSE_ASKS = frozenset({"add_special_tokens", "normalize"})
-_NOTHING: tuple[Any, ...] = (False, "", [])
+NOTHING: tuple[Any, ...] = (False, "", [])
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
 # For refused fields and types of items, this says what a client sends in their place.
 INSTEAD: Mapping[str, str] = {
@@ -696,167 +667,3 @@ def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
 
 # The JSON of a call is parsed as these types, which also know the unsupported fields.
 READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}
-
-
-def parse(body: bytes, kind: type[T]) -> T:
-    """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
-    too_many = ""
-    if holds_too_many_strings(body):
-        too_many = f"{MAX_STRINGS} texts, names of fields included"
-    elif holds_too_many_brackets(body):
-        too_many = f"{MAX_BRACKETS} brackets and braces"
-    if too_many:
-        # Only a list can hold so many texts or brackets, and only the prompt's list may be long, so the error names it.
-        names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(
-            name
-            for name in ("messages", "input", "prompt", "tokens", "documents", "text_2", "lora_name")
-            if name in names
-        )
-        raise refused(field, f"the body holds more than {too_many}")
-    parsed: T = _decoded(without_halves(body), READ_AS.get(kind, kind), "")
-    for name, spelled in _required_fields(kind):  # type: ignore[arg-type]
-        value = getattr(parsed, name)
-        if isinstance(value, Raw) and not given(value):
-            raise refused(spelled, REQUIRED, "missing_required_parameter")
-    return parsed
-
-
-def parse_field(raw: Raw, kind: Any, field: str) -> Any:
-    """Reads a raw field of a body as ``kind``. Raises ApiError."""
-    return _decoded(raw, kind, field)
-
-
-def _decoded(raw: bytes | Raw, kind: Any, field: str) -> Any:
-    """Reads a body, or one of its raw fields, as it stands or mended. Raises ApiError."""
-    try:
-        try:
-            parsed = msgspec.json.decode(raw, type=kind)
-        except msgspec.ValidationError:
-            parsed = msgspec.json.decode(mended(raw, kind, field), type=kind)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(error, field) from None
-    _judge(parsed, field)
-    return parsed
-
-
-def given(raw: Raw) -> bool:
-    """Returns whether a raw field was sent with a value other than null."""
-    return memoryview(raw)[:5].tobytes() not in (b"", b"null")
-
-
-def _judge(parsed: Any, path: str) -> None:
-    """Raises ApiError for a field of ``parsed``, which the body has at ``path``, or of an object in it, that asks for
-    what is not supported. The fields that have no effect are noted."""
-    if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
-        for n, one in enumerate(parsed):
-            check_wanted()
-            _judge(one, f"{path}[{n}]")
-    if not isinstance(parsed, msgspec.Struct):
-        return
-    kind: Any = type(parsed)
-    prefix = f"{path}." if path else ""
-    for name, attribute in unsupported_fields(kind).items():
-        raw = getattr(parsed, attribute)
-        if given(raw) and not _changes_nothing(name, raw):
-            harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
-            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
-            reason = INSTEAD.get(name, reason)
-            raise refused(prefix + name, reason, "unsupported_parameter")
-    for name, spelled in _ignored_fields(kind):
-        value = getattr(parsed, name)
-        if isinstance(value, Raw):
-            has_value = given(value) and not _changes_nothing(name, value)
-        else:
-            has_value = value is not None and value not in harmless_values(name)
-        if has_value:
-            note_ignored(prefix + spelled)
-    for name in _nested_fields(kind):
-        inner = getattr(parsed, name)
-        if isinstance(inner, list | msgspec.Struct):
-            _judge(inner, prefix + name)
-
-
-def _changes_nothing(name: str, raw: Raw) -> bool:
-    if len(bytes(raw)) > _MAX_HARMLESS_BYTES:
-        return False
-    try:
-        parsed = msgspec.json.decode(raw)
-    except (ValueError, RecursionError):
-        return False
-    return any(type(parsed) is type(value) and parsed == value for value in harmless_values(name))
-
-
-def harmless_values(name: str) -> tuple[Any, ...]:
-    """Returns the values of an unsupported field, or of one without effect, that ask for what happens anyhow."""
-    return (*HARMLESS.get(name, ()), *(() if name in FALSE_ASKS else _NOTHING))
-
-
-@cache
-def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
-    """Returns the names of the raw fields of a struct that are not read later, by their names in JSON."""
-    raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
-    return {f.encode_name: f.name for f in raw}
-
-
-@cache
-def _required_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the required fields of a body's type, with their names in a body."""
-    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if f.required)
-
-
-@cache
-def _ignored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the names of the fields of a struct that have no effect, each with its name in JSON."""
-    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if is_ignored(f))
-
-
-def is_ignored(field: msgspec.structs.FieldInfo) -> bool:
-    """Returns whether a field of a struct is accepted without effect."""
-    return IGNORED in getattr(field.type, "__metadata__", ())
-
-
-@cache
-def _nested_fields(kind: type[Any]) -> tuple[str, ...]:
-    """Returns the names of the fields of a struct that may hold structs."""
-    return tuple(f.name for f in msgspec.inspect.type_info(kind).fields if _holds_structs(f.type))  # type: ignore[attr-defined]
-
-
-def _holds_structs(kind: msgspec.inspect.Type) -> bool:
-    match kind:
-        case msgspec.inspect.StructType():
-            return True
-        case msgspec.inspect.UnionType():
-            return any(map(_holds_structs, kind.types))
-        case msgspec.inspect.ListType():
-            return _holds_structs(kind.item_type)
-    return False
-
-
-def _unreadable(error: Exception, field: str) -> ApiError:
-    """Makes the error for a body that cannot be read: msgspec's message names what it expected, and where."""
-    if isinstance(error, UnicodeDecodeError):
-        return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
-    if isinstance(error, RecursionError):
-        return ApiError(400, "the body is nested too deeply", param=field or None, code="invalid_json")
-    if not isinstance(error, msgspec.ValidationError):
-        return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
-    text = str(error)
-    if len(text) > 2 * _MAX_ERROR_CHARS:
-        # The name of a field that a client sent may have megabytes, so the message is shortened.
-        text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
-    found = _PATH.match(text)
-    what, path = (found["what"], found["path"] or "") if found else (text, "")
-    named = _NAMED.search(what)
-    if named:
-        path = f"{path}.{named[1]}" if path else named[1]
-    joint = "" if not path or not field or path.startswith("[") else "."
-    param = field + joint + path
-    if "unknown field" in what:
-        return refused(param, UNKNOWN, "unknown_parameter")
-    if "missing required" in what:
-        return refused(param, REQUIRED, "missing_required_parameter")
-    if param.endswith("type") and (unknown := _VALUE.search(what)):
-        reason = INSTEAD.get(unknown[1], f"{unknown[1]!r} is not supported here")
-        return refused(param, reason, "unsupported_value")
-    return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")

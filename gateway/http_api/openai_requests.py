@@ -1,57 +1,56 @@
 """Turns the bodies of OpenAI's calls into requests of the gateway.
 
-The structure that an answer must have may be asked for in vLLM's words, too.
+Earlier turns of a conversation are told to the model, and not judged: what has text becomes text, and what has none is
+left out and named, because a client sends it again with every turn. Only what the user shows the model has to be seen
+by it: a part of a user's message that is no text is refused where it is an image or the like, or stands in the last of
+these messages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
-from pillion.gateway.http_api.body_mending import note_ignored
-from pillion.gateway.http_api.chat_messages import read_messages
-from pillion.gateway.http_api.custom_tools import custom_tool
+from pillion.gateway.http_api.asked_structure import AskedStructure, read_structure
+from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse, parse_field
+from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
+from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import from_pillion, refused
-from pillion.gateway.http_api.json_objects import compact_json
+from pillion.gateway.http_api.json_objects import arguments_of, compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
     AllowedChoice,
+    CallBody,
+    CalledFunction,
     ChatBody,
     ChoiceBody,
     CompletionBody,
+    ContentPart,
     CustomChoice,
     CustomToolBody,
     FunctionBody,
     GrammarOfInput,
     Int,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ShapeBody,
+    MessageBody,
     StreamOptions,
-    TagFormat,
-    TextFormat,
     ThinkingSwitch,
     TokenizeBody,
-    given,
-    parse,
-    parse_field,
-    sampling_of,
 )
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_MESSAGES,
     MAX_PROMPT_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_CHARS,
-    MAX_STRUCTURED_BYTES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     too_long,
@@ -60,106 +59,16 @@ from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
+    SAMPLING_OPTIONS,
     ChatMessage,
     ChatOptions,
     GenerateRequest,
     SamplingParams,
     StructuredOutputs,
     Tool,
+    ToolCall,
     ToolOptions,
 )
-
-# JSON needs at most six bytes for each character of a structure.
-_MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
-_SHAPE = "sampling.structured_outputs"
-# These fields of other servers ask for a structure, too; each is one of StructuredOutputs'.
-_BY_NAME = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
-
-
-@dataclass(frozen=True, slots=True)
-class AskedStructure:
-    """Holds the structure that an answer must have; None for free text. ``names`` are the client's names of fields, by
-    the gateway's."""
-
-    structured: StructuredOutputs | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-
-
-def read_structure(body: CompletionBody | ChatBody) -> AskedStructure:
-    """Reads the structure that an answer must have, which at most one field asks for. Raises ApiError."""
-    for name in ("response_format", "structured_outputs", "json_schema"):
-        if len(bytes(getattr(body, name))) > _MAX_RAW_BYTES:
-            raise refused(name, f"more than {_MAX_RAW_BYTES} bytes")
-    asked: dict[str, AskedStructure] = {}
-    if given(body.response_format):
-        form = _of_format(parse_field(body.response_format, READ_LATER["response_format"], "response_format"))
-        if form.structured is not None:
-            asked["response_format"] = form
-    if given(body.structured_outputs):
-        asked["structured_outputs"] = AskedStructure(_of_shape(body.structured_outputs))
-    for name, kind in _BY_NAME.items():
-        sent: Any = getattr(body, name)
-        if isinstance(sent, Raw):
-            sent = _schema(sent, name) if given(sent) else None
-        if sent:
-            asked[name] = AskedStructure(StructuredOutputs(**{kind: sent}), {f"{_SHAPE}.{kind}": name})
-    if len(asked) > 1:
-        first, second = [*asked][:2]
-        raise refused(second, f"{first} asks for a structure already; send one of both")
-    return next(iter(asked.values()), AskedStructure())
-
-
-def _schema(raw: Raw, field: str) -> str:
-    """Returns a JSON schema, which may have been sent as its text. Raises ApiError."""
-    schema = compact_json(raw, field, dict, str, bool)
-    return msgspec.json.decode(schema, type=str) if schema.startswith('"') else schema
-
-
-def _of_shape(raw: Raw) -> StructuredOutputs:
-    body: ShapeBody = parse_field(raw, ShapeBody, "structured_outputs")
-    return StructuredOutputs(
-        json=_schema(body.json, "structured_outputs.json") if given(body.json) else None,
-        json_object=bool(body.json_object),
-        regex=body.regex,
-        choice=tuple(body.choice or ()),
-        grammar=body.grammar,
-        structural_tag=body.structural_tag,
-    )
-
-
-def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat) -> AskedStructure:
-    schema, field = Raw(), "response_format.json_schema.schema"
-    match asked:
-        case TextFormat():
-            return AskedStructure()
-        case JsonSchemaFormat():
-            schema = asked.json_schema.schema
-        case JsonObjectFormat():
-            schema = asked.schema
-            field = "response_format.schema" if given(schema) else field
-        case TagFormat():
-            return AskedStructure(StructuredOutputs(structural_tag=_tag_of(asked)), _format_names(field))
-    if not given(schema):
-        return AskedStructure(StructuredOutputs(json_object=True), _format_names(field))
-    return AskedStructure(StructuredOutputs(json=compact_json(schema, field, dict, bool)), _format_names(field))
-
-
-def _tag_of(asked: TagFormat) -> str:
-    triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
-    sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
-    parts = [
-        f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
-        for name, raw in sent
-        if given(raw)
-    ]
-    return f"{{{','.join(parts)}}}"
-
-
-def _format_names(schema_field: str) -> Mapping[str, str]:
-    """Returns the client's names of the gateway's fields where response_format asks for the structure."""
-    names = (f"{_SHAPE}.structural_tag", _SHAPE)
-    return {f"{_SHAPE}.json": schema_field, **dict.fromkeys(names, "response_format")}
-
 
 # OpenAI and vLLM have this default for completions; a chat's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -208,6 +117,20 @@ CHAT_NAMES: Mapping[str, str] = {
     "tools.allowed": "tool_choice.allowed_tools.tools",
 }
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
+
+# "developer" is OpenAI's newer name of the same role, which no open model's template knows; "function" is the older
+# name of a tool.
+_ROLES = {"developer": "system", "function": "tool"}
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+# Parts of these types show something to the model.
+_SHOWN = frozenset(
+    {
+        *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),
+        *("input_audio", "audio_url", "audio", "file", "input_file", "document"),
+    }
+)
+# These fields ask for the structure of an answer.
+_STRUCTURES = ("response_format", "structured_outputs", "json_schema", "regex", "grammar", "ebnf")
 
 Prompt = str | tuple[int, ...]
 
@@ -258,8 +181,8 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
-    structure = read_structure(body)
-    sampling = _sampling(body, most, body.logprobs, structure.structured)
+    structured, structure_names = _structure(body)
+    sampling = _sampling(body, most, body.logprobs, structured)
     if body.echo and body.logprobs is not None:
         # An echoed prompt is shown with log probabilities of the same kind as the answer's.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
@@ -272,7 +195,7 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
         request_of(body, request_id, sampling, kv_hints=hints, **{name: prompt}) for name, prompt in given_as
     )
     scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
-    names = tuple({"text": field, "token_ids": field, **scores, **structure.names} for field in prompts)
+    names = tuple({"text": field, "token_ids": field, **scores, **structure_names} for field in prompts)
     return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
@@ -285,14 +208,14 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
     newer = body.max_completion_tokens is not None
     most = body.max_completion_tokens if newer else body.max_tokens
-    structure = read_structure(body)
-    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structure.structured)
+    structured, structure_names = _structure(body)
+    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structured)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
     tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
     tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
     hints = _hints(body.kv_hints)
     request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
-    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure.names}
+    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
     asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
     return replace(
         asked,
@@ -357,6 +280,112 @@ def _filled(prompt: Prompt, field: str) -> Prompt:
     if not prompt:
         raise refused(field, "it is empty")
     return prompt
+
+
+def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
+    """Reads a conversation. Raises ApiError. The number of strings in a body, which was checked, bounds what is made of
+    it."""
+    messages: list[MessageBody] = parse_field(raw, list[MessageBody], "messages")
+    if not messages:
+        raise refused("messages", "at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise refused("messages", f"more than {MAX_MESSAGES} messages")
+    return tuple(_Told(messages))
+
+
+class _Told:
+    """Tells the messages of a conversation in the gateway's own form. Raises ApiError."""
+
+    def __init__(self, messages: Sequence[MessageBody]) -> None:
+        self._messages = messages
+        self._last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
+        # These calls have no result so far: the name of each, by its id.
+        self._open: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[ChatMessage]:
+        for n, message in enumerate(self._messages):
+            check_wanted()
+            yield self._message(message, n)
+
+    def _message(self, message: MessageBody, n: int) -> ChatMessage:
+        role = _ROLES.get(message.role, message.role)
+        texts, thoughts = self._content(message, role, n)
+        calls = tuple(self._calls(message, n))
+        for call in calls:
+            self._open[call.id] = call.name
+        return ChatMessage(
+            role=role,
+            content="\n".join(texts),
+            tool_calls=calls,
+            tool_call_id=self._answered(message) if role == "tool" else message.tool_call_id or "",
+            name=message.name or "",
+            reasoning=message.reasoning_content or message.reasoning or "\n".join(thoughts),
+        )
+
+    def _content(self, message: MessageBody, role: str, n: int) -> tuple[list[str], list[str]]:
+        """Returns the texts of a message, and what the assistant thought."""
+        path, content = f"messages[{n}]", message.content
+        if content is None and role not in ("assistant", "tool") and n == len(self._messages) - 1:
+            raise refused(f"{path}.content", REQUIRED, "missing_required_parameter")
+        if not isinstance(content, list):
+            return [content or message.refusal or ""], []
+        texts: list[str] = []
+        thoughts: list[str] = []
+        for m, part in enumerate(content):
+            thought = _thought(part) if role == "assistant" else ""
+            text = part.text or part.refusal or ("" if thought else _thought(part))
+            if thought:
+                thoughts.append(thought)
+            elif text or part.type in _TEXTS:
+                texts.append(text)
+            elif role == "user" and (part.type in _SHOWN or n == self._last_user):
+                reason = f"{part.type[:100]!r} is not supported here"
+                raise refused(f"{path}.content[{m}].type", reason, "unsupported_value")
+            else:
+                note_ignored(f"{path}.content.{part.type}")
+                texts += [UNSEEN] if role == "tool" and part.type in _SHOWN else []
+        return texts, thoughts
+
+    def _calls(self, message: MessageBody, n: int) -> Iterator[ToolCall]:
+        for m, call in enumerate(message.tool_calls or ()):
+            made = _call(call, f"messages[{n}].tool_calls[{m}]", call.id or f"call{n:03}{m:02}")
+            if made is not None:
+                yield made
+        if message.function_call is not None:
+            yield _function_call(message.function_call, f"call{n:03}{len(message.tool_calls or ()):02}")
+
+    def _answered(self, message: MessageBody) -> str:
+        """Returns the id of the call whose result a message is, and takes it for answered. A result that names none
+        belongs to the first call without one, if it can be by its name."""
+        found = message.tool_call_id or ""
+        if not found:
+            names = [one for one, name in self._open.items() if message.name in (None, "", name)]
+            found = next(iter([*names, *self._open]), "")
+        self._open.pop(found, None)
+        return found
+
+
+def _thought(part: ContentPart) -> str:
+    """Returns what a part says of the assistant's reasoning."""
+    if isinstance(part.thinking, list):
+        return "\n".join(one.text for one in part.thinking)
+    return part.thinking or ((part.text or "") if part.type in ("thinking", "reasoning") else "")
+
+
+def _call(call: CallBody, path: str, call_id: str) -> ToolCall | None:
+    """Returns an earlier call, None for one of a kind that no tool here has."""
+    if call.custom is not None:
+        return custom_call(call_id, call.custom.name, call.custom.input)
+    if call.function is not None:
+        return _function_call(call.function, call_id)
+    if call.type not in ("function", "custom"):
+        note_ignored(f"{path}.{call.type}")
+        return None
+    raise refused(f"{path}.{call.type}", REQUIRED, "missing_required_parameter")
+
+
+def _function_call(function: CalledFunction, call_id: str) -> ToolCall:
+    return ToolCall(call_id, function.name, arguments_of(function.arguments))
 
 
 def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, Mapping[str, str], frozenset[str]]:
@@ -461,6 +490,10 @@ def read_stops(raw: Raw) -> tuple[str, ...]:
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
+def _structure(body: CompletionBody | ChatBody) -> AskedStructure:
+    return read_structure(body) if any(getattr(body, name) for name in _STRUCTURES) else (None, {})
+
+
 def _sampling(
     body: CompletionBody | ChatBody,
     max_tokens: int | None,
@@ -485,6 +518,11 @@ def _sampling(
         truncation_side=body.truncation_side or "",
         logit_bias=_bounded(body.logit_bias, "logit_bias") or {},
     )
+
+
+def sampling_of(body: msgspec.Struct, api: str) -> dict[str, Any]:
+    """Returns a body's sampling values by their names in SamplingParams."""
+    return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if api in one.apis}
 
 
 def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: Any) -> GenerateRequest:

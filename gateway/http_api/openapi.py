@@ -17,9 +17,10 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion._version import VERSION
-from pillion.gateway.http_api.body_mending import OTHER
+from pillion.gateway.http_api.body_reading import harmless_values, is_ignored
 from pillion.gateway.http_api.http_call import Endpoint, Methods
-from pillion.gateway.http_api.openai_fields import READ_AS, READ_LATER, harmless_values, is_ignored
+from pillion.gateway.http_api.json_objects import OTHER
+from pillion.gateway.http_api.openai_fields import READ_AS, READ_LATER
 from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"

@@ -376,10 +376,12 @@ class Cluster:
         return [at for (name, rank), at in self._recorded.items() if name == model and rank >= adapter_rank]
 
     def node(self, node_id: str) -> NodeLink:
-        """Returns the link to a KV node. Raises Unavailable."""
+        """Returns the link to a KV node with which a session is open. Raises Unavailable."""
         link = self._links["kvnode"].get(node_id)
         if not isinstance(link, NodeLink):
             raise Unavailable(f"KV node {node_id} is gone")
+        if not link.alive:
+            raise Unavailable(f"KV node {node_id} does not answer")
         return link
 
     def holds(self, hold: TicketHold) -> bool:

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 
-from pillion.errors import PillionError, Unavailable
+from pillion.errors import PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.request.events import TicketHold
-from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.client.node_client import NodeClient
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -25,29 +25,22 @@ MAX_RELEASES_PER_CALL = 1024
 
 
 class NodeLink:
-    """Represents the link to one KV node."""
+    """Represents the link to one KV node.
+
+    Attributes:
+        alive: whether a session is open, so that tickets can be opened.
+        epoch: that of the session, or of the last one.
+    """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.node_id = record.node_id
         self.address = record.address
         self.client = NodeClient(record.address, gateway_id)
-        self._session: NodeSession | None = None
+        self.alive, self.epoch = False, 0
         self._releases: list[TicketHold] = []
         self._defects = Defects(f"the session at KV node {self.node_id}")
         self._releasing: asyncio.Task[None] | None = None
         self._upkeep = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
-
-    @property
-    def alive(self) -> bool:
-        """Says whether a session is open, so that tickets can be opened."""
-        return self._session is not None
-
-    @property
-    def epoch(self) -> int:
-        """Gives the session's epoch. Raises Unavailable while there is none."""
-        if self._session is None:
-            raise Unavailable(f"KV node {self.node_id} does not answer")
-        return self._session.epoch
 
     def release(self, hold: TicketHold) -> None:
         """Releases a ticket in the background; never fails, never waits."""
@@ -78,23 +71,22 @@ class NodeLink:
     async def _hold_session(self) -> None:
         session = await self.client.open_session(wait_for_node=True)
         try:
-            self._session = session
+            self.alive, self.epoch = True, session.epoch
             await session.closed()
             log.warning("session at KV node %s ended", self.node_id)
         finally:
-            self._session = None
+            self.alive = False
             await session.aclose()
 
     async def _release_all(self) -> None:
         while self._releases:
-            current = self._session.epoch if self._session is not None else None
             # The end of a session has released its tickets already.
-            self._releases = [hold for hold in self._releases if hold.epoch == current]
+            self._releases = [hold for hold in self._releases if self.alive and hold.epoch == self.epoch]
             batch = self._releases[:MAX_RELEASES_PER_CALL]
-            if not batch or current is None:
+            if not batch:
                 return
             try:
-                await self.client.release(current, [hold.ticket_id for hold in batch])
+                await self.client.release(self.epoch, [hold.ticket_id for hold in batch])
             except PillionError as error:
                 log.debug("release at KV node %s failed: %s", self.node_id, error.message)
                 await asyncio.sleep(RELEASE_RETRY_DELAY_S)

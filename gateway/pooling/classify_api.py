@@ -10,10 +10,10 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion.errors import PillionError
+from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import GatewayVectors, LabelledTexts
 from pillion.types import GenerateRequest

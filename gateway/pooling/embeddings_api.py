@@ -12,12 +12,12 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion.errors import PillionError
-from pillion.gateway.http_api.chat_messages import read_messages
+from pillion.gateway.http_api.body_reading import given, parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Int, given, parse
-from pillion.gateway.http_api.openai_requests import template_kwargs
+from pillion.gateway.http_api.openai_fields import Int
+from pillion.gateway.http_api.openai_requests import read_messages, template_kwargs
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import EmbeddedTexts, GatewayVectors
 from pillion.types import ChatOptions, GenerateRequest

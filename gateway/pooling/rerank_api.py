@@ -18,10 +18,11 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion.errors import PillionError
+from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Int, parse
+from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.pooling.pair_forms import TextPair
 from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS

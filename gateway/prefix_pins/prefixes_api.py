@@ -11,14 +11,15 @@ from starlette.routing import Route
 
 from pillion.config import GatewayFlags
 from pillion.errors import PillionError
-from pillion.gateway.http_api.chat_messages import read_messages
+from pillion.gateway.http_api.body_reading import given, parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Int, given, parse
+from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
     read_ids,
+    read_messages,
     read_tools,
     template_kwargs,
 )

@@ -33,6 +33,7 @@ from pillion.types import (
     MAX_BAD_SEQUENCES,
     MAX_PROMPT_LOGPROBS,
     ChatMessage,
+    ChatOptions,
     GenerateRequest,
     Resume,
     SamplingParams,
@@ -103,7 +104,7 @@ _LABEL = re.compile(r"[A-Za-z0-9._:/+=-]+")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
-_NO_TOOLS = ToolOptions()
+_NO_TOOLS, _PLAIN_CHAT = ToolOptions(), ChatOptions()
 _STRUCTURE = "sampling.structured_outputs"
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
@@ -261,9 +262,10 @@ def weight(request: GenerateRequest) -> int:
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
-    structured = structured_bytes(request.sampling.structured_outputs)
+    if request.sampling.structured_outputs is not None:
+        contents += structured_bytes(request.sampling.structured_outputs)
     ids += len(request.sampling.allowed_token_ids)
-    return len(request.text) + contents + structured + 4 * ids + 64 * len(request.messages)
+    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
 
 
 def message_chars(message: ChatMessage) -> int:
@@ -378,7 +380,8 @@ def answer_seed(seed: int, index: int) -> int:
 def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     yield from _prompt(request, limits)
     yield from _sampling(request.sampling, limits)
-    yield from _resume(request, limits)
+    if request.resume is not None:
+        yield from _resume(request.resume, request.sampling, limits)
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
@@ -391,10 +394,9 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
     given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
     if not given:
         yield FieldViolation("text", "the prompt is empty")
-    for name in given if len(given) > 1 else ():
-        yield FieldViolation(
-            name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
-        )
+    if len(given) > 1:
+        text = f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
+        yield from (FieldViolation(name, text) for name in given)
     if len(request.text) > MAX_PROMPT_CHARS:
         yield too_many_chars("text")
     elif not _is_text(request.text):
@@ -406,8 +408,10 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
     else:
         yield from _ids("token_ids", request.token_ids, limits)
-    yield from _messages(request)
-    yield from _chat(request)
+    if request.messages:
+        yield from _messages(request)
+    if request.chat != _PLAIN_CHAT:
+        yield from _chat(request)
     if request.tools != _NO_TOOLS:
         yield from _tools(request)
 
@@ -546,6 +550,19 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     elif min_tokens is not None and not 0 <= min_tokens <= bound:
         what = "the model's context" if max_tokens is None or max_tokens > most else "max_tokens"
         yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {bound}], up to {what}")
+    if sampling.n is not None or sampling.best_of is not None or sampling.logprobs is not None:
+        yield from _answers(sampling)
+    if sampling.stop or sampling.stop_token_ids:
+        yield from _stops(sampling, limits)
+    if sampling.bad_words:
+        yield from _bad_words(sampling)
+    if sampling.truncate_prompt_tokens is not None or sampling.truncation_side:
+        yield from _cut(sampling, limits)
+    if sampling.structured_outputs is not None:
+        yield from structured_violations(sampling.structured_outputs)
+
+
+def _answers(sampling: SamplingParams) -> Iterator[FieldViolation]:
     for name, count in (("n", sampling.n), ("best_of", sampling.best_of)):
         if count is not None and not 1 <= count <= MAX_ANSWERS:
             yield FieldViolation(f"sampling.{name}", f"{count} is not in [1, {MAX_ANSWERS}]")
@@ -555,11 +572,6 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     if reported > MAX_REPORTED:
         text = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
         yield FieldViolation("sampling.logprobs", text)
-    yield from _stops(sampling, limits)
-    yield from _bad_words(sampling)
-    yield from _cut(sampling, limits)
-    if sampling.structured_outputs is not None:
-        yield from structured_violations(sampling.structured_outputs)
 
 
 def structured_violations(structured: StructuredOutputs) -> Iterator[FieldViolation]:
@@ -602,10 +614,7 @@ def _structures(structured: StructuredOutputs) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
 
 
-def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
-    resume, sampling = request.resume, request.sampling
-    if resume is None:
-        return
+def _resume(resume: Resume, sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
     if len(resume.origin.digest) != DIGEST_BYTES:
         yield FieldViolation("resume.origin.digest", f"{len(resume.origin.digest)} bytes; {DIGEST_BYTES} are needed")
     if len(resume.origin.answer_id) > MAX_LABEL_CHARS:

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import note_ignored
+from pillion.gateway.http_api.body_reading import given, note_ignored, parse, parse_field
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, parse_field, sampling_of
-from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, request_of, template_kwargs
+from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat
+from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, request_of, sampling_of, template_kwargs
 from pillion.gateway.responses.responses_fields import (
     AllowedChoices,
     CustomTool,

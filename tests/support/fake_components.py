@@ -539,7 +539,7 @@ async def running_fake_cluster(
         if "decode" in roles and "kvnode" in roles:
             await until("a model to be served", gateway.gateway.models)
         if "far-kvnode" in roles:
-            await until("a session at kv-1", lambda: gateway.cluster.node("kv-1").alive)
+            await until("a session at kv-1", lambda: gateway.cluster.node_lives("kv-1"))
         yield FakeCluster(
             node, prefill, decode, far_node, far_prefill, gateway, client, registry, redis, folder, servers
         )

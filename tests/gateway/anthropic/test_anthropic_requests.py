@@ -10,7 +10,7 @@ import pytest
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.anthropic.signatures import signature_of
-from pillion.gateway.http_api.body_mending import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, read_noting
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.types import (

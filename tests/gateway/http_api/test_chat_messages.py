@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion.gateway.http_api.body_mending import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, read_noting
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_requests import chat_request, tokenize_request

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.http_api.body_mending import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, harmless_values, read_noting, unsupported_fields
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.gateway.http_api.openai_fields import (
-    READ_AS,
-    ChatBody,
-    CompletionBody,
-    harmless_values,
-    unsupported_fields,
-)
+from pillion.gateway.http_api.openai_fields import READ_AS, ChatBody, CompletionBody
 from pillion.gateway.http_api.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_PROMPTS,

@@ -18,18 +18,11 @@ from starlette.routing import Route
 from pillion.gateway.anthropic.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.anthropic.anthropic_requests import messages_request
 from pillion.gateway.batches.batches_api import BatchBody
+from pillion.gateway.http_api.body_reading import is_ignored, unsupported_fields
 from pillion.gateway.http_api.docs_page import ADDRESS, page
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.openai_fields import (
-    READ_AS,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    is_ignored,
-    unsupported_fields,
-)
+from pillion.gateway.http_api.openai_fields import READ_AS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.gateway.http_api.openai_requests import chat_request, completion_request
 from pillion.gateway.http_api.openapi import POLICY, describe
 from pillion.gateway.responses.responses_fields import ResponsesBody

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.http_api.body_mending import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, read_noting
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
 from pillion.types import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import (
+from pillion.gateway.http_api.body_reading import (
     MAX_IGNORED_HEADER_BYTES,
     MAX_IGNORED_NAMES,
-    OTHER,
     BodyReading,
     is_one_edit,
+    parse,
     read_noting,
     without_halves,
 )
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.json_objects import JsonObject
-from pillion.gateway.http_api.openai_fields import Int, parse
+from pillion.gateway.http_api.json_objects import OTHER, JsonObject
+from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.request.validation import MAX_STRINGS
 
 

@@ -1,9 +1,13 @@
-"""Mends a body that its types do not take as it stands, so that it is answered where the answer is what its client
-asked for.
+"""Reads a body as its type, judges its fields, and mends a body that its type does not take as it stands, so that it is
+answered where the answer is what its client asked for.
 
-body --> read as its type --> served
-             | not taken
-             '--> mended, level by level, as its types say --> read again; what is wrong now is the client's mistake
+body --> counted --> read as its type --> judged --> served
+                      | not taken
+                      '--> mended, level by level, as its types say --> read again: what is wrong now is
+                                                                             its client's mistake
+
+A body is read in two steps, so that a body that is too long is refused before it is parsed whole: its strings are
+counted first, and the lists and maps stay raw until each is counted.
 
 Mending leaves out fields that the type does not have, and notes their names for the answer's header; it leaves out
 nulls, because null for a field is its absence, and writes 4.0 as 4 where an integer stands. JSON that is passed on
@@ -23,8 +27,15 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.request.validation import MAX_STRINGS
+from pillion.gateway.http_api.http_errors import ApiError, refused
+from pillion.gateway.http_api.json_objects import IGNORED, OTHER
+from pillion.gateway.http_api.openai_fields import FALSE_ASKS, HARMLESS, INSTEAD, NOTHING, READ_AS, READ_LATER
+from pillion.gateway.request.validation import (
+    MAX_BRACKETS,
+    MAX_STRINGS,
+    holds_too_many_brackets,
+    holds_too_many_strings,
+)
 from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
@@ -41,12 +52,17 @@ MORE_IGNORED = "..."
 MIN_NEAR_MISS_CHARS = 8
 UNKNOWN = "this field is not known here"
 REQUIRED = "this field is required"
-# A struct with this tag takes the objects of its union whose tag is missing or no other struct's. Its field sent_type
-# gets the tag that was sent.
-OTHER = "?"
 # Integers up to this are the same number as a float. A number as text has at most so many characters.
 _MAX_EXACT_INTEGER = 2**53
 _MAX_NUMBER_CHARS = 32
+# This many characters are kept of each end of the parser's message; between them the message repeats what the client
+# sent.
+_MAX_ERROR_CHARS = 1000
+# A field that changes nothing may be this long.
+_MAX_HARMLESS_BYTES = 64
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_NAMED = re.compile(r"field `([^`]*)`")
+_VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 # In a body with more escapes of surrogates, those of 131,072 emoji, halves of pairs are not looked for.
 MAX_SURROGATES = 2**18
 _INDEX = re.compile(r"\[\d+\]")
@@ -115,6 +131,167 @@ def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -
         return read(*arguments)
     finally:
         _reading.reset(before)
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    if holds_too_many_strings(body):
+        raise _too_many(kind, f"{MAX_STRINGS} texts, names of fields included")
+    if holds_too_many_brackets(body):
+        raise _too_many(kind, f"{MAX_BRACKETS} brackets and braces")
+    parsed: T = parse_field(without_halves(body), READ_AS.get(kind, kind), "")
+    for name, spelled in _required_fields(kind):  # type: ignore[arg-type]
+        value = getattr(parsed, name)
+        if isinstance(value, Raw) and not given(value):
+            raise refused(spelled, REQUIRED, "missing_required_parameter")
+    return parsed
+
+
+def _too_many(kind: Any, what: str) -> ApiError:
+    """Makes the error of a body that holds too many texts or brackets: only a list can hold so many, and only the
+    prompt's list may be long, so the error names it."""
+    names = {field.name for field in msgspec.structs.fields(kind)}
+    lists = ("messages", "input", "prompt", "tokens", "documents", "text_2", "lora_name")
+    return refused(next(name for name in lists if name in names), f"the body holds more than {what}")
+
+
+def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
+    """Reads a raw field of a body, or with the name "" the body itself, as ``kind``: as it stands, or mended. Raises
+    ApiError."""
+    try:
+        try:
+            parsed = msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError:
+            parsed = msgspec.json.decode(mended(raw, kind, field), type=kind)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, field) from None
+    _judge(parsed, field)
+    return parsed
+
+
+def given(raw: Raw) -> bool:
+    """Returns whether a raw field was sent with a value other than null."""
+    return memoryview(raw)[:5].tobytes() not in (b"", b"null")
+
+
+def _judge(parsed: Any, path: str) -> None:
+    """Raises ApiError for a field of ``parsed``, which the body has at ``path``, or of an object in it, that asks for
+    what is not supported. The fields that have no effect are noted."""
+    if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
+        for n, one in enumerate(parsed):
+            check_wanted()
+            _judge(one, f"{path}[{n}]")
+    if not isinstance(parsed, msgspec.Struct):
+        return
+    kind: Any = type(parsed)
+    prefix = f"{path}." if path else ""
+    for name, attribute in unsupported_fields(kind).items():
+        raw = getattr(parsed, attribute)
+        if given(raw) and not _changes_nothing(name, raw):
+            raise _unsupported(prefix, name)
+    for name, spelled in _ignored_fields(kind):
+        value = getattr(parsed, name)
+        if isinstance(value, Raw):
+            has_value = given(value) and not _changes_nothing(name, value)
+        else:
+            has_value = value is not None and value not in harmless_values(name)
+        if has_value:
+            note_ignored(prefix + spelled)
+    for name in _nested_fields(kind):
+        inner = getattr(parsed, name)
+        if isinstance(inner, list | msgspec.Struct):
+            _judge(inner, prefix + name)
+
+
+def _unsupported(prefix: str, name: str) -> ApiError:
+    harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
+    reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+    return refused(prefix + name, INSTEAD.get(name, reason), "unsupported_parameter")
+
+
+def _changes_nothing(name: str, raw: Raw) -> bool:
+    if len(bytes(raw)) > _MAX_HARMLESS_BYTES:
+        return False
+    try:
+        parsed = msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return False
+    return any(type(parsed) is type(value) and parsed == value for value in harmless_values(name))
+
+
+def harmless_values(name: str) -> tuple[Any, ...]:
+    """Returns the values of an unsupported field, or of one without effect, that ask for what happens anyhow."""
+    return (*HARMLESS.get(name, ()), *(() if name in FALSE_ASKS else NOTHING))
+
+
+@cache
+def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
+    """Returns the names of the raw fields of a struct that are not read later, by their names in JSON."""
+    raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
+    return {f.encode_name: f.name for f in raw}
+
+
+@cache
+def _required_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the required fields of a body's type, with their names in a body."""
+    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if f.required)
+
+
+@cache
+def _ignored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the names of the fields of a struct that have no effect, each with its name in JSON."""
+    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if is_ignored(f))
+
+
+def is_ignored(field: msgspec.structs.FieldInfo) -> bool:
+    """Returns whether a field of a struct is accepted without effect."""
+    return IGNORED in getattr(field.type, "__metadata__", ())
+
+
+@cache
+def _nested_fields(kind: type[Any]) -> tuple[str, ...]:
+    """Returns the names of the fields of a struct that may hold structs."""
+    return tuple(f.name for f in msgspec.inspect.type_info(kind).fields if _holds_structs(f.type))  # type: ignore[attr-defined]
+
+
+def _holds_structs(kind: msgspec.inspect.Type) -> bool:
+    match kind:
+        case msgspec.inspect.StructType():
+            return True
+        case msgspec.inspect.UnionType():
+            return any(map(_holds_structs, kind.types))
+        case msgspec.inspect.ListType():
+            return _holds_structs(kind.item_type)
+    return False
+
+
+def _unreadable(error: Exception, field: str) -> ApiError:
+    """Makes the error for a body that cannot be read: msgspec's message names what it expected, and where."""
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply", param=field or None, code="invalid_json")
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
+    text = str(error)
+    if len(text) > 2 * _MAX_ERROR_CHARS:
+        # The name of a field that a client sent may have megabytes, so the message is shortened.
+        text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
+    found = _PATH.match(text)
+    what, path = (found["what"], found["path"] or "") if found else (text, "")
+    named = _NAMED.search(what)
+    if named:
+        path = f"{path}.{named[1]}" if path else named[1]
+    joint = "" if not path or not field or path.startswith("[") else "."
+    param = field + joint + path
+    if "unknown field" in what:
+        return refused(param, UNKNOWN, "unknown_parameter")
+    if "missing required" in what:
+        return refused(param, REQUIRED, "missing_required_parameter")
+    if param.endswith("type") and (unknown := _VALUE.search(what)):
+        reason = INSTEAD.get(unknown[1], f"{unknown[1]!r} is not supported here")
+        return refused(param, reason, "unsupported_value")
+    return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")
 
 
 def without_halves(body: bytes) -> bytes:
