@@ -784,7 +784,8 @@ class Gateway:
         span: trace.Span,
     ) -> RequestRunner:
         operation = EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
-        describe_span(span, admitted, operation, name)
+        if span.is_recording():
+            describe_span(span, admitted, operation, name)
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
         meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers)

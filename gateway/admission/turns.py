@@ -307,7 +307,7 @@ class ModelTurns:
         if permit.deadline_s is not None:
             waits = not self._is_first_of_tenant(permit) and (self._crowded or not self._fits(permit))
             wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
-            late = self._late(permit, now_s, wait_s, ANSWER_RESERVE)
+            late = self._late(permit, permit.deadline_s, now_s, wait_s, ANSWER_RESERVE)
             if late is not None:
                 raise late
         permit.place = place
@@ -339,7 +339,8 @@ class ModelTurns:
             if not self._fits(permit, share):
                 break
             granted.append(permit)
-            permit.given_up = self._late(permit, now_s, 0.0, 1.0)
+            if permit.deadline_s is not None:
+                permit.given_up = self._late(permit, permit.deadline_s, now_s, 0.0, 1.0)
             if permit.given_up is not None:
                 self.give_up(permit)
                 continue
@@ -371,12 +372,14 @@ class ModelTurns:
         assert all(one.place is not None and one.queue is None for one in self.permits.values())
         assert self.running >= self._running_of.total(), f"{self.running} answers run, {self._running_of} of tenants"
 
-    def _late(self, permit: AdmissionPermit, now_s: float, wait_s: float, reserve: float) -> Overloaded | None:
+    def _late(
+        self, permit: AdmissionPermit, deadline_s: float, now_s: float, wait_s: float, reserve: float
+    ) -> Overloaded | None:
         """Returns the error of a request that cannot be served in time after a wait of ``wait_s``, if its answer takes
         ``reserve`` times as long as is expected; None where it can."""
-        if permit.deadline_s is None or permit.tenant.background:
+        if permit.tenant.background:
             return None
-        left_s, answer_s = permit.deadline_s - now_s, self._answer_s(permit, now_s)
+        left_s, answer_s = deadline_s - now_s, self._answer_s(permit, now_s)
         if wait_s + answer_s * reserve < left_s:
             return None
         text = f"the wait would take about {wait_s:.1f} s"

@@ -298,7 +298,8 @@ class ModelCalls:
 
         reader = DeltaReader(asked.requests, start)
         try:
-            async with self._heard(call, asked, arrived), contextlib.AsyncExitStack() as refusable:
+            heard = self._heard(call, arrived) if asked.stream and self._ping_s else contextlib.nullcontext()
+            async with heard, contextlib.AsyncExitStack() as refusable:
                 # All prompts of a call are answered by the model that the name means now.
                 entry = await self.entry(asked.requests[0].model, call.tenant)
                 if len(asked.requests) > 1:
@@ -325,18 +326,15 @@ class ModelCalls:
                 quota.end(time.monotonic())
 
     @contextlib.asynccontextmanager
-    async def _heard(self, call: HttpCall, asked: AskedCall, arrived_s: float) -> AsyncIterator[None]:
+    async def _heard(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:
         """Lets a stream's client hear something while its answer has not begun: every --stream-ping-ms since its body
         was there, at ``arrived_s`` of the loop's clock."""
         loop, speaking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        timer: asyncio.TimerHandle | None = None
-        if asked.stream and self._ping_s:
-            timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))
+        timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))
         try:
             yield
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             for task in speaking:
                 task.cancel()
             # The next event must not come between the head and what was to be said.

@@ -211,9 +211,11 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     structured, structure_names = _structure(body)
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structured)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
-    tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
+    tools, tool_names, custom = ToolOptions(), dict[str, str](), frozenset[str]()
+    if body.tools or body.tool_choice:
+        tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
     tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
-    hints = _hints(body.kv_hints)
+    hints = _hints(body.kv_hints) if body.kv_hints else ""
     request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
     names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
     asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
@@ -388,7 +390,7 @@ def _function_call(function: CalledFunction, call_id: str) -> ToolCall:
     return ToolCall(call_id, function.name, arguments_of(function.arguments))
 
 
-def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, Mapping[str, str], frozenset[str]]:
+def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, dict[str, str], frozenset[str]]:
     """Reads the tools and which of them may be called, and returns the client's names of their fields where these are
     special, and the names of the custom tools, too. The model is not told of tools that a server runs. Raises ApiError;
     too many bytes are refused before they are parsed."""
@@ -507,7 +509,7 @@ def _sampling(
         **sampling_of(body, "completions"),
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=read_stops(body.stop),
+        stop=read_stops(body.stop) if body.stop else (),
         stop_token_ids=tuple(_bounded(body.stop_token_ids, "stop_token_ids") or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,

@@ -452,6 +452,11 @@ class Cluster:
         known = max(hits.values(), default=0)
         if len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
             return {}
+        return await self._ask_buckets(hashes, known, components, state_pages)
+
+    async def _ask_buckets(
+        self, hashes: bytes, known: int, components: Sequence[ComponentRecord], state_pages: int
+    ) -> dict[str, int]:
         readers: dict[str, list[str]] = {}
         # A KV node of another model has no block of this prompt.
         used = {record.node_id for record in components if record.role == "decode"}

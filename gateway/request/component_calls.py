@@ -47,7 +47,7 @@ from pillion.gateway.links.prefill_link import PrefillBroken
 from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.planner import PrefixSource, RequestPlan, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
+from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain, PoolingRows
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
@@ -288,6 +288,15 @@ async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: 
     return BlockHashChain(root, await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed))
 
 
+def _pool(submit: Submit, admitted: AdmittedRequest, pooled: PoolingRows) -> None:
+    """Asks for the vector of a text instead of an answer."""
+    rows = admitted.pooling_rows
+    submit.pooled = rows is None
+    submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
+    submit.pooled_ids.extend(pooled.logits_of)
+    submit.second_from = pooled.second_from
+
+
 class ComponentCalls:
     """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
     runs at a time, and at most one decode stream.
@@ -385,11 +394,7 @@ class ComponentCalls:
             flow=flow_to_pb(admitted.flow),
         )
         if admitted.pooled is not None:
-            rows = admitted.pooling_rows
-            submit.pooled = rows is None
-            submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
-            submit.pooled_ids.extend(admitted.pooled.logits_of)
-            submit.second_from = admitted.pooled.second_from
+            _pool(submit, admitted, admitted.pooled)
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
             submit.known_blocks = plan.known_blocks
@@ -604,18 +609,20 @@ class ComponentCalls:
             if delta.finish_reason is not None:
                 self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings, delta.vector))
             elif delta.error is not None:
-                error = self._error_of(delta.error)
-                if self._stream is not None:
-                    self._failed_at(self._stream[0])
-                    if isinstance(error, Unavailable):
-                        self._cluster.view.refused(self._stream[0])
-                if self._suspected(delta):
-                    later = partial(self._lose_stream, attempt, delta, error)
-                    asyncio.get_running_loop().call_later(VERDICT_MS / 1000, later)
-                else:
-                    self._lose_stream(attempt, delta, error)
+                self._on_error(attempt, delta, self._error_of(delta.error))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)
+
+    def _on_error(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
+        if self._stream is not None:
+            self._failed_at(self._stream[0])
+            if isinstance(error, Unavailable):
+                self._cluster.view.refused(self._stream[0])
+        if self._suspected(delta):
+            later = partial(self._lose_stream, attempt, delta, error)
+            asyncio.get_running_loop().call_later(VERDICT_MS / 1000, later)
+        else:
+            self._lose_stream(attempt, delta, error)
 
     def _suspected(self, delta: DecodeDelta) -> bool:
         """Returns whether a connection broke in a step with the stream. A stream that had tokens of this attempt was in

@@ -118,7 +118,7 @@ class RequestRunner:
         if self.admitted.deadline is not None:
             left_s = max(0.0, self.admitted.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
-        self._watch_silence()
+        self._silence = asyncio.get_running_loop().call_later(min(LOGGED_SILENCE_S, MAX_SILENCE_S), self._watch_silence)
         for index, answer in enumerate(self._answers):
             if answer.stopped:
                 # The text of a resumed answer may hold a stop string already.
@@ -314,7 +314,8 @@ class RequestRunner:
         now = time.monotonic()
         timings = self._timings(now)
         self._meter.ended(now, usage, timings, self._reasons, error)
-        self._log_end(usage, timings, error)
+        if log.isEnabledFor(logging.INFO):
+            self._log_end(usage, timings, error)
         self._on_end(usage)
         self._wake()
 
@@ -334,8 +335,6 @@ class RequestRunner:
 
     def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
         """Writes the request's line into the log."""
-        if not log.isEnabledFor(logging.INFO):
-            return
         how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
         fields = {
             "request_id": self.admitted.request_id,
@@ -379,27 +378,23 @@ class RequestRunner:
 
 
 def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
-    attempts, resume = admitted.options.max_attempts, admitted.resume
-    stop_ids = frozenset(admitted.sampling.stop_token_ids)
-    machine = partial(
-        RequestMachine,
+    resume = admitted.resume
+    # The first answer brings the prompt's log probabilities, for all of them. Where rows are pooled, those of cached
+    # tokens are not there, so all tokens from the first of these rows on are computed.
+    scores = (index == 0 and admitted.sampling.prompt_logprobs is not None) or admitted.pooling_rows is not None
+    scored_tokens = 0 if resume is None else resume.scored_tokens
+    return RequestMachine(
         admitted.prompt,
         admitted.max_tokens,
-        stop_ids,
-        attempts,
+        frozenset(admitted.sampling.stop_token_ids),
+        admitted.options.max_attempts,
         admitted.arrived,
+        follows=index > 0 and resume is None,
+        resumed=None if resume is None else resume.answers[index],
+        cached_tokens=0 if resume is None else resume.origin.cached_tokens,
+        scored_tokens=scored_tokens if scores else None,
         virtual_tokens=admitted.virtual_tokens,
     )
-    # The first answer brings the prompt's log probabilities, for all of them.
-    scores = index == 0 and admitted.sampling.prompt_logprobs is not None
-    if admitted.pooling_rows is not None:
-        # The rows of cached tokens are not there, so all tokens from the first of these rows on are computed.
-        scores = True
-    if resume is None:
-        return machine(follows=index > 0, scored_tokens=0 if scores else None)
-    scored = resume.scored_tokens if scores else None
-    so_far, cached_tokens = resume.answers[index], resume.origin.cached_tokens
-    return machine(resumed=so_far, cached_tokens=cached_tokens, scored_tokens=scored)
 
 
 # One delta has at most this many log probabilities of a prompt, their alternatives included: converting them takes some

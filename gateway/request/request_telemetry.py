@@ -165,8 +165,6 @@ def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bo
 def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, name: str) -> None:
     """Adds to the span what the request asks for, by OpenTelemetry's conventions for generative AI. The request's
     content is never added. ``name`` is the one that answers give: the adapter's, or the model's."""
-    if not span.is_recording():
-        return
     sampling = admitted.sampling
     span.update_name(f"generate {admitted.model}")
     attributes: dict[str, AttributeValue | None] = {
