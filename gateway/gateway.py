@@ -285,7 +285,7 @@ class Gateway:
             longest = self._longest(request, model, prompt)
             schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
             output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
-            scores = check_scores(request.sampling, len(own))
+            scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(own))
             grammar = None
             if request.sampling.structured_outputs is not None or output_format is not None:
                 grammar = await self._grammar(request, model, output_format, tenant)
@@ -799,7 +799,7 @@ class Gateway:
             if runner.failed_unserved and generated <= 0:
                 quota.begun_tokens -= permit.tokens
                 quota.give_back(int(runner.refused), permit.tokens, time.monotonic())
-            else:
+            elif permit.tenant.has_quotas:
                 self.quotas.spend(permit.tenant, usage.completion_tokens, time.monotonic())
             permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))

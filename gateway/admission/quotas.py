@@ -158,7 +158,7 @@ class Quotas:
     async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
         """Returns the quota that is used up by Redis's count, and the ms until it is not; None where no quota is, or
         where Redis does not answer."""
-        if self._shared is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
+        if self._shared is None or not tenant.has_quotas:
             return None
         demands = tuple(
             BucketDemand(getattr(tenant, quota), self._unreported.pop((tenant.name, quota), 0), wanted)
@@ -222,14 +222,16 @@ class CountedCall:
 
     def take(self, requests: int, now_s: float) -> None:
         """Takes requests from this gateway's count. Raises Overloaded."""
-        self.quotas.take_request(self.tenant, now_s, requests)
+        if self.tenant.has_quotas:
+            self.quotas.take_request(self.tenant, now_s, requests)
         self.requests = requests
 
     async def confirm(self, tokens: int | None, now_s: float) -> None:
         """Takes tokens, and the requests from the common count, as :meth:`Quotas.confirm` does. Raises
         Overloaded."""
         count, self.requests = self.requests, 0
-        await self.quotas.confirm(self.tenant, tokens, now_s, count)
+        if self.tenant.has_quotas:
+            await self.quotas.confirm(self.tenant, tokens, now_s, count)
         self.requests, self.tokens, self.confirmed = count, tokens or 0, True
 
     def give_back(self, requests: int, tokens: int, now_s: float) -> None:

@@ -64,6 +64,11 @@ class Tenant:
         return max(priority, self.most_urgent_priority)
 
     @property
+    def has_quotas(self) -> bool:
+        """Says whether what the tenant spends is counted."""
+        return bool(self.requests_per_minute or self.tokens_per_minute)
+
+    @property
     def background(self) -> bool:
         """Says whether the tenant's requests run only in places that nobody else wants."""
         return self.most_urgent_priority >= MAX_PRIORITY

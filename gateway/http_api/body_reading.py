@@ -297,8 +297,11 @@ def _unreadable(error: Exception, field: str) -> ApiError:
 def without_halves(body: bytes) -> bytes:
     """Returns a body with U+FFFD in the place of each escape that is half of a surrogate pair, as other servers read
     it. A body of more than MAX_SURROGATES such escapes stays as it is."""
-    if not 0 < body.count(b"\\ud") + body.count(b"\\uD") <= MAX_SURROGATES:
-        return body
+    escapes = body.count(b"\\ud") + body.count(b"\\uD")
+    return _without_halves(body) if 0 < escapes <= MAX_SURROGATES else body
+
+
+def _without_halves(body: bytes) -> bytes:
     mended, done = bytearray(body), 0
     for found in _SURROGATES.finditer(body):
         before = body[done : found.start()]

@@ -326,11 +326,14 @@ class _Told:
 
     def _content(self, message: MessageBody, role: str, n: int) -> tuple[list[str], list[str]]:
         """Returns the texts of a message, and what the assistant thought."""
-        path, content = f"messages[{n}]", message.content
+        content = message.content
         if content is None and role not in ("assistant", "tool") and n == len(self._messages) - 1:
-            raise refused(f"{path}.content", REQUIRED, "missing_required_parameter")
-        if not isinstance(content, list):
-            return [content or message.refusal or ""], []
+            raise refused(f"messages[{n}].content", REQUIRED, "missing_required_parameter")
+        if isinstance(content, list):
+            return self._parts(content, role, n)
+        return [content or message.refusal or ""], []
+
+    def _parts(self, content: Sequence[ContentPart], role: str, n: int) -> tuple[list[str], list[str]]:
         texts: list[str] = []
         thoughts: list[str] = []
         for m, part in enumerate(content):
@@ -342,9 +345,9 @@ class _Told:
                 texts.append(text)
             elif role == "user" and (part.type in _SHOWN or n == self._last_user):
                 reason = f"{part.type[:100]!r} is not supported here"
-                raise refused(f"{path}.content[{m}].type", reason, "unsupported_value")
+                raise refused(f"messages[{n}].content[{m}].type", reason, "unsupported_value")
             else:
-                note_ignored(f"{path}.content.{part.type}")
+                note_ignored(f"messages[{n}].content.{part.type}")
                 texts += [UNSEEN] if role == "tool" and part.type in _SHOWN else []
         return texts, thoughts
 

@@ -450,7 +450,8 @@ class Cluster:
         buckets, by node id, where a model has ``state_pages`` up to the last state; it names only nodes that can have
         more than ``hits`` says. One node of each bucket is asked, for a bounded time. It never fails."""
         known = max(hits.values(), default=0)
-        if len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
+        buckets = any(record.object_url for record in components)
+        if not buckets or len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
             return {}
         return await self._ask_buckets(hashes, known, components, state_pages)
 

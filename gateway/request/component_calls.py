@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -351,20 +351,12 @@ class ComponentCalls:
                 self._begun = False
                 self.load.assign_plan(action.plan)
                 self._spawn(self._run_prefill(action))
-            case ev.StopWork(after_ms=after_ms):
-                if self._work is not None and after_ms:
-                    asyncio.get_running_loop().call_later(after_ms / 1000, self._work.cancel)
-                elif self._work is not None:
-                    self._work.cancel()
-                self._work = None
+            case ev.StopWork():
+                self._stop_work(action.after_ms)
             case ev.CancelDecode():
                 self._cancel_decode()
-            case ev.ReleaseTicket(hold):
-                # The ticket is released in the background, until the node has taken the release or the session is over.
-                try:
-                    self._cluster.node(hold.node_id).release(hold)
-                except Unavailable:
-                    log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
+            case ev.ReleaseTicket():
+                self._release(action.hold)
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
         """Submits the stream; posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are
@@ -419,6 +411,20 @@ class ComponentCalls:
         else:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
+
+    def _stop_work(self, after_ms: int) -> None:
+        if self._work is not None and after_ms:
+            asyncio.get_running_loop().call_later(after_ms / 1000, self._work.cancel)
+        elif self._work is not None:
+            self._work.cancel()
+        self._work = None
+
+    def _release(self, hold: TicketHold) -> None:
+        """Releases a ticket in the background, until the node has taken the release or the session is over."""
+        try:
+            self._cluster.node(hold.node_id).release(hold)
+        except Unavailable:
+            log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def _cancel_decode(self) -> None:
         """Tells the decode worker to stop, if it still runs something for this answer."""
@@ -494,19 +500,24 @@ class ComponentCalls:
             text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
         )
         decided = cluster.routes.plan(seen, time.monotonic())
+        if span.is_recording():
+            self._describe(span, action.attempt, decided, blocks)
+        return decided
+
+    def _describe(self, span: trace.Span, attempt: int, decided: RequestPlan, blocks: Mapping[str, int]) -> None:
+        """Adds a plan to its span; ``blocks`` are those of the prompt that nodes have, by the index."""
         span.set_attributes(
             {
-                "pillion.attempt": action.attempt,
+                "pillion.attempt": attempt,
                 "pillion.hit_blocks": blocks.get(decided.node_id, 0),
                 "pillion.sources": [source.node_id for source in decided.sources],
-                "pillion.index_available": cluster.index_available,
+                "pillion.index_available": self._cluster.index_available,
                 "pillion.split_tokens": decided.split_tokens,
                 "pillion.reason": decided.reason,
                 "pillion.decode_worker": decided.decode.component_id,
                 "pillion.prefill_worker": decided.prefill.component_id if decided.prefill else "",
             }
         )
-        return decided
 
     async def _open_ticket(self, action: ev.OpenTicket) -> None:
         admitted, node_id, total_blocks = self._admitted, action.plan.node_id, action.plan.total_blocks

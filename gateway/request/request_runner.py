@@ -284,7 +284,6 @@ class RequestRunner:
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
-            self._outbox.end(self.usage(), self._timings(time.monotonic()))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
             self._end(None)
 
@@ -305,14 +304,15 @@ class RequestRunner:
         for timer in (self._deadline, self._silence):
             if timer is not None:
                 timer.cancel()
-        usage, span = self.usage(), self._span
+        now, usage, span = time.monotonic(), self.usage(), self._span
+        timings = self._timings(now)
+        if error is None:
+            self._outbox.end(usage, timings)
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
         span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._samples.machines))
         span.end()
-        now = time.monotonic()
-        timings = self._timings(now)
         self._meter.ended(now, usage, timings, self._reasons, error)
         if log.isEnabledFor(logging.INFO):
             self._log_end(usage, timings, error)

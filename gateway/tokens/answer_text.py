@@ -483,6 +483,8 @@ class AnswerText:
         if self._ended or self.stopped:
             return AnswerDelta("", ())
         self._ended = True
+        if not self._has_stops:
+            return self._delta(self._last_content(cut), (), ())
         last = self._delta(self._match_stops(self._last_content(cut)), (), ())
         return last if self.stopped else last._replace(text=last.text + self._stops.flush())
 
