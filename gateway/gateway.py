@@ -268,13 +268,13 @@ class Gateway:
         deadline = None if timeout_s is None else arrived + timeout_s
         span = begin_span(request, parent, streamed=streamed)
         permit: AdmissionPermit | None = None
-        quota = counted or CountedCall(self.quotas, tenant)
+        quota = counted or (CountedCall(self.quotas, tenant) if tenant.has_quotas else None)
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
             permit = self._enter(request, tenant, arrived)
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
-            if counted is None:
+            if counted is None and quota is not None:
                 quota.take(1, arrived)
             with telemetry.child("tokenize", span) as tokenizing:
                 own, text = await self._tokenize(request, model, tenant)
@@ -667,11 +667,11 @@ class Gateway:
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         return await model.grammars.grammar(request, output_format, turns)
 
-    async def _turn(self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall) -> None:
+    async def _turn(self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None) -> None:
         """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
         workers. Raises Overloaded and DeadlineExceeded."""
         stop = contextlib.ExitStack()
-        if not quota.confirmed:
+        if quota is not None and not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
 
         def waits() -> None:
@@ -683,7 +683,8 @@ class Gateway:
             new = admitted.pooled is None and admitted.resume is None
             allowed = admitted.max_tokens if new else 0
             await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
-        quota.begun_tokens += permit.tokens
+        if quota is not None:
+            quota.begun_tokens += permit.tokens
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
         """Returns the longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
@@ -780,7 +781,7 @@ class Gateway:
         admitted: AdmittedRequest,
         answers: list[AnswerText],
         permit: AdmissionPermit,
-        quota: CountedCall,
+        quota: CountedCall | None,
         span: trace.Span,
     ) -> RequestRunner:
         operation = EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
@@ -796,10 +797,10 @@ class Gateway:
             # The tokens of a prompt that no worker could serve cost its tenant nothing, nor does a request that was
             # refused. What a lost gateway has given costs here, because the price of an answer is taken at its end,
             # which that gateway has not seen.
-            if runner.failed_unserved and generated <= 0:
+            if quota is not None and runner.failed_unserved and generated <= 0:
                 quota.begun_tokens -= permit.tokens
                 quota.give_back(int(runner.refused), permit.tokens, time.monotonic())
-            elif permit.tenant.has_quotas:
+            elif quota is not None:
                 self.quotas.spend(permit.tenant, usage.completion_tokens, time.monotonic())
             permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))

@@ -222,16 +222,14 @@ class CountedCall:
 
     def take(self, requests: int, now_s: float) -> None:
         """Takes requests from this gateway's count. Raises Overloaded."""
-        if self.tenant.has_quotas:
-            self.quotas.take_request(self.tenant, now_s, requests)
+        self.quotas.take_request(self.tenant, now_s, requests)
         self.requests = requests
 
     async def confirm(self, tokens: int | None, now_s: float) -> None:
         """Takes tokens, and the requests from the common count, as :meth:`Quotas.confirm` does. Raises
         Overloaded."""
         count, self.requests = self.requests, 0
-        if self.tenant.has_quotas:
-            await self.quotas.confirm(self.tenant, tokens, now_s, count)
+        await self.quotas.confirm(self.tenant, tokens, now_s, count)
         self.requests, self.tokens, self.confirmed = count, tokens or 0, True
 
     def give_back(self, requests: int, tokens: int, now_s: float) -> None:
