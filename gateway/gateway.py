@@ -286,9 +286,7 @@ class Gateway:
             schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
             output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
             scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(own))
-            grammar = None
-            if request.sampling.structured_outputs is not None or output_format is not None:
-                grammar = await self._grammar(request, model, output_format, tenant)
+            grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
             if request.sampling.bad_words:
@@ -662,7 +660,7 @@ class Gateway:
     ) -> RequestGrammar | None:
         """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
         Overloaded and Unavailable."""
-        if model.grammars is None:
+        if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
             return None
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         return await model.grammars.grammar(request, output_format, turns)
