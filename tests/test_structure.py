@@ -160,7 +160,7 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
         "planner",
         "request_machine",
         "turns",
-        "quotas",
+        "tenants",
         "ledger",
         "eviction",
         "restarts",

@@ -1,5 +1,5 @@
 """Counts tenants' quotas of requests and tokens per minute, as token buckets: in this gateway, and in Redis as long as
-that answers, where they hold over all gateways of a cluster. Nothing here reads a clock: callers pass ``now_s`` (I9).
+that answers, where they hold over all gateways of a cluster. Callers pass the time.
 
 A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. The
 tokens of an answer are known only afterwards: they are taken when the request ends and may leave a debt, which has to
@@ -26,55 +26,14 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pillion.errors import Overloaded, QuotaViolation, Unavailable
-from pillion.gateway.admission.tenants import Tenant
+from pillion.errors import Overloaded, Unavailable
+from pillion.gateway.admission.tenants import QUOTAS, Bucket, Tenant, used_up
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
-MINUTE_S = 60.0
-# These names of quotas are fields of a tenant, in the order in which a request is judged by them.
-QUOTAS = ("requests_per_minute", "tokens_per_minute")
 # Tokens of answers may wait this long before they are reported, so that many answers are one call.
 REPORT_MS = 100
-
-
-class Bucket:
-    """Counts one quota as a token bucket that holds ``per_minute`` and gains as much each minute."""
-
-    def __init__(self, per_minute: int, now_s: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at_s = now_s
-
-    def wait_s(self, amount: int, now_s: float) -> float:
-        """Says how long it takes until ``amount`` may be taken, 0 for now. An amount that is larger than the bucket
-        needs a full bucket."""
-        missing = min(amount, self.per_minute) - self._filled(now_s)
-        return max(0.0, missing) * MINUTE_S / self.per_minute
-
-    def take(self, amount: int, now_s: float) -> None:
-        """Takes ``amount`` out of the bucket, which may leave a debt."""
-        self._level = self._filled(now_s) - amount
-        self._at_s = now_s
-
-    def resized(self, per_minute: int, now_s: float) -> Bucket:
-        """Makes a bucket with another rate, from which as much has been spent as from this one."""
-        # Without rounding, an error in the last digit of what was spent would count as one more.
-        spent = round(self.per_minute - self._filled(now_s), 6)
-        other = Bucket(per_minute, now_s)
-        other.take(math.ceil(spent), now_s)
-        return other
-
-    def _filled(self, now_s: float) -> float:
-        gained = max(0.0, now_s - self._at_s) / MINUTE_S * self.per_minute
-        return min(float(self.per_minute), self._level + gained)
-
-
-def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
-    """Makes the error of a request that met ``quota``, which is one of QUOTAS."""
-    text = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
-    return Overloaded(text, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", text),))
 
 
 class Quotas:

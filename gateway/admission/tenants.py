@@ -1,4 +1,4 @@
-"""Says what each tenant may use, and how its cache is kept apart. Sans-IO (I9).
+"""Says what each tenant may use, counts its quotas, and says how its cache is kept apart. Sans-IO (I9).
 
 API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in all queues
 no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
@@ -7,6 +7,7 @@ no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the ga
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,9 @@ TENANT_SHARE = 0.5
 # Requests in the background fill at most this share of any bound, and one of them begins only where no more than this
 # share of a model's slots is then in use, by any request.
 BACKGROUND_SHARE = 0.5
+MINUTE_S = 60.0
+# These names of quotas are fields of a tenant, in the order in which a request is judged by them.
+QUOTAS = ("requests_per_minute", "tokens_per_minute")
 # Workers know a tenant by so many bytes.
 FLOW_KEY_BYTES = 16
 
@@ -192,3 +196,41 @@ class ConcurrencyLimit:
 def _room(tenant: Tenant, bound: int) -> int:
     """Returns how much of a bound may be held, by all requests, for one more request of the tenant to be admitted."""
     return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound
+
+
+class Bucket:
+    """Counts one quota as a token bucket that holds ``per_minute`` and gains as much each minute."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at_s = now_s
+
+    def wait_s(self, amount: int, now_s: float) -> float:
+        """Says how long it takes until ``amount`` may be taken, 0 for now. An amount that is larger than the bucket
+        needs a full bucket."""
+        missing = min(amount, self.per_minute) - self._filled(now_s)
+        return max(0.0, missing) * MINUTE_S / self.per_minute
+
+    def take(self, amount: int, now_s: float) -> None:
+        """Takes ``amount`` out of the bucket, which may leave a debt."""
+        self._level = self._filled(now_s) - amount
+        self._at_s = now_s
+
+    def resized(self, per_minute: int, now_s: float) -> Bucket:
+        """Makes a bucket with another rate, from which as much has been spent as from this one."""
+        # Without rounding, an error in the last digit of what was spent would count as one more.
+        spent = round(self.per_minute - self._filled(now_s), 6)
+        other = Bucket(per_minute, now_s)
+        other.take(math.ceil(spent), now_s)
+        return other
+
+    def _filled(self, now_s: float) -> float:
+        gained = max(0.0, now_s - self._at_s) / MINUTE_S * self.per_minute
+        return min(float(self.per_minute), self._level + gained)
+
+
+def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
+    """Makes the error of a request that met ``quota``, which is one of QUOTAS."""
+    text = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
+    return Overloaded(text, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", text),))

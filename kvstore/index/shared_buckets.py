@@ -1,7 +1,7 @@
 """Keeps token buckets in Redis, which several processes fill and empty as if they were one.
 
 A bucket holds one minute's worth and fills evenly, by Redis's own clock; lua/take_tokens.lua has the arithmetic, the
-same as :class:`pillion.gateway.admission.quotas.Bucket`. If Redis is lost, a minute's memory is lost.
+same as :class:`pillion.gateway.admission.tenants.Bucket`. If Redis is lost, a minute's memory is lost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import docs.make
 from deploy.grafana import make
 from pillion import errors
 from pillion.engine.worker import worker_telemetry
-from pillion.gateway.admission.quotas import QUOTAS
+from pillion.gateway.admission.tenants import QUOTAS
 from pillion.gateway.request import request_telemetry
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names

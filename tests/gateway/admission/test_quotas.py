@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Overloaded
-from pillion.gateway.admission.quotas import MINUTE_S, Bucket, Quotas
-from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.quotas import Quotas
+from pillion.gateway.admission.tenants import MINUTE_S, OPEN, Bucket, Tenant
 from tests.support.examples import examples
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lab.testbed.conditions import until
 from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Overloaded, Unavailable
-from pillion.gateway.admission.quotas import Bucket, CountedCall, Quotas
-from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.quotas import CountedCall, Quotas
+from pillion.gateway.admission.tenants import OPEN, Bucket, Tenant
 from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
