@@ -37,8 +37,6 @@ from pillion.wire.registry import ComponentRecord
 # A prompt may take at most this many times as long where it is computed by a prefill worker that has never been
 # measured, to learn its pace: otherwise one that is assumed to be slower than it is would never be used.
 LEARNING_FACTOR = 2.0
-# Decode workers whose predictions differ by less than this share are equal: the request's number chooses one.
-EQUAL_SHARE = 0.01
 # At most this many decode workers are weighed: those with the fewest tokens before the request's, at their own speeds.
 # With the first of them alone, a tenth fewer requests of simulated loads are good at 1.2 a second for each worker.
 MAX_WEIGHED = 4
@@ -147,8 +145,8 @@ def choose(
     best = _prefill_sides(snapshot, models, prefills, weighed)
     held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     routes = [_route(snapshot, component, models.of(component), best, held) for component in weighed]
-    least_s = min(route.price_s for route in routes) * (1 + EQUAL_SHARE)
-    chosen = next(route for route in routes if route.price_s <= least_s)
+    # Of equals the first one is taken: the request's number has settled their order.
+    chosen = min(routes, key=lambda route: route.price_s)
     words = _why(snapshot, chosen, decodes)
     node_id = chosen.decode.component.node_id
     far = snapshot.far_hits.get(node_id, 0)
