@@ -67,13 +67,6 @@ class StepAdapters:
                 outputs[rows[:, None], columns] += added
 
 
-def step_adapters(batch: StepBatch, adapters: Mapping[int, AdapterWeights]) -> StepAdapters:
-    """Returns the adapters of a batch's rows."""
-    assert batch.adapters is not None
-    slots, starts, positions = map(torch.from_numpy, (batch.adapters, batch.query_starts, batch.positions))
-    return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), positions.long(), adapters)
-
-
 class TorchAdapters(PlainAdapters):
     """Holds the adapters of the torch backend."""
 
@@ -83,4 +76,6 @@ class TorchAdapters(PlainAdapters):
     def of_step(self, batch: StepBatch) -> StepAdapters:
         """Returns the adapters of a step's rows."""
         placed = {at: one.weights for at, one in enumerate(self.placed) if isinstance(one, PlainAdapter)}
-        return step_adapters(batch, placed)
+        assert batch.adapters is not None
+        slots, starts, positions = map(torch.from_numpy, (batch.adapters, batch.query_starts, batch.positions))
+        return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), positions.long(), placed)

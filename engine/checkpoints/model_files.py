@@ -72,39 +72,34 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
-        return ModelSource(_demo_file(), DEMO_NAME, DEMO_SAMPLING)
+        if (file := installed_demo()) is None:
+            raise ConfigError("the demo model is not installed: `pillion models pull demo` brings it")
+        return ModelSource(file, DEMO_NAME, DEMO_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path.resolve(), path.resolve().name)
     if path.is_file():
-        if not _is_gguf(path):
-            raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
+        with path.open("rb") as opened:
+            if opened.read(4) != b"GGUF":
+                raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
         return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
     if is_hub_id(model):
-        return ModelSource(_hub_folder(model, revision, progress), model)
+        progress(f"looking for {model} ({revision}) on the hub")
+        check_hub_config(model, revision)
+        return ModelSource(Path(download(model, revision)), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
-def head_folder(model: str, revision: str) -> Path:
-    """Returns the local folder of the EAGLE head that ``--speculative-config`` names by a folder or a hub id, whose
-    files are downloaded where they are missing. Raises ConfigError, in one line, for another name or a failed
-    download."""
-    path = Path(model).expanduser()
+def folder_of(named: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, flag: str = "") -> Path:
+    """Returns the local folder of an EAGLE head or of a tokenizer, which is ``named`` by a folder or a hub id; files of
+    these ``patterns`` are downloaded where they are missing. Raises ConfigError, in one line that begins with the
+    ``flag``, for another name or a failed download."""
+    path = Path(named).expanduser()
     if path.is_dir():
         return path.resolve()
-    if not is_hub_id(model):
-        raise ConfigError(f"{model} is no folder here, and no hub id (owner/name) either")
-    return Path(download(model, revision))
-
-
-def tokenizer_folder(tokenizer: str) -> Path:
-    """Turns a ``--tokenizer`` flag into a folder on this machine. Raises ConfigError, in one line, if there is none."""
-    path = Path(tokenizer).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if not is_hub_id(tokenizer):
-        raise ConfigError(f"--tokenizer {tokenizer} is no folder here, and no hub id (owner/name) either")
-    return Path(download(tokenizer, "main", TOKENIZER_PATTERNS))
+    if not is_hub_id(named):
+        raise ConfigError(f"{f'{flag} {named}'.strip()} is no folder here, and no hub id (owner/name) either")
+    return Path(download(named, revision, patterns))
 
 
 def check_named(model: str) -> None:
@@ -120,11 +115,6 @@ def is_local(model: str) -> bool:
     return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
-def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
 def installed_demo() -> Path | None:
     """Returns the demo model's file; None where its package is not installed."""
     found = importlib.util.find_spec(DEMO_PACKAGE)
@@ -133,21 +123,9 @@ def installed_demo() -> Path | None:
     return files[0].resolve() if files else None
 
 
-def _demo_file() -> Path:
-    if (file := installed_demo()) is None:
-        raise ConfigError("the demo model is not installed: `pillion models pull demo` brings it")
-    return file
-
-
 def is_hub_id(model: str) -> bool:
     """Returns whether a ``--model`` flag has the form of a hub id, owner/name."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-
-
-def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
-    progress(f"looking for {model} ({revision}) on the hub")
-    check_hub_config(model, revision)
-    return Path(download(model, revision))
 
 
 def check_hub_config(model: str, revision: str) -> None:

@@ -28,12 +28,13 @@ from pillion.engine.checkpoints.model_files import (
     INDEX_NAME,
     SINGLE_NAME,
     TEXT_FILES,
+    TOKENIZER_PATTERNS,
     ModelSource,
     Progress,
+    folder_of,
     index_files,
     is_local,
     locate,
-    tokenizer_folder,
     weight_files,
 )
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
@@ -103,7 +104,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     folder = Path(record.folder)
     config = load_config(folder)
     if flags.tokenizer:
-        folder = _with_tokenizer(folder, tokenizer_folder(flags.tokenizer), record.vocab_size, progress)
+        origin = folder_of(flags.tokenizer, "main", TOKENIZER_PATTERNS, "--tokenizer")
+        folder = _with_tokenizer(folder, origin, record.vocab_size, progress)
         ends.update(vocabulary_ids(read_json(folder / _END_FILE), "id", record.vocab_size, str(folder / _END_FILE)))
     original = original_tokens(config.ropes)
     return PreparedModel(

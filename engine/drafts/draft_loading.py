@@ -15,7 +15,7 @@ from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.cpu.cpu_loading import core_share, unsupported
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
-from pillion.engine.checkpoints.model_files import head_folder
+from pillion.engine.checkpoints.model_files import folder_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
@@ -98,7 +98,7 @@ def load_eagle_head(
         prepared, backend = main.prepared, main.backend
         if not isinstance(backend, HostBackend):
             raise ConfigError("EAGLE-3 heads run on CPUs")
-        folder = head_folder(config.model, config.revision)
+        folder = folder_of(config.model, config.revision)
         head = load_eagle_config(folder, load_config(prepared.folder))
         layout = eagle_layout(head, flags.block_size, prepared.dtype)
         layout = replace(layout, block_size=flags.block_size * draft_blocks(backend.layout, layout))

@@ -24,8 +24,9 @@ _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "Layer
 def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Returns the tensors of an encoder by the names that files have for them, without those of another task. Raises
     ConfigError for tensors that are missing, unknown, of another shape, or not finite."""
-    assert config.encoder is not None
-    wanted, prefix = tensor_shapes(config, config.encoder), _PREFIXES[config.family]
+    encoder, prefix = config.encoder, _PREFIXES[config.family]
+    assert encoder is not None
+    wanted = (_rotary if encoder.rotary else _learned)(config, encoder) | _head(config, encoder)
     found: dict[str, torch.Tensor] = {}
     unknown: list[str] = []
     with open_files(folder) as files:
@@ -59,17 +60,9 @@ def _read(stored: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> tor
     return tensor
 
 
-def tensor_shapes(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that an encoder needs."""
-    return (_rotary if encoder.rotary else _learned)(config, encoder) | _head(config, encoder)
-
-
-def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
-
-
-def _norm(name: str, width: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if bias else {})}
+def _weights(name: str, *shape: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a linear layer, or of a norm, and of its bias if it has one."""
+    return {f"{name}.weight": shape, **({f"{name}.bias": shape[:1]} if bias else {})}
 
 
 def _learned(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int, ...]]:
@@ -78,45 +71,45 @@ def _learned(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int
     found: dict[str, tuple[int, ...]] = {
         f"embeddings.{name}_embeddings.weight": (rows, hidden) for name, rows in tables.items()
     }
-    found |= _norm("embeddings.LayerNorm", hidden, bias=True)
+    found |= _weights("embeddings.LayerNorm", hidden)
     for layer in range(encoder.num_layers):
         at = f"encoder.layer.{layer}."
         for name in ("query", "key", "value"):
-            found |= _linear(f"{at}attention.self.{name}", hidden, hidden, bias=True)
-        found |= _linear(f"{at}attention.output.dense", hidden, hidden, bias=True)
-        found |= _norm(f"{at}attention.output.LayerNorm", hidden, bias=True)
-        found |= _linear(f"{at}intermediate.dense", inner, hidden, bias=True)
-        found |= _linear(f"{at}output.dense", hidden, inner, bias=True)
-        found |= _norm(f"{at}output.LayerNorm", hidden, bias=True)
+            found |= _weights(f"{at}attention.self.{name}", hidden, hidden)
+        found |= _weights(f"{at}attention.output.dense", hidden, hidden)
+        found |= _weights(f"{at}attention.output.LayerNorm", hidden)
+        found |= _weights(f"{at}intermediate.dense", inner, hidden)
+        found |= _weights(f"{at}output.dense", hidden, inner)
+        found |= _weights(f"{at}output.LayerNorm", hidden)
     return found
 
 
 def _rotary(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, normed = config.hidden_size, config.intermediate_size, encoder.norm_bias
     found: dict[str, tuple[int, ...]] = {"embeddings.tok_embeddings.weight": (config.vocab_size, hidden)}
-    found |= _norm("embeddings.norm", hidden, bias=normed)
+    found |= _weights("embeddings.norm", hidden, bias=normed)
     for layer in range(encoder.num_layers):
         at = f"layers.{layer}."
         # The first layer reads the normed embeddings as they are.
-        found |= _norm(f"{at}attn_norm", hidden, bias=normed) if layer else {}
-        found |= _linear(f"{at}attn.Wqkv", 3 * hidden, hidden, bias=encoder.attention_bias)
-        found |= _linear(f"{at}attn.Wo", hidden, hidden, bias=encoder.attention_bias)
-        found |= _norm(f"{at}mlp_norm", hidden, bias=normed)
-        found |= _linear(f"{at}mlp.Wi", 2 * inner, hidden, bias=encoder.mlp_bias)
-        found |= _linear(f"{at}mlp.Wo", hidden, inner, bias=encoder.mlp_bias)
-    return found | _norm("final_norm", hidden, bias=normed)
+        found |= _weights(f"{at}attn_norm", hidden, bias=normed) if layer else {}
+        found |= _weights(f"{at}attn.Wqkv", 3 * hidden, hidden, bias=encoder.attention_bias)
+        found |= _weights(f"{at}attn.Wo", hidden, hidden, bias=encoder.attention_bias)
+        found |= _weights(f"{at}mlp_norm", hidden, bias=normed)
+        found |= _weights(f"{at}mlp.Wi", 2 * inner, hidden, bias=encoder.mlp_bias)
+        found |= _weights(f"{at}mlp.Wo", hidden, inner, bias=encoder.mlp_bias)
+    return found | _weights("final_norm", hidden, bias=normed)
 
 
 def _head(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, labels = config.hidden_size, config.labels
     match encoder.head:
         case "pooler":
-            return _linear("pooler.dense", hidden, hidden, bias=True) | _linear("classifier", labels, hidden, bias=True)
+            return _weights("pooler.dense", hidden, hidden) | _weights("classifier", labels, hidden)
         case "dense":
-            dense = _linear("classifier.dense", hidden, hidden, bias=True)
-            return dense | _linear("classifier.out_proj", labels, hidden, bias=True)
+            dense = _weights("classifier.dense", hidden, hidden)
+            return dense | _weights("classifier.out_proj", labels, hidden)
         case "normed":
-            dense = _linear("head.dense", hidden, hidden, bias=encoder.head_bias)
-            normed = _norm("head.norm", hidden, bias=encoder.norm_bias)
-            return dense | normed | _linear("classifier", labels, hidden, bias=True)
+            dense = _weights("head.dense", hidden, hidden, bias=encoder.head_bias)
+            normed = _weights("head.norm", hidden, bias=encoder.norm_bias)
+            return dense | normed | _weights("classifier", labels, hidden)
     return {}

@@ -147,14 +147,11 @@ class _Calls:
     def piece(self, structured: Piece | None) -> tuple[Piece, str]:
         """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
         piece. Returns the rule for calls alone, too."""
-        form = self.formats.tools
-        assert form is not None
         choice = self.options.choice or "auto"
         allowed = {self.options.name} if choice == "named" else set(self.options.allowed)
         tools = {n: tool for n, tool in enumerate(self.options.tools) if not allowed or tool.name in allowed}
         several = self.options.parallel_tool_calls is not False and choice != "named"
-        name = self.formats.tool_parser
-        writer = _WRITERS[name](self, tools, several)
+        writer = _WRITERS[self.formats.tool_parser](self, tools, several)
         rules, grammars = tuple(writer.rules), writer.grammars
         if choice in ("required", "named"):
             return Piece(writer.calls, rules, grammars, writer.sources), writer.calls
@@ -198,13 +195,15 @@ class _Writer:
     """Writes the calls of one format.
 
     Attributes:
+        marks: the format, which has the marks before and after calls.
         calls: the right side of a rule: one call, or several where they are allowed.
         rules: the rules that ``calls`` needs.
         grammars, sources: clients' grammars, and the fields of which the calls were made, as in Piece.
     """
 
     def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
-        self.asked = asked
+        assert asked.formats.tools is not None
+        self.asked, self.marks = asked, asked.formats.tools
         self.several = several
         self.rules: list[str] = []
         self.sources: dict[str, Any] = {}
@@ -256,9 +255,20 @@ class _Writer:
         """Returns the rule for content with the structure ``body``, as it stands in an answer."""
         return body
 
+    @property
+    def begins_again(self) -> bool:
+        """Says whether a mark of calls may follow the calls after another one."""
+        return self.several
+
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        """Returns a grammar rule for free text in which calls may stand, and the further rules that it needs."""
-        raise NotImplementedError
+        """Returns a grammar rule for free text in which calls may stand after marks, and the further rules that it
+        needs; where only one mark is allowed, nothing follows its calls."""
+        ids, begin = self.asked.formats.mark_ids, self.marks.begin
+        head, rules = f"TEXT {self.asked.term(begin)}", [f"TEXT: {_TEXT}"]
+        if not _begins_with_token(begin, ids):
+            head = "text_and_mark"
+            rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
+        return f"({head} call)* TEXT" if self.begins_again else f"TEXT | {head} call", tuple(rules)
 
 
 class _TaggedWriter(_Writer):
@@ -268,16 +278,9 @@ class _TaggedWriter(_Writer):
         return self.object(tool, number, "arguments")
 
     def all(self) -> str:
-        form = self.asked.formats.tools
-        assert form is not None
-        self.rules.append(f'call: "\\n" {self.any} "\\n" {self.asked.term(form.end)}')
-        begin = self.asked.term(form.begin)
+        self.rules.append(f'call: "\\n" {self.any} "\\n" {self.asked.term(self.marks.end)}')
+        begin = self.asked.term(self.marks.begin)
         return f'{begin} call ("\\n" {begin} call)*' if self.several else f"{begin} call"
-
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        form = self.asked.formats.tools
-        assert form is not None
-        return _amid_text(form.begin, "call", self.several, self.asked.formats.mark_ids)
 
 
 class _XmlWriter(_TaggedWriter):
@@ -454,23 +457,23 @@ class _NamedWriter(_TaggedWriter):
         self.rules.append(f"call: {calls} {self.asked.term(form.end_section)}")
         return f"{self.asked.term(form.section)} call"
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        section = NAMED_FORMS[self.asked.formats.tool_parser].section
-        return _amid_text(section, "call", False, self.asked.formats.mark_ids)
+    @property
+    def begins_again(self) -> bool:
+        return False
 
 
 class _ListWriter(_TaggedWriter):
     """Writes the grammar of calls in one list of objects between marks, as the formats of LIST_MARKS have them."""
 
     def all(self) -> str:
-        begin, end = LIST_MARKS[self.asked.formats.tool_parser]
         more = f'(", " {self.any})*' if self.several else ""
-        self.rules.append(f'call: "[" {self.any} {more} "]" {self.asked.term(end) if end else ""}')
-        return f"{self.asked.term(begin)} call"
+        end = self.asked.term(self.marks.end) if self.marks.end else ""
+        self.rules.append(f'call: "[" {self.any} {more} "]" {end}')
+        return f"{self.asked.term(self.marks.begin)} call"
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        begin, _ = LIST_MARKS[self.asked.formats.tool_parser]
-        return _amid_text(begin, "call", False, self.asked.formats.mark_ids)
+    @property
+    def begins_again(self) -> bool:
+        return False
 
 
 class _ApertusWriter(_ListWriter):
@@ -496,11 +499,10 @@ class _CohereWriter(_ListWriter):
         return f'{begin} /[0-9]{{1,3}}/ {behind} {self.arguments(tool, number)} "}}"'
 
     def all(self) -> str:
-        begin, end = LIST_MARKS[self.asked.formats.tool_parser]
         line, next_line = literal("[\n    "), literal(",\n    ")
         more = f"({next_line} {self.any})*" if self.several else ""
-        self.rules.append(f'call: {line} {self.any} {more} "\\n]" {self.asked.term(end)}')
-        return f"{self.asked.term(begin)} call"
+        self.rules.append(f'call: {line} {self.any} {more} "\\n]" {self.asked.term(self.marks.end)}')
+        return f"{self.asked.term(self.marks.begin)} call"
 
 
 class _LiteralWriter(_TaggedWriter):
@@ -577,10 +579,14 @@ class _LiteralWriter(_TaggedWriter):
         begin = self.asked.term(form.begin)
         return f"{begin} call ({begin} call)*" if self.several and not form.lines else f"{begin} call"
 
+    @property
+    def begins_again(self) -> bool:
+        return self.several and not self.form.lines
+
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         form, marks = self.form, self.asked.formats.mark_ids
         if not form.listed:
-            return _amid_text(form.begin, "call", self.several and not form.lines, marks)
+            return super().amid_text()
         # Only an answer that begins with a bracket is a list of calls. Empty answers are allowed, as everywhere.
         text = r"/(\s*[^\[\s](?s:.*))?/"
         if form.begin not in marks:
@@ -600,12 +606,10 @@ class _LlamaWriter(_Writer):
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         # Only an answer that begins with a brace is a call. Empty answers are allowed, as everywhere.
-        form = self.asked.formats.tools
-        assert form is not None
         text = r"/(\s*[^{\s](?s:.*))?/"
-        if form.begin not in self.asked.formats.mark_ids:
+        if self.marks.begin not in self.asked.formats.mark_ids:
             return f"{text} | {self.calls}", ()
-        return f"{text} | ({text})? {self.asked.term(form.begin)} {self.calls} | {self.calls}", ()
+        return f"{text} | ({text})? {self.asked.term(self.marks.begin)} {self.calls} | {self.calls}", ()
 
 
 class _MistralWriter(_Writer):
@@ -618,7 +622,7 @@ class _MistralWriter(_Writer):
         return self.object(tool, number, "arguments")
 
     def all(self) -> str:
-        begin = self.asked.term("[TOOL_CALLS]")
+        begin = self.asked.term(self.marks.begin)
         if "[ARGS]" in self.asked.formats.mark_ids:
             self.rules.append(f"call: {self.any}")
             return f"{begin} call ({begin} call)*" if self.several else f"{begin} call"
@@ -626,9 +630,9 @@ class _MistralWriter(_Writer):
         self.rules.append(f'call: "[" {self.any} {more} "]"')
         return f"{begin} call"
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        several = self.several and "[ARGS]" in self.asked.formats.mark_ids
-        return _amid_text("[TOOL_CALLS]", "call", several, self.asked.formats.mark_ids)
+    @property
+    def begins_again(self) -> bool:
+        return self.several and "[ARGS]" in self.asked.formats.mark_ids
 
 
 class _HarmonyWriter(_Writer):
@@ -682,14 +686,3 @@ def _term(mark: str, ids: Mapping[str, int]) -> str:
             written.append(f"<[{ids[found[0]]}]>")
             at = found.end()
     return " ".join([*written, literal(mark[at:])] if at < len(mark) else written)
-
-
-def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
-    """Returns a rule for free text in which ``call`` stands after each ``begin``, and the rules that it needs; where
-    only one call is allowed, nothing follows it."""
-    head, rules = f"TEXT {_term(begin, ids)}", [f"TEXT: {_TEXT}"]
-    if not _begins_with_token(begin, ids):
-        head = "text_and_mark"
-        rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
-    body = f"({head} {call})* TEXT" if several else f"TEXT | {head} {call}"
-    return body, tuple(rules)

@@ -100,7 +100,11 @@ class TextCall:
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
         served = await self.gateway.cluster.served_soon(self.model.limits.name, self.model.fingerprint)
-        waited = await self._leaders(ids, served.block_size) if self._shares_prefixes else [None] * len(ids)
+        waited: list[int | None] = [None] * len(ids)
+        if self.gateway.caches_prefixes and self.pooled.uses_prefixes:
+            # Which texts wait for which is found by a look at every token, which takes a thread for long lists.
+            size_bytes = TOKEN_BYTES * sum(map(len, ids))
+            waited = await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, served.block_size)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
         virtual_tokens = 0 if self.model.adapter is None else self.model.adapter.virtual_tokens
@@ -162,10 +166,6 @@ class TextCall:
         """Returns the ids of a text that is not cut."""
         return await self.gateway.prompt_ids(request, self.model, self.tenant or OPEN)
 
-    @property
-    def _shares_prefixes(self) -> bool:
-        return self.gateway.caches_prefixes and self.pooled.uses_prefixes
-
     async def _start(self, request: GenerateRequest, second: int, quota: CountedCall) -> RequestRunner:
         left_s = None if self.deadline is None else self.deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
@@ -180,11 +180,6 @@ class TextCall:
             pooled=replace(self.pooled, second_from=second),
             streamed=False,
         )
-
-    async def _leaders(self, ids: list[tuple[int, ...]], block_tokens: int) -> list[int | None]:
-        """Returns which texts wait for which. It looks at every token, so it is done on a thread for long lists."""
-        size_bytes = TOKEN_BYTES * sum(map(len, ids))
-        return await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, block_tokens)
 
     def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
         """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""

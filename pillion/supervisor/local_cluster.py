@@ -88,7 +88,7 @@ class LocalCluster:
         check_flags(self.flags)
         require_server_packages()
         from pillion.engine.backends.devices import resolved
-        from pillion.engine.checkpoints.model_files import head_folder
+        from pillion.engine.checkpoints.model_files import folder_of
 
         settled = resolved(self.flags)
         check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
@@ -103,7 +103,7 @@ class LocalCluster:
         speculation = self.flags.speculative_config
         if speculation.method == "eagle3":
             with self.notices.progress(f"looking for EAGLE-3 head {speculation.model}"):
-                await asyncio.to_thread(head_folder, speculation.model, speculation.revision)
+                await asyncio.to_thread(folder_of, speculation.model, speculation.revision)
         elif speculation.model:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)

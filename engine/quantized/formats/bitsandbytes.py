@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from pillion.engine.quantized.formats.layout import Get, Headers, Part, finite, one_matrix, stem, unpack_halves
+from pillion.engine.quantized.formats.layout import (
+    Get,
+    Headers,
+    Part,
+    finite,
+    found_in,
+    one_matrix,
+    stem,
+    unpack_halves,
+)
 from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
@@ -120,11 +129,8 @@ class Int8Layout:
         )
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
-        try:
-            order = int(get(f"{stem(name)}.weight_format"))
-        except KeyError:
-            order = 0
-        if order:
-            raise ConfigError(f"{stem(name)}.weight_format is {order}; only rows in their order, 0, are read")
+        order = found_in(f"{stem(name)}.weight_format", get)
+        if order is not None and int(order):
+            raise ConfigError(f"{stem(name)}.weight_format is {int(order)}; only rows in their order, 0, are read")
         scales = finite(f"{stem(name)}.SCB", get(f"{stem(name)}.SCB")) / 127
         return QuantizedMatrix(coding="int8", codes=get(name).view(torch.uint8), scales=scales[:, None], group=shape[1])

@@ -16,6 +16,7 @@ from pillion.engine.quantized.formats.layout import (
     Part,
     even,
     finite,
+    found_in,
     from_unsigned,
     groups_of,
     largest,
@@ -55,12 +56,12 @@ class PackedLayout:
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         (rows, columns), bits = shape, scheme.bits
-        said = _found(f"{name}_shape", get)
+        said = found_in(f"{name}_shape", get)
         if said is not None and said.dim() == 1 and said.tolist()[-2:] != [rows, columns]:
             raise ConfigError(f"{name}_shape says {said.tolist()}, not {[rows, columns]}")
         codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
-        groups, zeros = _found(f"{name}_g_idx", get), _found(f"{name}_zero_point", get)
+        groups, zeros = found_in(f"{name}_g_idx", get), found_in(f"{name}_zero_point", get)
         order = None
         # Where no order was chosen, all groups are -1.
         if groups is not None and not bool((groups == -1).all()):
@@ -106,9 +107,9 @@ class CodesLayout:
         # In both halves of the table the last code is NaN.
         if fp8 and bool(((codes.view(torch.uint8) & 127) == 127).any()):
             raise ConfigError(f"{name} holds NaN")
-        scale = f"{name}_scale_inv" if _found(f"{name}_scale_inv", get) is not None else f"{name}_scale"
+        scale = f"{name}_scale_inv" if found_in(f"{name}_scale_inv", get) is not None else f"{name}_scale"
         scales = _scales(scale, get, shape, scheme, 2 * largest(coding))
-        zeros = _found(f"{name}_zero_point", get)
+        zeros = found_in(f"{name}_zero_point", get)
         if zeros is not None and scheme.symmetric:
             even(f"{name}_zero_point", zeros, 0)
             zeros = None
@@ -124,14 +125,6 @@ class CodesLayout:
             group=scheme.group or shape[1],
             offsets=None if zeros is None else -scales * zeros.float(),
         )
-
-
-def _found(name: str, get: Get) -> torch.Tensor | None:
-    """Returns a tensor, or None where the file lacks it."""
-    try:
-        return get(name)
-    except KeyError:
-        return None
 
 
 def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from pillion.engine.quantized.formats.layout import (
     Part,
     even,
     finite,
+    found_in,
     from_unsigned,
     groups_of,
     one_matrix,
@@ -47,10 +48,8 @@ class AwqLayout:
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         module = stem(name)
         scales = finite(f"{module}.scales", get(f"{module}.scales"), 16.0).t().contiguous()
-        try:
-            zeros = _in_order(get(f"{module}.qzeros"))
-        except KeyError:
-            zeros = None
+        words = found_in(f"{module}.qzeros", get)
+        zeros = None if words is None else _in_order(words)
         return from_unsigned(_in_order(get(f"{module}.qweight")), 4, scales, zeros, scheme.group)
 
 
@@ -93,10 +92,8 @@ class GptqLayout:
         zeros = (zeros + self._zeros_less_by) & (2**bits - 1)
         if scheme.symmetric:
             even(f"{module}.qzeros", zeros, 2 ** (bits - 1))
-        try:
-            order = input_order(f"{module}.g_idx", get(f"{module}.g_idx"), scales.shape[1])
-        except KeyError:
-            order = None
+        groups = found_in(f"{module}.g_idx", get)
+        order = None if groups is None else input_order(f"{module}.g_idx", groups, scales.shape[1])
         if order is not None:
             codes = codes[:, order]
         return from_unsigned(codes, bits, scales, None if scheme.symmetric else zeros, scheme.group, order)

@@ -52,6 +52,14 @@ def stem(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def found_in(name: str, get: Get) -> torch.Tensor | None:
+    """Returns a tensor, or None where the file lacks it."""
+    try:
+        return get(name)
+    except KeyError:
+        return None
+
+
 def one_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Returns the shape [N, K]. Raises ConfigError for stacked experts, which this layout does not have."""
     if len(shape) != 2:
