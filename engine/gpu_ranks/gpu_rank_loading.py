@@ -39,9 +39,6 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
         with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, rendezvous):
             group = join_ranks(RankShard.of(config, 0, size), rendezvous, memory, apart=apart)
             own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
-    except BaseException:
-        ranks.close()
-        raise
     finally:
         os.close(rendezvous)
     where = "a GPU each" if apart else "one GPU"

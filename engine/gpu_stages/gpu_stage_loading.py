@@ -69,17 +69,10 @@ def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -
         def each(process: int) -> list[int]:
             return [memory.fd, *rendezvous.of(StagePlace.of(process, stages, ranks))]
 
-        try:
-            with processes.loading(
-                {**loading_order(flags, threads), "limits": asdict(limits), "apart": apart}, each=each
-            ):
-                place = StagePlace.of(0, stages, ranks)
-                own, operators = load_share_of(
-                    flags, limits, prepared, place, memory, rendezvous.of(place), apart=apart
-                )
-        except BaseException:
-            processes.close()
-            raise
+        order = {**loading_order(flags, threads), "limits": asdict(limits), "apart": apart}
+        with processes.loading(order, each=each):
+            place = StagePlace.of(0, stages, ranks)
+            own, operators = load_share_of(flags, limits, prepared, place, memory, rendezvous.of(place), apart=apart)
     finally:
         rendezvous.close()
     where = "a GPU each" if apart else "one GPU"

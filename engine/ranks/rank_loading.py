@@ -61,12 +61,8 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
     member = RankMember(RankShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
     keeping = replace(share, borrows=False) if share is not None else None
     ranks = rank_processes.RankProcesses(size, worker_label(flags), memory)
-    try:
-        with ranks.loading(loading_order(flags, threads, size=size), memory.fd):
-            own, isa = _cpu_share(flags, prepared, threads, member, keeping)
-    except BaseException:
-        ranks.close()
-        raise
+    with ranks.loading(loading_order(flags, threads, size=size), memory.fd):
+        own, isa = _cpu_share(flags, prepared, threads, member, keeping)
     log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
     backend = RankedBackend(own, ranks)
     return LoadedModel(prepared, backend, f"cpu/{isa.name}", ranks=ranks, pair_tokens=pair_tokens(config))

@@ -218,11 +218,15 @@ class RankProcesses:
     def loading(self, order: dict[str, Any], *descriptors: int, each: DescriptorsOf | None = None) -> Iterator[None]:
         """Makes the other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory
         of the ranks, while this one loads its own in the body of the ``with``. ``each`` returns those of a rank, where
-        ranks get different ones. Raises ConfigError."""
-        orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
-        given = each or descriptors
-        with self.together(RankMessage.LOAD, *orders, descriptors=given, limit_ms=LOAD_SILENCE_MS):
-            yield
+        ranks get different ones. Ends all ranks where one of them, or the body, fails. Raises ConfigError."""
+        try:
+            orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
+            given = each or descriptors
+            with self.together(RankMessage.LOAD, *orders, descriptors=given, limit_ms=LOAD_SILENCE_MS):
+                yield
+        except BaseException:
+            self.close()
+            raise
 
     def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
         """Makes the other ranks map the pool, by the line and descriptors that this one's attachment has handed

@@ -94,16 +94,12 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
         sockets = [one.fileno() for one in _beside(place, pairs) if one is not None]
         return [rows.fd, *sockets, *(memory.fd for memory in rank_memories[place.stage : place.stage + 1])]
 
-    try:
-        with processes.loading(order, each=each):
-            # Each process has descriptors of its sockets by now, and its end shall be theirs.
-            for sock in (end for between in pairs for pair in between for end in pair):
-                if sock is not pairs[0][0][0]:
-                    sock.close()
-            own = _share(flags, prepared, threads, link, *rank_memories[:1])
-    except BaseException:
-        processes.close()
-        raise
+    with processes.loading(order, each=each):
+        # Each process has descriptors of its sockets by now, and its end shall be theirs.
+        for sock in (end for between in pairs for pair in between for end in pair):
+            if sock is not pairs[0][0][0]:
+                sock.close()
+        own = _share(flags, prepared, threads, link, *rank_memories[:1])
     log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
     operators = f"cpu/{own.model.isa.name}, {stages} stages"
     backend = StagedBackend(own, processes)

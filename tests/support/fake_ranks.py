@@ -124,12 +124,8 @@ def fake_ranks(size: int, refused: bool = False, ahead: bool = False) -> LoadedM
     memory = FakeMemory.create(size)
     ranks = RankProcesses(size, "fake", memory)
     order = {"size": size, "log_level": "WARNING", "log_format": "text", "refused": refused}
-    try:
-        with ranks.loading(order, memory.fd):
-            own = (AheadShare if ahead else FakeShare)(0, memory)
-    except BaseException:
-        ranks.close()
-        raise
+    with ranks.loading(order, memory.fd):
+        own = (AheadShare if ahead else FakeShare)(0, memory)
     backend = RankedAheadBackend(own, ranks) if ahead else RankedBackend(own, ranks)  # type: ignore[arg-type]
     return FakeModel(prepared_model(), backend, ranks=ranks)
 
