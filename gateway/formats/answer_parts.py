@@ -294,6 +294,12 @@ class PendingText:
         self._at = begin
         return ""
 
+    def give_up(self, give: Callable[[str], None], mark: str = "") -> None:
+        """Ends a trial read that has failed. What it read, with the ``mark`` before it, is given as text, unless it is
+        half a call of an answer that was cut short."""
+        if not self.drop_half():
+            give(mark + self.leave())
+
     def drop_half(self) -> bool:
         """Ends a trial read that has failed only because the answer was cut short. Its text is dropped, because half a
         call is of no use. Returns False, and ends nothing, where the trial read failed for another reason."""

@@ -96,8 +96,8 @@ class JsonCalls:
         while mark := (yield from text.until(self._begin, parts.content)):
             self._mark, self._end = mark, self._ends.get(mark, "")
             text.attempt()
-            if not (yield from self._after_mark()) and not text.drop_half():
-                parts.content(mark + text.leave())
+            if not (yield from self._after_mark()):
+                text.give_up(parts.content, mark)
 
     def _after_mark(self) -> Generator[None, None, bool]:
         """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
@@ -163,8 +163,8 @@ class JsonCalls:
         if character == "}":
             text.step()
             text.take()
-        elif not text.drop_half():
-            self._parts.content(text.leave())
+        else:
+            text.give_up(self._parts.content)
 
     def _key(self) -> Generator[None, None, tuple[str | None, str]]:
         """Reads a key of a JSON object; returns the key, or None where the object has no further key, and the first
@@ -214,8 +214,7 @@ class LlamaCalls(JsonCalls):
             text.attempt()
             text.step()
             if not (yield from self._call(only_known=True)):
-                if not text.drop_half():
-                    self._parts.content(text.leave())
+                text.give_up(self._parts.content)
                 return
 
 
@@ -244,8 +243,7 @@ class ListCalls(JsonCalls):
                 break
             text.attempt()
             if not (yield from self._call()):
-                if not text.drop_half():
-                    self._parts.content(text.leave())
+                text.give_up(self._parts.content)
                 break
         return True
 

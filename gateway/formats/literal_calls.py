@@ -121,8 +121,8 @@ class LiteralCalls:
         begins = Marks(*filter(None, (form.begin,)))
         while mark := (yield from text.until(begins, parts.content)):
             text.attempt()
-            if not (yield from self._calls()) and not text.drop_half():
-                parts.content(mark + text.leave())
+            if not (yield from self._calls()):
+                text.give_up(parts.content, mark)
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
         """Reads the calls after a mark, and the mark behind them. Returns False where no call comes, and leaves it to
@@ -146,8 +146,7 @@ class LiteralCalls:
                     break
                 yield from text.past_space()
             if (form.listed and character != ",") or not (yield from self._call()):
-                if not text.drop_half():
-                    self._parts.content(text.leave())
+                text.give_up(self._parts.content)
                 break
         # White space after calls is no content.
         yield from text.past_space()
@@ -196,8 +195,7 @@ class LiteralCalls:
             goes_on = bool(character) and (first or apart)
             key = (yield from self._key(frame)) if goes_on and frame.keyed else ""
             if not goes_on or key is None or not (character := (yield from text.past_space())):
-                if not text.drop_half():
-                    self._parts.content(text.leave())
+                text.give_up(self._parts.content)
                 return
             text.take()
             give(("" if first else ", ") + (_key_text(key) if frame.keyed else ""))

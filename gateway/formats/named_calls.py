@@ -79,8 +79,7 @@ class NamedCalls(JsonCalls):
         while mark := (yield from text.until(self._begin, parts.content)):
             text.attempt()
             if not (yield from self._named(mark)):
-                if not text.drop_half():
-                    parts.content(mark + text.leave())
+                text.give_up(parts.content, mark)
                 continue
             for end in (self._form.end, self._form.end_section):
                 # White space around marks is no content.
@@ -118,6 +117,6 @@ class NamedCalls(JsonCalls):
             yield from text.past_space()
             if (yield from text.has(END_FENCE)):
                 text.take()
-            elif not text.drop_half():
-                self._parts.content(text.leave())
+            else:
+                text.give_up(self._parts.content)
         return True

@@ -194,8 +194,8 @@ class XmlCalls:
         text, parts = self._text, self._parts
         while mark := (yield from text.until(self._begins, parts.content)):
             text.attempt()
-            if not (yield from self._call(mark)) and not text.drop_half():
-                parts.content(mark + text.leave())
+            if not (yield from self._call(mark)):
+                text.give_up(parts.content, mark)
 
     def _call(self, mark: str) -> Generator[None, None, bool]:
         """Reads a call, from after its mark on, and adds it to the answer's calls. Returns False where it is none, and
@@ -256,8 +256,7 @@ class XmlCalls:
         text.attempt()
         key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
         if not key or (self._form.nested and key.startswith("/")):
-            if not text.drop_half():
-                parts.content(text.leave())
+            text.give_up(parts.content)
             return False
         text.take()
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
