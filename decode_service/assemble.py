@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pillion.config import AUTO, DecodeFlags
+from pillion.config import AUTO, MAX_WAITING_SEQS, DecodeFlags
 from pillion.engine.assemble_worker import start_worker
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
@@ -38,5 +38,5 @@ async def start_decode(
         backend_factory=backend_factory,
         turn=turn,
     )
-    limits = StreamLimits(flags.max_num_seqs + flags.max_waiting_seqs, "--max-num-seqs + --max-waiting-seqs")
+    limits = StreamLimits(flags.max_num_seqs + MAX_WAITING_SEQS, f"--max-num-seqs + {MAX_WAITING_SEQS}")
     return await serve(worker, DecodeServicer(worker, limits).service)

@@ -43,6 +43,8 @@ MAX_LORAS = 256
 MAX_LORA_RANK = 512
 MAX_RANKS = 16
 MAX_STAGES = 16
+# So many sequences may wait on a decode worker, and so many prefill ranges may wait or run on a prefill worker.
+MAX_WAITING_SEQS, MAX_WAITING_PREFILLS = 1024, 256
 # Most tokens of one step.
 MAX_STEP_TOKENS = 65_536
 # The variables that a request, or a gateway by default, gives to a chat template are a few words and numbers, so they
@@ -294,19 +296,6 @@ def refuse_contradictions(flags: Any) -> None:
             f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
             " all files together"
         )
-    if given("verify_blocks") is False:
-        # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Only
-        # the checksum shows the damage, and without it a wrong block would be served under a right name (I2).
-        for flag, value in (("--disk-path", flags.disk_path), ("--object-url", flags.object_url)):
-            if value:
-                raise ConfigError(
-                    f"--no-verify-blocks with {flag}: a damaged block would be served; give only one of them"
-                )
-        if flags.kv_transport == "nixl":
-            raise ConfigError(
-                "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose"
-                " grpc"
-            )
 
 
 def listed_origins(values: Sequence[str]) -> list[str]:
@@ -641,9 +630,6 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         placement=True,
     )
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
-    verify_blocks: bool = flag(
-        True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
-    )
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node, disk or bucket.", least=1)
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     hand_over_timeout_s: float = flag(
@@ -696,7 +682,6 @@ class PrefillFlags(WorkerFlags):
         least=0,
         most=MAX_STEP_TOKENS,
     )
-    max_waiting_prefills: int = flag(256, "Most prefill ranges that wait or run on a prefill worker.", least=1)
 
     @property
     def step_budget_tokens(self) -> int:
@@ -713,7 +698,6 @@ class DecodeFlags(StepFlags, WorkerFlags):
         " where many wait; 0: off.",
         kind=parse_target_itl_ms,
     )
-    max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
     partial_block_percent: int = flag(
         1,
         "Share of the pool in which a worker keeps the partial blocks that answers end with. 0: none.",
@@ -824,11 +808,6 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         most=MAX_RANKS,
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
-    keep_pool: bool = flag(
-        True,
-        "Keep the KV pool in memory when the KV node dies: the next one recovers its blocks. CPU alone; for"
-        " GPUs see docs/gpu.md.",
-    )
     fork_server: bool = flag(
         True, "Start components as forks of a process that has imported their packages. Linux alone."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from pillion.config import PrefillFlags
+from pillion.config import MAX_WAITING_PREFILLS, PrefillFlags
 from pillion.engine.assemble_worker import start_worker
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
@@ -31,7 +31,7 @@ async def start_prefill(
     flags = await asyncio.to_thread(with_budgets, flags)
     # Without chunks a prefill range runs alone, so nothing needs to fit beside it; the stages of a pipeline have one
     # each.
-    chunked_seqs = min(flags.max_waiting_prefills, flags.max_num_batched_prefill_tokens)
+    chunked_seqs = min(MAX_WAITING_PREFILLS, flags.max_num_batched_prefill_tokens)
     worker = await start_worker(
         flags,
         "prefill",
@@ -40,10 +40,10 @@ async def start_prefill(
         backend_factory=backend_factory,
         turn=turn,
     )
-    servicer = PrefillServicer(worker, flags.max_waiting_prefills)
+    servicer = PrefillServicer(worker, MAX_WAITING_PREFILLS)
     services = [Service(SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))]
     if worker.gives_vectors:
         # A text that ends with a vector needs nothing of a decode worker, whose streams it would delay.
-        limits = StreamLimits(flags.max_waiting_prefills, "--max-waiting-prefills", vectors_alone=True)
+        limits = StreamLimits(MAX_WAITING_PREFILLS, "the most that may wait or run", vectors_alone=True)
         services.append(DecodeServicer(worker, limits).service)
     return await serve(worker, *services)

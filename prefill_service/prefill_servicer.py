@@ -37,7 +37,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         worker.check_open()
         check_range(request, worker)
         if len(self._live) >= self._max_prefills:
-            raise Overloaded(f"{worker.component_id} has {self._max_prefills} prefill ranges (--max-waiting-prefills)")
+            raise Overloaded(f"{worker.component_id} has {self._max_prefills} prefill ranges already")
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
         run = PrefillRun(worker, telemetry.extract(metadata))
         self._live.add(run)

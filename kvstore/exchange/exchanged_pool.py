@@ -36,7 +36,6 @@ class ExchangedPool:
 
     Args:
         shape, memory, pool: the pool, which has its shape and its memory.
-        verify: whether readers are told the checksums of blocks.
         kv_transport: the transport that the node's flags allow.
         addresses, boot_epoch: the live nodes, and this node's boot epoch.
 
@@ -52,13 +51,12 @@ class ExchangedPool:
         pool: Pool,
         *,
         node_id: str,
-        verify: bool,
         kv_transport: str,
         addresses: Addresses,
         boot_epoch: Callable[[], int],
     ) -> None:
         self.memory, self._pool, self._num_slots = memory, pool, shape.num_slots
-        self._node_id, self._verify, self._kv_transport = node_id, verify, kv_transport
+        self._node_id, self._kv_transport = node_id, kv_transport
         self._boot_epoch = boot_epoch
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self.making: asyncio.Task[DataPlane] | None = None
@@ -122,8 +120,6 @@ class ExchangedPool:
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
         """Returns the checksums of pinned blocks, which do not change; each is computed once."""
-        if not self._verify:
-            return (0,) * len(chain)
         unknown = [block for block in chain if not block.checksum]
         found = await self.memory.checksums([block.slot for block in unknown])
         for block, checksum in zip(unknown, found, strict=True):

@@ -43,7 +43,7 @@ class NodeExchange:
     """
 
     def __init__(self, flags: KVNodeFlags, addresses: Addresses, boot_epoch: Callable[[], int]) -> None:
-        self._node_id, self._verify, self._kv_transport = flags.node_id, flags.verify_blocks, _transport_of(flags)
+        self._node_id, self._kv_transport = flags.node_id, _transport_of(flags)
         self._addresses, self._boot_epoch = addresses, boot_epoch
         self.pool: ExchangedPool | None = None
 
@@ -75,7 +75,6 @@ class NodeExchange:
             memory,
             pool,
             node_id=self._node_id,
-            verify=self._verify,
             kv_transport=self._kv_transport,
             addresses=self._addresses,
             boot_epoch=self._boot_epoch,
@@ -160,4 +159,4 @@ def _transport_of(flags: KVNodeFlags) -> str:
             f"--kv-transport nixl reads a block in one piece, and --kv-device {flags.kv_device} divides blocks over"
             " several GPUs; choose grpc"
         )
-    return flags.kv_transport if flags.verify_blocks and not divided else "grpc"
+    return "grpc" if divided else flags.kv_transport

@@ -105,7 +105,7 @@ class CudaDomain(Domain):
         if not self._flags.host_bytes:
             return None
         pinned = PinnedMemory(self._devices[0], self._flags.host_bytes)
-        return HostTier(pinned.view, block_bytes, pinned.close, verify=self._flags.verify_blocks)
+        return HostTier(pinned.view, block_bytes, pinned.close)
 
     def close(self) -> None:
         for device in self._by_index.values():

@@ -86,7 +86,6 @@ class Storage:
             memory,
             timeout_s=flags.fetch_timeout_ms / 1000,
             max_bytes=flags.max_fetch_bytes,
-            verify=flags.verify_blocks,
             changed=pool.changed,
             source=exchange.source,
             tiers=self._near,

@@ -30,12 +30,11 @@ class HostTier(Tier):
 
     Args:
         release: called when the tier is closed and uses ``memory`` no more.
-        verify: whether blocks that are read are checked against their checksum.
     """
 
     name = "host"
 
-    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None], *, verify: bool) -> None:
+    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None]) -> None:
         count = memory.nbytes // block_bytes
         if not count:
             release()
@@ -43,7 +42,6 @@ class HostTier(Tier):
         super().__init__()
         self._block_bytes = block_bytes
         self._release = release
-        self._verify = verify
         self._buffers = [memory[start : start + block_bytes] for start in range(0, count * block_bytes, block_bytes)]
         self._place_of = {id(buffer): place for place, buffer in enumerate(self._buffers)}
         self._free = list(range(count))[::-1]
@@ -110,10 +108,7 @@ class HostTier(Tier):
             self._users[self._place_of[id(buffer)]] += 1
         good = 0
         try:
-            if self._verify:
-                sums = await until_over(asyncio.to_thread(lambda: [block_checksum(buffer) for buffer in buffers]))
-            else:
-                sums = [name.checksum for name in names]
+            sums = await until_over(asyncio.to_thread(lambda: [block_checksum(buffer) for buffer in buffers]))
             good = len(list(takewhile(lambda pair: pair[0].checksum == pair[1], zip(names, sums, strict=True))))
             if good < len(names):
                 self._broken(names[good])

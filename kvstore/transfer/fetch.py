@@ -83,7 +83,6 @@ class Fetcher:
 
     Args:
         timeout_s, max_bytes: bounds of one fetch, which a caller can lower but not raise.
-        verify: whether checksums are checked.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
@@ -97,7 +96,6 @@ class Fetcher:
         *,
         timeout_s: float,
         max_bytes: int,
-        verify: bool,
         changed: Callable[[], None],
         source: Callable[[str], SourceNode],
         tiers: Sequence[Tier] = (),
@@ -106,7 +104,7 @@ class Fetcher:
         # These counts begin when the node starts.
         self.counts = NodeStatus()
         self._ledger = ledger
-        self._timeout_s, self._verify = timeout_s, verify
+        self._timeout_s = timeout_s
         self._memory = memory
         self._changed = changed
         self._source = source
@@ -357,8 +355,6 @@ class Fetcher:
 
     async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
         """Returns how many leading slots fit the checksums that the source sent."""
-        if not self._verify:
-            return len(slots)
         found = await self._memory.checksums(slots)
         good = 0
         for sent, actual in zip(sums, found, strict=True):

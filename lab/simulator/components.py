@@ -94,7 +94,7 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         return loaded(MAX_MODEL_LEN, backend)
 
     if role == "prefill":
-        prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_prefills=64)
+        prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens)
         return await start_prefill(prefill, backend_factory=factory, turn=turn)
     draft_tokens = (
         SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
@@ -103,7 +103,6 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         **flags,
         max_num_batched_tokens=shape.step_tokens,
         max_num_seqs=shape.max_seqs,
-        max_waiting_seqs=64,
         speculative_config=draft_tokens,
         # Pools are small.
         partial_block_percent=5,

@@ -70,9 +70,13 @@ GONE: dict[str, tuple[type, str]] = {
     "max_tenant_pinned_percent": (config.KVNodeFlags, "a tenant may have half of --max-pinned-percent"),
     "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
     "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
+    "verify_blocks": (config.KVNodeFlags, "the checksum of every block that comes from elsewhere is checked"),
+    "keep_pool": (config.ServeFlags, "a pool in host memory outlives its KV node, always"),
+    "max_waiting_seqs": (config.DecodeFlags, "1,024 sequences may wait on a decode worker"),
+    "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
 }
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
-GONE_SWITCHES = ("vllm_metric_names",)
+GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool")
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {

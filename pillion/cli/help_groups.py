@@ -30,10 +30,9 @@ GROUPS = {
     " fence_kill_after_s fork_server standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent"
     " max_pinned_percent max_retained max_tenant_retained state_percent"
-    " low_watermark high_watermark hand_over host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool"
+    " low_watermark high_watermark hand_over host_bytes disk object fetch max_fetch_bytes"
     " keeper_socket",
-    "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill"
-    " max_waiting",
+    "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",
     "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",

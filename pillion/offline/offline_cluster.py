@@ -164,7 +164,6 @@ async def start_cluster(
         listen=listen,
         advertise=listen,
         attach_socket=socket,
-        max_waiting_seqs=2 * MAX_ANSWERS_AT_ONCE,
     )
     check_flags(node_flags)
     check_flags(worker_flags)

@@ -239,7 +239,7 @@ def process_specs(
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(processes_of(flags).values()))
-    kept = flags.keep_pool and pool == "cpu" and sys.platform == "linux"
+    kept = pool == "cpu" and sys.platform == "linux"
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
     if kept:
         place["keeper_socket"] = str(folder / KEEPER_SOCKET)

@@ -346,9 +346,9 @@ async def test_tickets_that_do_not_fit_the_tokens() -> None:
         await workers.quiet()
 
 
-async def test_time_out_and_too_many() -> None:
-    flags = {"max_num_seqs": 1, "max_waiting_seqs": 1}
-    async with running_workers(decode=flags) as workers, connected(workers) as connection:
+async def test_time_out_and_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 1)
+    async with running_workers(decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(prompt(key, 9)) for key in range(4)]
         two = [await connection.submit(submit_of(key, tickets[key], prompt(key, 9))) for key in range(2)]

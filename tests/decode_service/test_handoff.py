@@ -108,9 +108,10 @@ async def test_a_chain_that_stands_still_is_planned_again(monkeypatch: pytest.Mo
         await workers.quiet()
 
 
-async def test_a_stream_takes_its_place_when_its_chain_is_there() -> None:
+async def test_a_stream_takes_its_place_when_its_chain_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with (
-        running_workers(decode={"max_num_seqs": 1, "max_waiting_seqs": 0}) as workers,
+        running_workers(decode={"max_num_seqs": 1}) as workers,
         connected(workers) as connection,
     ):
         first, ticket = await awaiting(workers, connection)

@@ -192,9 +192,9 @@ async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.M
         await workers.quiet()
 
 
-async def test_a_stream_takes_its_place_when_it_has_its_memory() -> None:
-    flags = {"max_num_seqs": 1, "max_waiting_seqs": 0}
-    async with running_workers(slots=SLOTS, decode=flags) as workers, connected(workers) as connection:
+async def test_a_stream_takes_its_place_when_it_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
+    async with running_workers(slots=SLOTS, decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         full = await fill(workers)
         first, second = await waiting(workers, connection), await waiting(workers, connection, 2)
         workers.decode_backend.gate.clear()
@@ -205,10 +205,11 @@ async def test_a_stream_takes_its_place_when_it_has_its_memory() -> None:
         await workers.quiet()
 
 
-async def test_a_stream_without_a_place_takes_no_memory() -> None:
+async def test_a_stream_without_a_place_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots might be those of blocks that others still want."""
+    monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with (
-        running_workers(decode={"max_num_seqs": 1, "max_waiting_seqs": 0}) as workers,
+        running_workers(decode={"max_num_seqs": 1}) as workers,
         connected(workers) as line,
     ):
         workers.decode_backend.gate.clear()

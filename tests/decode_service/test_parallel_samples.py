@@ -196,9 +196,9 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         await workers.release(*tickets)
 
 
-async def test_streams_are_bounded_with_their_parallel_samples() -> None:
-    flags = {"max_num_seqs": 4, "max_waiting_seqs": 4}
-    async with running_workers(decode=flags) as workers, connected(workers) as connection:
+async def test_streams_are_bounded_with_their_parallel_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 4)
+    async with running_workers(decode={"max_num_seqs": 4}) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT) for _ in range(6)]
         answers = []

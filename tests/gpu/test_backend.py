@@ -161,12 +161,7 @@ def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
     limits = limits_of(flags, prepared)
     assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
     assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6
-    assert (
-        limits_of(
-            PrefillFlags(model="m", max_num_batched_prefill_tokens=64, max_waiting_prefills=9), prepared
-        ).max_scored
-        == 9
-    )
+    assert limits_of(PrefillFlags(model="m", max_num_batched_prefill_tokens=9), prepared).max_scored == 9
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe"])

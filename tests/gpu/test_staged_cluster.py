@@ -85,7 +85,6 @@ class AttachedStages:
             dtype="float32",
             max_model_len=256,
             max_num_batched_prefill_tokens=48,
-            max_waiting_prefills=4,
             pipeline_parallel_size=stages,
             tensor_parallel_size=ranks,
             enable_lora=True,

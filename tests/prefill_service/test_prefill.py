@@ -265,8 +265,9 @@ async def test_tickets_that_do_not_fit() -> None:
         await workers.quiet()
 
 
-async def test_too_many_prefill_ranges() -> None:
-    async with running_workers(prefill={"max_waiting_prefills": 1}) as workers:
+async def test_too_many_prefill_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.prefill_service.assemble.MAX_WAITING_PREFILLS", 1)
+    async with running_workers() as workers:
         workers.prefill_backend.gate.clear()
         tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
         prefill_ranges = [workers.prefill_range(ticket, prompt(seed, 17), (16,)) for seed, ticket in enumerate(tickets)]

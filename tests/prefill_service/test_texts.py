@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 import grpc
+import pytest
 
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import Overloaded
@@ -59,10 +60,10 @@ async def test_a_prefill_worker_generates_nothing() -> None:
         await workers.quiet()
 
 
-async def test_more_texts_than_may_wait_are_refused() -> None:
-    flags = {"max_waiting_prefills": 1}
+async def test_more_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.prefill_service.assemble.MAX_WAITING_PREFILLS", 1)
     async with (
-        running_workers(prefill=flags, backend=VectorBackend) as workers,
+        running_workers(backend=VectorBackend) as workers,
         connected(workers, for_texts=True) as texts,
     ):
         workers.prefill_backend.gate.clear()
@@ -72,7 +73,7 @@ async def test_more_texts_than_may_wait_are_refused() -> None:
         assert refused.last is not None
         assert refused.last.error is not None
         assert (refused.last.error.code, refused.last.error.retryable) == (Overloaded.code, True)
-        assert refused.last.error.message == "prefill-0 has 1 streams (--max-waiting-prefills)"
+        assert refused.last.error.message == "prefill-0 has 1 streams (the most that may wait or run)"
         workers.prefill_backend.gate.set()
         assert read(await first) == vector_of(PROMPT)
         await workers.quiet()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
+from pillion.config import MAX_WAITING_PREFILLS, DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
@@ -199,7 +199,7 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     else:
         assert isinstance(flags, PrefillFlags)
         tokens, draft_tokens, samples = flags.max_num_batched_prefill_tokens, 0, 0
-        seqs = min(flags.max_waiting_prefills, tokens)
+        seqs = min(MAX_WAITING_PREFILLS, tokens)
         # Texts may want logits of their last tokens.
         scored = min(seqs, scored_rows(prepared.vocab_size))
     return GpuLimits(

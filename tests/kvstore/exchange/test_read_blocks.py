@@ -136,7 +136,7 @@ async def test_blocks_arrive_whole_wherever_messages_cut_them(
 ) -> None:
     """Messages that end in the middle of a block, between two real nodes."""
     monkeypatch.setattr("pillion.kvstore.exchange.peers.MAX_PIECE_BYTES", 5000)
-    async with hosts(short_folder, redis, "a", "b", kv_transport="grpc", verify_blocks=False) as (a, b):
+    async with hosts(short_folder, redis, "a", "b", kv_transport="grpc") as (a, b):
         hashes = prompt(*range(20))
         await a.serve(hashes)
         assert (await b.serve(hashes, "a")).fetched_blocks == 20

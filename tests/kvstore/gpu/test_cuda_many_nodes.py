@@ -50,8 +50,8 @@ def spilled(status: NodeStatus) -> bool:
 class WatchedTier(HostTier):
     """Tells where its memory is, and whether it was closed."""
 
-    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None], *, verify: bool) -> None:
-        super().__init__(memory, block_bytes, release, verify=verify)
+    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None]) -> None:
+        super().__init__(memory, block_bytes, release)
         self.all_bytes, self.address, self.closed = memory.nbytes, address_of(memory), False
 
     def holds(self, payload: memoryview) -> bool:

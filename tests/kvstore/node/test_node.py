@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -435,30 +434,6 @@ async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
     with pytest.raises(Unavailable):
         await client.open_session()
     await client.aclose()
-
-
-@pytest.mark.parametrize("more", [{"disk_path": "disk"}, {"kv_transport": "nixl"}])
-async def test_checksums_are_not_optional_where_nothing_else_tells(short_folder: str, more: dict[str, str]) -> None:
-    [name] = more
-    more = {name: f"{short_folder}/disk" if name == "disk_path" else more[name]}
-    with pytest.raises(ConfigError, match=f"--no-verify-blocks with --{name.replace('_', '-')}"):
-        await start_kvnode(flags_in(short_folder, verify_blocks=False, **more))
-    assert not os.listdir(short_folder)
-
-
-async def test_without_checksums_auto_is_the_transport_that_needs_none(short_folder: str) -> None:
-    node = await start_kvnode(flags_in(short_folder, verify_blocks=False))
-    worker = await asyncio.to_thread(
-        attach,
-        f"{short_folder}/attach.sock",
-        component_id="w",
-        role="decode",
-        block_bytes=BLOCK_BYTES,
-        timeout_s=WITHIN_S,
-    )
-    assert node.status().kv_transport == "grpc"
-    worker.close()
-    await node.stop(0.0)
 
 
 async def test_a_node_that_cannot_start_leaves_nothing(short_folder: str) -> None:

@@ -11,7 +11,7 @@ from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, be
 
 
 def host_tier() -> HostTier:
-    return HostTier(memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES)), BLOCK_BYTES, lambda: None, verify=True)
+    return HostTier(memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES)), BLOCK_BYTES, lambda: None)
 
 
 async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:

@@ -124,7 +124,7 @@ class ListedTier:
 class FetchingNode:
     """A pool of 24 slots whose fetcher meets the fakes."""
 
-    def __init__(self, tier: ListedTier | None = None, verify: bool = True, timeout_s: float = 5.0) -> None:
+    def __init__(self, tier: ListedTier | None = None, timeout_s: float = 5.0) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         self.gateway = self.ledger.attach("g", SESSION)
@@ -136,7 +136,6 @@ class FetchingNode:
             self.memory,
             timeout_s=timeout_s,
             max_bytes=2**30,
-            verify=verify,
             changed=lambda: None,
             source=self.source,
             tiers=[tier] if tier else [],
@@ -222,12 +221,6 @@ async def test_a_flipped_bit_is_found_counted_and_not_committed():
     assert node.fetcher.counts.corrupt_blocks == 1
     assert PROMPT[4] not in node.ledger.tree.by_hash
     node.check()
-
-
-async def test_checks_can_be_turned_off():
-    node = FetchingNode(verify=False)
-    node.add("a", 10).flip = {PROMPT[4]}
-    assert await node.bring(node.ticket(), "a") == 10
 
 
 async def test_another_source_mends_what_came_broken():

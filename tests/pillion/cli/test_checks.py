@@ -107,8 +107,6 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (ServeFlags(enable_lora=True, lora_path=("a",)), "--allow-runtime-lora-updating and --lora-path"),
         (ServeFlags(enable_lora=True, lora_modules=("a=b", "a=c")), "two adapters are called 'a'"),
         (ServeFlags(http_port=9000, grpc_port=9000), "--http-port and --grpc-port are both 9000"),
-        (ServeFlags(verify_blocks=False, disk_path="d"), "--no-verify-blocks with --disk-path"),
-        (ServeFlags(verify_blocks=False, kv_transport="nixl"), "--no-verify-blocks with --kv-transport nixl"),
         (ServeFlags(object_url="https://bucket"), "--object-url does not begin with s3://"),
         (ServeFlags(allow_credentials=True), "--allow-credentials needs --allowed-origins"),
         (ServeFlags(batch_path="b", batch_bytes=2**20), "is more than --batch-bytes"),

@@ -43,7 +43,7 @@ def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPa
     flags = resolved(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
     assert (flags.max_num_batched_tokens, flags.max_num_batched_prefill_tokens) == (256, 512)
-    assert "--kv-device=cpu" in process_specs(replace(flags, keep_pool=False), pathlib.Path("/run/x"), None)[0].argv
+    assert any("--kv-device=cpu" in spec.argv for spec in process_specs(flags, pathlib.Path("/run/x"), None))
 
 
 def test_budgets_of_a_cpu_hold_what_each_step_must_hold() -> None:
