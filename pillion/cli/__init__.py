@@ -13,7 +13,6 @@
     adapters_command.py  adapters
     cache_command.py     cache
     cache.py             prompts that are computed ahead, and pins
-    keeper_command.py    keeper
     models.py            models of the hub in this machine's cache
     console.py           what commands print on standard error
 

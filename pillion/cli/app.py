@@ -21,7 +21,6 @@ from pillion.cli.cache_command import cache
 from pillion.cli.console import fail
 from pillion.cli.events_command import events
 from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, option, option_name, options
-from pillion.cli.keeper_command import keeper
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
@@ -102,7 +101,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in (adapters, bench, cache, events, keeper):
+for command in (adapters, bench, cache, events):
     cli.add_command(command)
 
 
@@ -179,6 +178,19 @@ component_command("gateway", GatewayFlags, "Run one gateway: the public gRPC and
 component_command("prefill", PrefillFlags, "Run one prefill worker.")
 component_command("decode", DecodeFlags, "Run one decode worker.")
 component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this host's pool.", has_model=False)
+
+
+@cli.command()
+@click.argument("socket")
+def keeper(socket: str) -> None:
+    """Keep the pools of this host's KV nodes when a node dies.
+
+    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It does nothing but hold the pools'
+    memory, and ends by a signal.
+    """
+    from pillion.kvstore.pool_survival.keeper_process import run_keeper
+
+    run_keeper(socket)
 
 
 @cli.command()
