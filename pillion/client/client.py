@@ -63,12 +63,10 @@ from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warm
 DEFAULT_TARGET = "127.0.0.1:50051"
 # This limits models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
-# An adapter may have gigabytes, which are copied, checked and brought to other machines before its name is given.
-LOAD_ADAPTER_TIMEOUT_S = 600.0
-# A long prompt waits until nobody else wants the places it needs.
-WARM_TIMEOUT_S = 600.0
-# A list of texts waits for its turn as any request, and may hold 2,048 long ones.
-TEXTS_TIMEOUT_S = 600.0
+# This limits the calls that may take long. An adapter may have gigabytes, which are copied, checked and brought to
+# other machines before its name is given. A prompt that is computed ahead waits until nobody else wants the places that
+# it needs. A list of texts waits for its turn as any request, and may hold 2,048 long ones.
+LONG_CALL_TIMEOUT_S = 600.0
 
 
 class Client:
@@ -263,7 +261,7 @@ class Client:
         cache_salt: str = "",
         request_id: str = "",
         priority: int | None = 0,
-        timeout_s: float = TEXTS_TIMEOUT_S,
+        timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
         sentence-transformers files say.
@@ -307,7 +305,7 @@ class Client:
         cache_salt: str = "",
         request_id: str = "",
         priority: int | None = 0,
-        timeout_s: float = TEXTS_TIMEOUT_S,
+        timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[ScoringRequestOutput]:
         """Returns how well each document answers the query, in the documents' order: a cosine of vectors, or what the
         checkpoint of a reranker says.
@@ -356,7 +354,7 @@ class Client:
             PillionError: with the reason why the adapter cannot be served, or may not be loaded.
         """
         request = gateway_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place, model=model)
-        return model_from_pb(self._unary("LoadAdapter", request, LOAD_ADAPTER_TIMEOUT_S))
+        return model_from_pb(self._unary("LoadAdapter", request, LONG_CALL_TIMEOUT_S))
 
     def unload_adapter(self, name: str) -> None:
         """Takes the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
@@ -374,7 +372,7 @@ class Client:
         cache_salt: str = "",
         tools: Sequence[Tool | Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float = WARM_TIMEOUT_S,
+        timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> WarmedPrefix:
         """Computes the KV of a prompt ahead, after all other requests, and generates nothing. Later prompts that begin
         with it find it.

@@ -23,7 +23,7 @@ log = logging.getLogger("pillion.net.watched")
 # The files are checked for a change this often.
 WATCH_INTERVAL_S = 1.0
 # A file that has not changed for this long is taken to be written completely.
-AT_REST_S = 2.0
+AT_REST_S = 2 * WATCH_INTERVAL_S
 
 T = TypeVar("T")
 Signature = tuple[tuple[int, ...] | None, ...]
