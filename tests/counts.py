@@ -115,12 +115,16 @@ def hooks(files: list[pathlib.Path]) -> list[str]:
     for kind in kinds:
         for base in kind.bases:
             derived.setdefault(ast.unparse(base).partition("[")[0], []).append(kind)
+
+    def below(name: str) -> list[ast.ClassDef]:
+        return [each for one in derived.get(name, []) for each in (one, *below(one.name))]
+
     return [
         f"{kind.name}.{name}"
         for kind in kinds
         if kind.name in derived and "Protocol" not in map(ast.unparse, kind.bases)
         for name, method in _methods(kind).items()
-        if _does_nothing(method) and sum(name in _methods(one) for one in derived[kind.name]) <= 1
+        if _does_nothing(method) and sum(name in _methods(one) for one in below(kind.name)) <= 1
     ]
 
 
