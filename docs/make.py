@@ -12,7 +12,7 @@ BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics
 
 
 def table() -> str:
-    """Return a table of all metrics by Prometheus name (histograms without ``_bucket``, ``_sum``, ``_count``)."""
+    """Returns a table of all metrics by Prometheus name (histograms without ``_bucket``, ``_sum``, ``_count``)."""
     rows = ["| on the page | what |", "|---|---|"]
     for metric in CATALOG:
         name = prometheus_name(metric) if metric.kind == "histogram" else sample_names(metric)[0]
@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def render(text: str) -> str:
-    """Return ``text`` with the current table between the markers."""
+    """Returns ``text`` with the current table between the markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after

@@ -142,7 +142,7 @@ Of `MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES`, the models of text and pictures
 
 
 def left_out(said: dict[str, str] = LEFT_OUT) -> dict[str, list[str]]:
-    """Return the names of a table such as LEFT_OUT by their reason."""
+    """Returns the names of a table such as LEFT_OUT by their reason."""
     return {reason: names.split() for reason, names in said.items()}
 
 
@@ -151,7 +151,7 @@ def _layer_of(family: ModelFamily) -> dict[str, object]:
 
 
 def options(family: ModelFamily) -> str:
-    """Return what a family's layers do otherwise than those of Llama."""
+    """Returns what a family's layers do otherwise than those of Llama."""
     layer, said = _layer_of(family), []
     if family.norm.startswith("layer"):
         said.append(
@@ -239,13 +239,13 @@ def _words(keys: object) -> str:
 
 
 def refused(name: str, family: ModelFamily) -> set[str]:
-    """Return the fields of transformers' config that are refused where they are not off."""
+    """Returns the fields of transformers' config that are refused where they are not off."""
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
     return fields - known_keys(family.own, family.ignored) - family.fixed.keys()
 
 
 def render() -> str:
-    """Return the whole page."""
+    """Returns the whole page."""
     rows: dict[str, list[str]] = defaultdict(list)
     for name, family in sorted(FAMILIES.items()):
         rows[f"{options(family)} | {_words(refused(name, family))}"].append(name)
@@ -260,7 +260,7 @@ def render() -> str:
 
 
 def render_left_out() -> str:
-    """Return the page of models that are not served."""
+    """Returns the page of models that are not served."""
     lines = [WITHOUT_A_ROW]
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
     lines.append(OF_PICTURES)
@@ -269,7 +269,8 @@ def render_left_out() -> str:
 
 
 def unsorted() -> set[str]:
-    """Return the names that are neither served nor left out, those that are both, and those that transformers lacks."""
+    """Returns the names that are neither served nor left out, those that are both, and those that transformers
+    lacks."""
     served, found = {*FAMILIES, *TEXT_OF}, set()
     for mapping, said in (
         (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LEFT_OUT),

@@ -44,7 +44,7 @@ class PrefillRun:
         self._over = False
 
     async def acks(self, prefill_range: RunPrefillRequest) -> AsyncGenerator[ChunkAck, None]:
-        """Run a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
+        """Runs a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
         self._chunk_tokens, self._end_tokens = tuple(prefill_range.chunk_tokens), prefill_range.start_tokens
         starting = asyncio.create_task(self._start(prefill_range))
         # A failure to start is raised below, or ignored where the caller has gone.

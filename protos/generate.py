@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def generate(out: pathlib.Path) -> None:
-    """Generate message and service stubs, with their type stubs, under ``out``/pillion/v1."""
+    """Generates message and service stubs, with their type stubs, under ``out``/pillion/v1."""
     # protoc finds the plug-ins that write type stubs on the PATH; they stand beside this Python.
     os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")))
     sources = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))

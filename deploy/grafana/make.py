@@ -26,25 +26,25 @@ _QUANTILES = ((0.5, "p50"), (0.99, "p99"))
 
 
 def rate(metric: str, where: str = "") -> str:
-    """Return a counter's rate per second."""
+    """Returns a counter's rate per second."""
     chosen = f"{{{where}}}" if where else ""
     return f"rate({metric}{chosen}[$__rate_interval])"
 
 
 def rate_by(metric: str, by: str, where: str = "") -> str:
-    """Return a counter's rate per second, summed over all labels but ``by``."""
+    """Returns a counter's rate per second, summed over all labels but ``by``."""
     return f"sum by ({by}) ({rate(metric, where)})"
 
 
 def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
-    """Return a panel of p50 and p99 of a histogram in seconds."""
+    """Returns a panel of p50 and p99 of a histogram in seconds."""
     inside = rate_by(f"{metric}_bucket", "le", where)
     queries = tuple(Query(f"histogram_quantile({quantile}, {inside})", name) for quantile, name in _QUANTILES)
     return Panel(title, "s", queries, text)
 
 
 def latency_by_component(title: str, metric: str, text: str) -> Panel:
-    """Return a panel of p50 and p99 of a histogram in seconds, for each component."""
+    """Returns a panel of p50 and p99 of a histogram in seconds, for each component."""
     inside = f"sum by (le, component) ({rate(f'{metric}_bucket')} {OWNER})"
     queries = tuple(
         Query(f"histogram_quantile({quantile}, {inside})", f"{name} {{{{component}}}}") for quantile, name in _QUANTILES
@@ -53,17 +53,17 @@ def latency_by_component(title: str, metric: str, text: str) -> Panel:
 
 
 def by_component(metric: str) -> str:
-    """Return a gauge of each component."""
+    """Returns a gauge of each component."""
     return f"sum by (component) ({metric} {OWNER})"
 
 
 def rate_by_component(metric: str, *labels: str) -> str:
-    """Return a counter's rate by component, or by other given labels."""
+    """Returns a counter's rate by component, or by other given labels."""
     return f"sum by ({', '.join(labels or ('component',))}) ({rate(metric)} {OWNER})"
 
 
 def mean(metric: str, where: str) -> str:
-    """Return the mean of a histogram."""
+    """Returns the mean of a histogram."""
     return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
 
 
@@ -560,12 +560,12 @@ DASHBOARDS = (_service(), _engine(), _kv())
 
 
 def render() -> dict[str, str]:
-    """Return each file's text by its name."""
+    """Returns each file's text by its name."""
     return {f"{each.uid}.json": json.dumps(build(each), indent=2) + "\n" for each in DASHBOARDS}
 
 
 def main() -> None:
-    """Write all files, and delete those of former dashboards."""
+    """Writes all files, and delete those of former dashboards."""
     FOLDER.mkdir(exist_ok=True)
     files = render()
     for old in FOLDER.glob("*.json"):

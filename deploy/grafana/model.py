@@ -57,7 +57,7 @@ class Dashboard:
 
 
 def build(dashboard: Dashboard) -> dict[str, Any]:
-    """Return Grafana's JSON model of a dashboard."""
+    """Returns Grafana's JSON model of a dashboard."""
     datasource = {
         "name": "datasource",
         "label": "Data source",
@@ -99,7 +99,7 @@ def _variable(variable: Variable) -> dict[str, Any]:
 
 
 def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """Yield the panels, rows from top to bottom and panels from left to right."""
+    """Yields the panels, rows from top to bottom and panels from left to right."""
     number, x, y = 1, 0, 0
     for heading, panels in dashboard.rows:
         place = {"x": 0, "y": y, "w": GRID_WIDTH, "h": 1}

@@ -40,7 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return Service(SERVICE_NAME, partial(decode_pb2_grpc.add_DecodeServicer_to_server, self), self.finish)
 
     def finish(self) -> None:
-        """Let every connection end once its last deltas are out."""
+        """Lets every connection end once its last deltas are out."""
         for session in self._sessions:
             session.finish()
 

@@ -165,7 +165,7 @@ class DecodeSession:
         self._finishing = False
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
+        """Starts a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
         keys = (submit.key, *(sample.key for sample in submit.siblings))
         if len(set(keys)) < len(keys):
@@ -204,7 +204,7 @@ class DecodeSession:
         task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
-        """End a stream without a delta. Unknown keys are ignored: the stream may have ended by itself a moment ago."""
+        """Ends a stream without a delta. Unknown keys are ignored: the stream may have ended by itself a moment ago."""
         stream = self._drop(key)
         self._pending.pop(key, None)
         if stream is None:
@@ -300,7 +300,7 @@ class DecodeSession:
             raise Overloaded(f"{worker.component_id} has {most} streams ({self._limits.flags})")
 
     async def _start(self, stream: _DecodeStream, submit: Submit, sampling: SamplingParams) -> None:
-        """Adopt or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
+        """Adopts or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
         try:
             grammar = None
             if submit.grammar:
@@ -412,7 +412,7 @@ class DecodeSession:
         return stream
 
     def _drop(self, key: int) -> _DecodeStream | None:
-        """Remove a stream; parallel samples that have not begun go with their stream, without a delta."""
+        """Removes a stream; parallel samples that have not begun go with their stream, without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None

@@ -237,7 +237,7 @@ class Tickets:
         return self._opening
 
     async def resume(self, order: ResumeOrder) -> None:
-        """Open a new ticket for a preempted stream."""
+        """Opens a new ticket for a preempted stream."""
         try:
             holding, _ = await self.open(
                 order.seq_id,

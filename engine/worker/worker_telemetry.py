@@ -99,14 +99,14 @@ def record(
     attributes: Mapping[str, int | float | str] | None = None,
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """Record a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
+    """Records a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         return
     _make_span(name, parent, start_s, end_s, attributes or {}, events=events)
 
 
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
-    """Record the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
+    """Records the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
     end_s = progress.ended_s
     ready = [("adapter ready", progress.adapter_s)] if progress.adapter_s else []
     record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s, events=ready)
@@ -126,7 +126,7 @@ def record_stream(parent: Context, progress: SequenceProgress, generated_tokens:
 
 
 def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
-    """Record a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
+    """Records a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
     (``parents``) that are recorded."""
     contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
     links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]

@@ -244,7 +244,7 @@ def run(
     wish: Wish | None,
     rule: ScalingRule = CHART_RULE,
 ) -> dict[str, Any]:
-    """Simulate one day; return the figures. Without ``wish`` the fleet stays as large as it is."""
+    """Simulates one day; return the figures. Without ``wish`` the fleet stays as large as it is."""
     world = FleetWorld(fleet_config(args, sizes))
     fleet = ScaledFleet(world, start_s)
     held = {kind: RuleScaler(rule, 1, args.most) for kind in KINDS}
@@ -291,7 +291,7 @@ def add_run(args: argparse.Namespace, seed: int, fleet: str, start_s: float, siz
 
 
 def compare(args: argparse.Namespace, seed: int, start_s: float) -> list[dict[str, Any]]:
-    """Simulate the fleets of one start-up time on the day of one seed."""
+    """Simulates the fleets of one start-up time on the day of one seed."""
     scaled = add_run(args, seed, SCALED, start_s, tuple(args.first))
     prefills, decodes = (math.ceil(size) for size in scaled["mean_sizes"])
     return [scaled, add_run(args, seed, "fixed, its mean", start_s, (prefills, decodes))]

@@ -55,7 +55,7 @@ class Figures:
 
 
 async def load(target: str, seed: int, args: argparse.Namespace, figures: Figures) -> None:
-    """Run a closed loop of ``args.clients`` clients with ``args.requests`` requests in all."""
+    """Runs a closed loop of ``args.clients`` clients with ``args.requests`` requests in all."""
     waiting = prompts(seed, args.requests, args.input_len)
     tokens = 0
 
@@ -85,7 +85,7 @@ async def load(target: str, seed: int, args: argparse.Namespace, figures: Figure
 
 
 def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Return each setting's name, the most tokens that its steps may have, and its flags."""
+    """Returns each setting's name, the most tokens that its steps may have, and its flags."""
     found: list[tuple[str, int, tuple[str, ...]]]
     found = [
         (f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}", "--target-itl-ms=0"))
@@ -101,7 +101,7 @@ def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure each setting in each round on a fresh cluster, whose first requests warm it up."""
+    """Measures each setting in each round on a fresh cluster, whose first requests warm it up."""
     from lab.testbed.cluster import served
 
     found: dict[str, Figures] = {}
@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
+    """Prints the table."""
     table = Table(title="one decode worker, prompts beside decodes")
     for heading in ("setting", "TTFT p50/p99 ms", "ITL p50/p90/p99 ms", "worst ITL of a stream", "tok/s"):
         table.add_column(heading, justify="right")

@@ -113,7 +113,7 @@ def figures(records: Sequence[ClientRecord], seconds: float) -> dict[str, float]
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulate each load with each budget."""
+    """Simulates each load with each budget."""
     loads: dict[str, tuple[int, float, int]] = {
         "documents, one after the other": (1, 1000.0, 1),
         f"{args.rate:g} chats a second": (0, args.rate, 0),

@@ -26,10 +26,10 @@ class DrivenLoad(Protocol):
 
     @property
     def concurrency(self) -> int | None:
-        """Return the number of sessions at any time."""
+        """Returns the number of sessions at any time."""
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return the sessions, which load and seed determine."""
+        """Returns the sessions, which load and seed determine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class ClosedLoad:
 
     @property
     def name(self) -> str:
-        """Name the load by tokens in, tokens out and concurrency, such as "256/128 x 8"."""
+        """Names the load by tokens in, tokens out and concurrency, such as "256/128 x 8"."""
         return f"{self.input_tokens}/{self.output_tokens} x {self.concurrency}"
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
+        """Returns sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
         # A seed for each load: prompts of two loads must not begin alike, or a prefix cache would know them.
         own = random.Random(f"{self.name} {seed}").getrandbits(48)
         config = LoadConfig(
@@ -62,7 +62,7 @@ class ClosedLoad:
 
 
 def one_turn(prompt: Sequence[int], output_tokens: int) -> LoadSession:
-    """Return a session of one request."""
+    """Returns a session of one request."""
     return LoadSession(0.0, (Turn(output_tokens, ids=prompt),))
 
 
@@ -85,13 +85,13 @@ async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurren
 
 
 def plain_step_s(load: ClosedLoad, run: Run) -> float:
-    """Return the median seconds between tokens of streams whose prompts are all done."""
+    """Returns the median seconds between tokens of streams whose prompts are all done."""
     # The first tokens of a stream come while other prompts are computed.
     return statistics.median(gap for record in run.records for gap in record.itl_s[load.output_tokens // 3 :])
 
 
 def figures(load: ClosedLoad, run: Run) -> dict[str, float]:
-    """Return a run's figures: rates in tokens per second, latencies in milliseconds."""
+    """Returns a run's figures: rates in tokens per second, latencies in milliseconds."""
     summary = summarize(run.records, run.duration_s)
     ttft, itl = summary["ttft_ms"], summary["itl_ms"] or {"p50": 0.0, "p99": 0.0, "max": 0.0}
     found = {

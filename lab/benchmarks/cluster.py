@@ -38,13 +38,13 @@ class Round:
 
 
 def prompts(seed: int, count: int, length: int) -> list[list[int]]:
-    """Return ``count`` prompts of random token ids, the same for both sides of a round."""
+    """Returns ``count`` prompts of random token ids, the same for both sides of a round."""
     draw = random.Random(seed)
     return [[draw.randrange(*TOKEN_RANGE) for _ in range(length)] for _ in range(count)]
 
 
 async def run_pillion(target: str, batch: list[list[int]], max_tokens: int) -> Round:
-    """Send all prompts of a round at once, each on its own stream."""
+    """Sends all prompts of a round at once, each on its own stream."""
     sessions = [one_turn(ids, max_tokens) for ids in batch]
     run = await measure_load(PillionTarget("", True, 0.0, target=target), sessions, len(batch))
     return Round(
@@ -55,7 +55,7 @@ async def run_pillion(target: str, batch: list[list[int]], max_tokens: int) -> R
 
 
 def run_transformers(model: Any, batch: list[list[int]], max_tokens: int) -> Round:
-    """Run one batched greedy `generate`."""
+    """Runs one batched greedy `generate`."""
     import torch
 
     ids = torch.tensor(batch)
@@ -73,7 +73,7 @@ def run_transformers(model: Any, batch: list[list[int]], max_tokens: int) -> Rou
 
 
 def measure(target: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all concurrencies in rounds that alternate between the two."""
+    """Measures all concurrencies in rounds that alternate between the two."""
     rows = []
     for concurrency in args.concurrency:
         ours: list[Round] = []
@@ -104,7 +104,7 @@ def measure(target: str, model: Any, args: argparse.Namespace) -> list[dict[str,
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """Print the table."""
+    """Prints the table."""
     table = Table(title=title)
     for heading in ("streams", "pillion tok/s", "transformers tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms"):
         table.add_column(heading, justify="right")
@@ -124,7 +124,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def main() -> None:
-    """Start the cluster, measure, write results/cluster.json."""
+    """Starts the cluster, measure, write results/cluster.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=64)

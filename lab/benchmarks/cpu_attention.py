@@ -66,7 +66,7 @@ class AttentionBench:
         self._order = np.random.default_rng(0).permutation(self._slots).astype(np.int32)
 
     def seconds(self, streams: int, context: int, rounds: int) -> tuple[float, float]:
-        """Return the seconds of attention over all layers, and of the read."""
+        """Returns the seconds of attention over all layers, and of the read."""
         step, merges, keep = self._step(streams, context)
         attend, read = [], []
         for layer in range(self._layers):
@@ -84,7 +84,7 @@ class AttentionBench:
         return float(best[0].sum()), float(best[1].sum())
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._thread.close()
 
     def _step(self, streams: int, context: int) -> tuple[CpuStepRecord, bool, StepBatch]:
@@ -135,7 +135,7 @@ class AttentionBench:
 
 
 def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
-    """Return how fast attention with each option is, as a share of the same without."""
+    """Returns how fast attention with each option is, as a share of the same without."""
     head_dim, group, kv_heads = OPTIONS
     shape = AttentionShape(head_dim, group, BLOCK_SIZE, bool(BY_NAME[isa].bf16_dot))
 

@@ -54,7 +54,7 @@ CASES = (
 
 
 def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Operation:
-    """Return a product of random weights, whose scales are numbers that are neither 0 nor denormal."""
+    """Returns a product of random weights, whose scales are numbers that are neither 0 nor denormal."""
     (columns, depth), rows = shape, len(x)
     pairs = columns // PANEL_COLUMNS
     size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
@@ -90,14 +90,14 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
 
 
 def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
-    """Return a call of a program for so many rows."""
+    """Returns a call of a program for so many rows."""
     program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
     step.count("num_tokens", rows)
     return lambda: pool.run(program.entries, step.words)
 
 
 def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Return the milliseconds of each call's quickest run; the calls take turns."""
+    """Returns the milliseconds of each call's quickest run; the calls take turns."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(repeats):
         for name, call in calls.items():
@@ -108,14 +108,14 @@ def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
 
 
 def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: ThreadPool, threads: int) -> float:
-    """Return the most G operations/s of products that never leave the registers."""
+    """Returns the most G operations/s of products that never leave the registers."""
     values = {"sink": np.ones(16 * threads, np.float32), "rounds": PEAK_ROUNDS}
     found = fastest_ms({peak.rows: runner([Operation(peak, values)], kernels, pool, 1)}, 5)[peak.rows]
     return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
 
 
 def main() -> None:
-    """Print a table for each number of rows."""
+    """Prints a table for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--row-type", choices=("bf16", "fp32"), default="bf16")

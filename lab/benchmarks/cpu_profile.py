@@ -42,14 +42,14 @@ class PeakRates:
 
 
 def label(operation: Operation) -> str:
-    """Name a kernel, and of a product also its numbers of outputs and inputs."""
+    """Names a kernel, and of a product also its numbers of outputs and inputs."""
     if not isinstance(operation.spec, Gemm):
         return operation.spec.name
     return f"{operation.spec.name} {operation.values['pairs'] * 32}x{operation.values['depth']}"
 
 
 def product_work(operations: list[Operation], batch: StepBatch) -> tuple[int, int, int]:
-    """Return the operations of products, those of products of int8 codes, and the bytes of weights that they read."""
+    """Returns the operations of products, those of products of int8 codes, and the bytes of weights that they read."""
     work = int8_work = size = 0
     for operation in operations:
         if isinstance(operation.spec, Gemm):
@@ -62,7 +62,7 @@ def product_work(operations: list[Operation], batch: StepBatch) -> tuple[int, in
 
 
 def describe(operations: list[Operation], batch: StepBatch, seconds: float, peaks: PeakRates) -> dict[str, Any]:
-    """Return the figures of some operations that took ``seconds``."""
+    """Returns the figures of some operations that took ``seconds``."""
     work, int8_work, size = product_work(operations, batch)
     found: dict[str, Any] = {"ms": seconds * 1000}
     if work or int8_work:
@@ -78,7 +78,7 @@ def describe(operations: list[Operation], batch: StepBatch, seconds: float, peak
 
 
 def profile(bench: CpuStepBench, batch: StepBatch, repeats: int, peaks: PeakRates) -> dict[str, Any]:
-    """Return the figures of a step, of each kernel in it, and of all products together."""
+    """Returns the figures of a step, of each kernel in it, and of all products together."""
     backend: CpuBackend = bench.backend
     step = min(bench.seconds(batch, repeats))
     kinds: dict[str, list[Operation]] = {}
@@ -95,7 +95,7 @@ def profile(bench: CpuStepBench, batch: StepBatch, repeats: int, peaks: PeakRate
 
 
 def show(name: str, kernels: dict[str, Any]) -> None:
-    """Print the kernels of one batch."""
+    """Prints the kernels of one batch."""
     table = Table(title=name)
     table.add_column("kernel", no_wrap=True)
     for heading in ("ms", "G operations/s", "of the registers", "of a streaming read", "of the limit"):

@@ -52,12 +52,12 @@ Figures = dict[str, float]
 
 
 def quick(load: ClosedLoad) -> ClosedLoad:
-    """Return a load that is just large enough to show whether everything works."""
+    """Returns a load that is just large enough to show whether everything works."""
     return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
-    """Return the systems that are installed and wanted; print which are left out."""
+    """Returns the systems that are installed and wanted; print which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
     common, model = ("--dtype", dtype), args.model or str(folder)
@@ -94,7 +94,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
 
 
 def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int) -> dict[str, Figures]:
-    """Measure one round; return its figures by the load's name."""
+    """Measures one round; return its figures by the load's name."""
     for load in WARM_UP:
         if system.takes(load):
             running.measure(load, seed - 1)
@@ -109,7 +109,7 @@ def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad],
 
 
 def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
-    """Start a system until ``stack`` is closed, and pause it if it can be paused."""
+    """Starts a system until ``stack`` is closed, and pause it if it can be paused."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
     running.pause()
@@ -121,7 +121,7 @@ def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
 def all_rounds(
     wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int
 ) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
-    """Return the figures of all rounds by (load, system), and a description of each system."""
+    """Returns the figures of all rounds by (load, system), and a description of each system."""
     found: dict[tuple[str, str], list[Figures]] = {}
     about: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def all_rounds(
 def rows_of(
     found: dict[tuple[str, str], list[Figures]], loads: Sequence[ClosedLoad], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
+    """Returns a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
     rows = []
     for load in loads:
         reference = found.get((load.name, REFERENCE))
@@ -171,7 +171,7 @@ def rows_of(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print two tables: all loads, and one stream alone."""
+    """Prints two tables: all loads, and one stream alone."""
     headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms", "p99 over")
     table = Table(*headings, title="Tokens in/out x streams: medians of the rounds (least-greatest)")
     alone = Table("system", "prefill tokens/s", "decode tokens/s", "driver", title="One stream, without its prompt")
@@ -197,12 +197,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cell(found: dict[str, float], digits: int = 0) -> str:
-    """Format a spread as "median (least-greatest)"."""
+    """Formats a spread as "median (least-greatest)"."""
     return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: pillion, without flags"

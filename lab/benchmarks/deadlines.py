@@ -37,7 +37,7 @@ SETTLE_TIMEOUTS = 2.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load."""
+    """Adds the flags of the load."""
     parser.add_argument("--input-tokens", type=int, default=100)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--timeout-s", type=float, default=3.0, help="time that a client gives a request")
@@ -48,12 +48,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_s(args: argparse.Namespace) -> float:
-    """Return the seconds after which arrivals count."""
+    """Returns the seconds after which arrivals count."""
     return SETTLE_TIMEOUTS * float(args.timeout_s)
 
 
 def arrivals(args: argparse.Namespace, rate: float) -> list[float]:
-    """Draw the times of Poisson arrivals of ``rate`` requests a second: until they count, and for ``args.seconds``
+    """Draws the times of Poisson arrivals of ``rate`` requests a second: until they count, and for ``args.seconds``
     after that."""
     draw, now, found = random.Random(f"{args.seed} {rate}"), 0.0, []
     while (now := now + draw.expovariate(rate)) < settle_s(args) + args.seconds:
@@ -62,7 +62,7 @@ def arrivals(args: argparse.Namespace, rate: float) -> list[float]:
 
 
 def simulated(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulate the capacity and each load; return a row for each load."""
+    """Simulates the capacity and each load; return a row for each load."""
     fleet = lab_fleet(0, args.workers, cost_s, cost_s, split_policy="colocated")
     each = args.input_tokens, args.output_tokens
     closed = [Request(number, 0.0, *each) for number in range(4 * args.concurrency)]
@@ -78,7 +78,7 @@ def simulated(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[
 
 
 async def served(args: argparse.Namespace, target: str) -> list[dict[str, Any]]:
-    """Measure the capacity and each load at a running cluster; return a row for each load."""
+    """Measures the capacity and each load at a running cluster; return a row for each load."""
     closed = ClosedLoad(args.input_tokens, args.output_tokens, args.concurrency, 4 * args.concurrency)
     rates = []
     for seed in range(2):
@@ -112,13 +112,13 @@ def _row(load: float, capacity: float, requests: int, goodput: float, late: int)
 
 
 def with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with each goodput's share of the best one."""
+    """Returns the rows with each goodput's share of the best one."""
     best = max(row["goodput_per_s"] for row in rows)
     return [row | {"share_of_best": row["goodput_per_s"] / best if best else 0.0} for row in rows]
 
 
 def main() -> None:
-    """Simulate or measure, print, write results/deadlines.json or results/deadlines_served.json."""
+    """Simulates or measure, print, write results/deadlines.json or results/deadlines_served.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--served", action="store_true", help="start a real cluster with the demo model")
     parser.add_argument("--model", default="demo")

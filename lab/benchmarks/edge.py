@@ -57,14 +57,14 @@ class ReceivedStream:
     ended: float = 0.0
 
     def read_events(self) -> None:
-        """Parse server-sent events, which may be cut anywhere."""
+        """Parses server-sent events, which may be cut anywhere."""
         ends = list(itertools.accumulate(len(data) for _, data in self.came))
         for event in TEXT.finditer(b"".join(data for _, data in self.came)):
             moment = self.came[bisect.bisect_left(ends, event.end())][0]
             self._add(moment, len(event[1]))
 
     def read_messages(self) -> None:
-        """Parse gRPC messages."""
+        """Parses gRPC messages."""
         for moment, data in self.came:
             self._add(moment, len(gateway_pb2.GenerateResponse.FromString(data).token_ids))
 
@@ -84,12 +84,12 @@ class SseClient(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
-        """Send the request."""
+        """Sends the request."""
         self._transport = transport
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Keep the data with its time."""
+        """Keeps the data with its time."""
         now = time.monotonic()
         self._stream.came.append((now, data))
         # The terminating event may be cut in two.
@@ -100,13 +100,13 @@ class SseClient(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the stream if the connection ends before the last event."""
+        """Fails the stream if the connection ends before the last event."""
         if not self.done.done():
             self.done.set_exception(exc or RuntimeError("the gateway closed the connection"))
 
 
 async def read_sse(address: str, tokens: int, stream: ReceivedStream) -> None:
-    """Read one stream of server-sent events."""
+    """Reads one stream of server-sent events."""
     host, _, port = address.rpartition(":")
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: ReceivedStre
 
 
 async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) -> list[ReceivedStream]:
-    """Read all streams at once."""
+    """Reads all streams at once."""
     received = [ReceivedStream() for _ in range(streams)]
     if kind == "sse":
         await asyncio.gather(*(read_sse(ports["http"], tokens, stream) for stream in received))
@@ -137,7 +137,7 @@ async def read_all(kind: str, ports: dict[str, str], streams: int, tokens: int) 
 
 
 def read(kind: str, received: list[ReceivedStream], tokens: int) -> None:
-    """Parse all received streams. Raises RuntimeError where a stream has not all of its tokens."""
+    """Parses all received streams. Raises RuntimeError where a stream has not all of its tokens."""
     for stream in received:
         stream.read_events() if kind == "sse" else stream.read_messages()
         if len(stream.arrived) != tokens:
@@ -146,7 +146,7 @@ def read(kind: str, received: list[ReceivedStream], tokens: int) -> None:
 
 @contextlib.contextmanager
 def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.Process]]:
-    """Run Redis, the worker and the gateway; yields their folder and the gateway's process."""
+    """Runs Redis, the worker and the gateway; yields their folder and the gateway's process."""
     with tempfile.TemporaryDirectory(prefix="edge-") as name, running_redis() as redis:
         folder = pathlib.Path(name)
         commands = {
@@ -167,7 +167,7 @@ def running(streams: int, step_s: float) -> Iterator[tuple[pathlib.Path, psutil.
 
 
 def await_file(path: pathlib.Path, processes: list[subprocess.Popen[bytes]]) -> Any:
-    """Return a JSON file's content as soon as the file is there. Raises RuntimeError where a process fails."""
+    """Returns a JSON file's content as soon as the file is there. Raises RuntimeError where a process fails."""
     until = time.monotonic() + START_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > until or any(process.poll() is not None for process in processes):
@@ -177,7 +177,7 @@ def await_file(path: pathlib.Path, processes: list[subprocess.Popen[bytes]]) -> 
 
 
 def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
-    """Measure the rate of ``streams`` streams at full speed, once."""
+    """Measures the rate of ``streams`` streams at full speed, once."""
     with running(streams, 0.0) as (folder, gateway):
         ports = json.loads((folder / "ports.json").read_text())
         before = sum(gateway.cpu_times()[:2])
@@ -198,7 +198,7 @@ def throughput(kind: str, streams: int, tokens: int) -> dict[str, Any]:
 
 
 def latency(kind: str, streams: int, tokens: int, tokens_per_s: int) -> dict[str, Any]:
-    """Measure the time from the worker's send to the client's read, at a fixed rate over all streams."""
+    """Measures the time from the worker's send to the client's read, at a fixed rate over all streams."""
     with running(streams, streams / tokens_per_s) as (folder, _):
         ports = json.loads((folder / "ports.json").read_text())
         received = asyncio.run(read_all(kind, ports, streams, tokens))
@@ -217,7 +217,7 @@ def latency(kind: str, streams: int, tokens: int, tokens_per_s: int) -> dict[str
 
 
 def show(rates: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
-    """Print a table of rates and a table of latencies."""
+    """Prints a table of rates and a table of latencies."""
     table = Table(title="As fast as it goes, gateway on one core")
     for column in ("", "streams", "tokens/s", "messages/s", "tokens per gateway CPU s", "messages per gateway CPU s"):
         table.add_column(column, justify="right")

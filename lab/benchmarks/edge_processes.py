@@ -55,7 +55,7 @@ class IdleKVNode(kvnode_pb2_grpc.KVNodeServicer):
         await asyncio.Event().wait()
 
     async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Grant a ticket without any block of the prompt."""
+        """Grants a ticket without any block of the prompt."""
         return kvnode_pb2.OpenTicketReply(ticket_id=next(self._numbers), pinned_blocks=0)
 
     async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -74,7 +74,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self._ready = asyncio.Event()
 
     async def Connect(self, commands: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Serve one gateway's streams, round after round."""
+        """Serves one gateway's streams, round after round."""
         check_hello((await anext(commands)).hello)
         reader = asyncio.create_task(self._read(commands))
         try:
@@ -116,7 +116,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
 
 
 async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s: float) -> None:
-    """Run the node and the decode worker until the process is killed."""
+    """Runs the node and the decode worker until the process is killed."""
     registry = Registry(redis_url, HEARTBEAT_TIMEOUT_MS)
     node, decode = IdleKVNode(), ScriptedDecode(streams, step_s, folder)  # type: ignore[abstract]
     served: dict[str, Any] = {
@@ -144,7 +144,7 @@ async def run_worker(folder: pathlib.Path, redis_url: str, streams: int, step_s:
 
 
 async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
-    """Run the gateway until the process is killed; its addresses are in ports.json."""
+    """Runs the gateway until the process is killed; its addresses are in ports.json."""
     prepared = PreparedModel(
         folder=write_tokenizer(folder / "model", byte_tokenizer()),
         name=MODEL,
@@ -174,7 +174,7 @@ async def run_gateway(folder: pathlib.Path, redis_url: str) -> None:
 
 
 def main() -> None:
-    """Run one of the processes on the core that EDGE_CORE names."""
+    """Runs one of the processes on the core that EDGE_CORE names."""
     os.sched_setaffinity(0, {int(os.environ["EDGE_CORE"])})
     role, folder, redis_url, *rest = sys.argv[1:]
     if role == "worker":

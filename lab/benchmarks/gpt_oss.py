@@ -90,15 +90,15 @@ class RandomTensors:
         self._random = torch.Generator().manual_seed(0)
 
     def has(self, key: str) -> bool:
-        """Return whether the model has a tensor of that name."""
+        """Returns whether the model has a tensor of that name."""
         return key in self._checkpoint_names
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a plain tensor."""
+        """Returns a plain tensor."""
         return torch.empty(self._shape(key), dtype=dtype).uniform_(-WEIGHT, WEIGHT, generator=self._random)
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Return a matrix, in MXFP4 where it is an expert's."""
+        """Returns a matrix, in MXFP4 where it is an expert's."""
         if ".experts." not in key:
             return self.take(key, dtype)
         rows, columns = self._shape(key)
@@ -114,7 +114,7 @@ class RandomTensors:
 
 
 def random_weights(config: ModelConfig, dtype: str) -> InMemoryMatrices:
-    """Return packed weights, whose layers after the first one are copies of it."""
+    """Returns packed weights, whose layers after the first one are copies of it."""
     held, source, wide = InMemoryMatrices(), RandomTensors(config), DTYPES[dtype]
     packer = MatrixPacker(held, config, whole_model(config), WIDE_KINDS[dtype])
     with torch.inference_mode():
@@ -132,7 +132,7 @@ def random_weights(config: ModelConfig, dtype: str) -> InMemoryMatrices:
 
 
 def copy_layer(held: InMemoryMatrices, layer: int) -> None:
-    """Make ``layer`` a copy of the first one, in memory of its own."""
+    """Makes ``layer`` a copy of the first one, in memory of its own."""
     prefix = f"layers.{layer}."
     for name in [name for name in held.tensors if name.startswith("layers.0.")]:
         held.tensor(prefix + name.removeprefix("layers.0."), held.tensors[name].clone())
@@ -141,7 +141,7 @@ def copy_layer(held: InMemoryMatrices, layer: int) -> None:
 
 
 def random_model(prepared: PreparedModel, isa: Isa) -> CpuModel:
-    """Return the model with random weights, and with the kernel of the streaming read beside its own."""
+    """Returns the model with random weights, and with the kernel of the streaming read beside its own."""
     config = load_config(prepared.folder)
     layout, shard = kv_layout(prepared, BLOCK_SIZE, LAYOUT_VERSION), whole_model(config)
     weights = random_weights(config, prepared.dtype)
@@ -153,8 +153,9 @@ def random_model(prepared: PreparedModel, isa: Isa) -> CpuModel:
 
 
 def reads(model: CpuModel, batch: StepBatch) -> list[Operation]:
-    """Return a streaming read of what a step of one stream touches: the matrices that it multiplies by, as many experts
-    as its token has, and the keys and values that it sees. The embedding's row, norms and biases are left out."""
+    """Returns a streaming read of what a step of one stream touches: the matrices that it multiplies by, as many
+    experts as its token has, and the keys and values that it sees. The embedding's row, norms and biases are left
+    out."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
 
     def read(data: Any, size: int) -> Operation:
@@ -175,7 +176,7 @@ def reads(model: CpuModel, batch: StepBatch) -> list[Operation]:
 
 
 def measure(bench: CpuStepBench, context: int, rounds: int) -> dict[str, float]:
-    """Return the figures of steps at one context."""
+    """Returns the figures of steps at one context."""
     backend: CpuBackend = bench.backend
     batch = bench.decode(1, context)
     operations = reads(backend.model, batch)

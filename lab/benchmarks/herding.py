@@ -115,7 +115,7 @@ class Gossip:
     period_s: float
 
     def gateway(self, *words: Any) -> SimGateway:
-        """Make one of the gateways."""
+        """Makes one of the gateways."""
         return GossipGateway(self.period_s, *words)
 
 
@@ -154,7 +154,7 @@ class Knowledge:
 
 
 def makers() -> dict[str, Knowledge]:
-    """Return each kind of knowledge by its name."""
+    """Returns each kind of knowledge by its name."""
     found = {
         "one": Knowledge(gateways=1),
         "heartbeats": Knowledge(),
@@ -170,7 +170,7 @@ def makers() -> dict[str, Knowledge]:
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulate each rate, seed and kind of knowledge; all of a seed get the same arrivals."""
+    """Simulates each rate, seed and kind of knowledge; all of a seed get the same arrivals."""
     rows = []
     prefills = args.workers // 2
     for rate in args.rates:
@@ -199,7 +199,7 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the medians over the seeds, by rate and knowledge, with the difference to one gateway, seed by seed."""
+    """Returns the medians over the seeds, by rate and knowledge, with the difference to one gateway, seed by seed."""
     found = []
     for rate, name in dict.fromkeys((row["rate"], row["knowledge"]) for row in rows):
         mine = {row["seed"]: row for row in rows if (row["rate"], row["knowledge"]) == (rate, name)}

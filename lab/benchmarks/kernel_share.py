@@ -53,24 +53,24 @@ class KernelTimes:
     bench: CpuStepBench
 
     def limit(self, load: ClosedLoad) -> float:
-        """Return the output tokens a second of a load on a service that did nothing but run its kernels."""
+        """Returns the output tokens a second of a load on a service that did nothing but run its kernels."""
         chunk_s = statistics.median(self.bench.seconds(self.bench.chunk(load.input_tokens, 0), CHUNK_REPEATS))
         return load.output_tokens / (chunk_s + load.output_tokens * self.step_s(load) / load.concurrency)
 
     def step_s(self, load: ClosedLoad) -> float:
-        """Return the seconds of a step of the load's streams, with contexts half-way."""
+        """Returns the seconds of a step of the load's streams, with contexts half-way."""
         context = load.input_tokens + load.output_tokens // 2
         return statistics.median(self.bench.seconds(self.bench.decode(load.concurrency, context), STEP_REPEATS))
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return what a process of the service is."""
+    """Returns what a process of the service is."""
     words = process.cmdline()
     return next((name for command, name in ROLES.items() if command in words), OTHER)
 
 
 def processor_s() -> dict[str, float]:
-    """Return the processor time of the service's processes by role, of this process, and the idle time, so far."""
+    """Returns the processor time of the service's processes by role, of this process, and the idle time, so far."""
     found = dict.fromkeys((*ROLES.values(), OTHER), 0.0)
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -80,7 +80,7 @@ def processor_s() -> dict[str, float]:
 
 
 def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[str, float]:
-    """Run a load; return its rate, the median time between tokens, and the cores that each process took."""
+    """Runs a load; return its rate, the median time between tokens, and the cores that each process took."""
     before = processor_s()
     run = running.measure(load, seed)
     after = processor_s()
@@ -89,7 +89,7 @@ def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[st
 
 
 def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> dict[str, Any]:
-    """Measure the kernels, then a fresh service, then the kernels again."""
+    """Measures the kernels, then a fresh service, then the kernels again."""
     folder = str(plain_folder(MODEL))
     limits = {load.name: [kernels.limit(load)] for load in LOADS}
     alone = [kernels.step_s(PLAIN)]
@@ -108,7 +108,7 @@ def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> di
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str, float]]) -> None:
-    """Print each load's medians, with the least and the greatest of the rounds."""
+    """Prints each load's medians, with the least and the greatest of the rounds."""
     roles = (*ROLES.values(), OTHER, DRIVER, IDLE)
     table = Table("load", "tokens/s", "the kernels alone", "share", *roles, title="Cores that each process takes")
     for name, row in rows.items():

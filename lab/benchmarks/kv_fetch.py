@@ -60,7 +60,7 @@ def running_nodes(folder: str, block_kib: int) -> Iterator[dict[str, subprocess.
 
 
 async def open_driver(folder: str, name: str, block_bytes: int) -> TicketDriver:
-    """Return gateway and worker of one node."""
+    """Returns gateway and worker of one node."""
     worker = await asyncio.to_thread(
         attach, f"{folder}/{name}.sock", component_id="bench", role="decode", block_bytes=block_bytes, timeout_s=30.0,
         namespace="00" * 32,
@@ -70,7 +70,7 @@ async def open_driver(folder: str, name: str, block_bytes: int) -> TicketDriver:
 
 
 async def measure_size(block_kib: int, rounds: int) -> list[dict[str, Any]]:
-    """Measure all lengths with blocks of one size."""
+    """Measures all lengths with blocks of one size."""
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, running_nodes(folder, block_kib) as nodes:
         source, reader = [await open_driver(folder, name, block_kib * 1024) for name in NODES]
         rows = []
@@ -87,7 +87,7 @@ async def measure_size(block_kib: int, rounds: int) -> list[dict[str, Any]]:
 
 
 async def measure_fetch(source: TicketDriver, reader: TicketDriver, source_pid: int, blocks: int) -> dict[str, float]:
-    """Fill the source with a new chain and fetch all of it."""
+    """Fills the source with a new chain and fetch all of it."""
     hashes = source.prompt(blocks)
     await source.release(await source.fill(hashes, 512))
     ticket = await reader.client.open_ticket(reader.session.epoch, hashes, blocks + 1)
@@ -115,7 +115,7 @@ async def measure_fetch(source: TicketDriver, reader: TicketDriver, source_pid: 
 
 
 async def longest_answer_s(source: TicketDriver) -> float:
-    """Ask the source for its status until this task is cancelled; return the longest time of an answer."""
+    """Asks the source for its status until this task is cancelled; return the longest time of an answer."""
     longest_s = 0.0
     with contextlib.suppress(asyncio.CancelledError):
         while True:

@@ -35,7 +35,7 @@ SETTLE_S = 2.0
 
 
 def handoffs_ms(receiver: Receiver) -> list[float]:
-    """Return each traced request's time from its last commit on the prefill worker to its first decode step."""
+    """Returns each traced request's time from its last commit on the prefill worker to its first decode step."""
     found = []
     for trace in receiver.traces().values():
         committed = [s.end_time_unix_nano for name, s in trace if (name, s.name) == ("pillion-prefill", "kv.commit")]
@@ -47,7 +47,7 @@ def handoffs_ms(receiver: Receiver) -> list[float]:
 
 @contextmanager
 def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
-    """Run a receiver and point the standard variables at it meanwhile; see :meth:`Receiver.environ`."""
+    """Runs a receiver and point the standard variables at it meanwhile; see :meth:`Receiver.environ`."""
     with collecting() as receiver:
         variables = receiver.environ(delay_ms)
         os.environ.update(variables)
@@ -59,7 +59,7 @@ def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
 
 
 def main() -> None:
-    """Start the cluster, send requests one after the other, write results/kv_handoff.json."""
+    """Starts the cluster, send requests one after the other, write results/kv_handoff.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--input-len", type=int, default=33)
@@ -103,7 +103,7 @@ async def _empty_call(target: str) -> dict[str, float]:
 
 
 def _bytes_between_nodes(cluster: ServedCluster) -> int:
-    """Return the bytes of all blocks that a node fetched or wrote to a lower tier."""
+    """Returns the bytes of all blocks that a node fetched or wrote to a lower tier."""
     status = cluster.node_status()
     brought = status.fetched_blocks + status.restored_blocks + status.bucket_blocks
     return int((brought + status.spilled_blocks) * status.block_bytes)

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def hashing(rounds: int) -> dict[str, float]:
-    """Measure the milliseconds for the block hashes of one prompt."""
+    """Measures the milliseconds for the block hashes of one prompt."""
     tokens = [random.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
     root, taken = secrets.token_bytes(HASH_BYTES), []
     for _ in range(rounds):
@@ -71,7 +71,7 @@ def hashing(rounds: int) -> dict[str, float]:
 
 
 async def one_server(blocks: int, lookups: int) -> dict[str, Any]:
-    """Measure look-ups, announcements, sweeps and memory of one Redis that holds ``blocks``."""
+    """Measures look-ups, announcements, sweeps and memory of one Redis that holds ``blocks``."""
     with running_redis() as redis:
         async with components(redis.url) as (index, writer, registry):
             entry = await register(registry, "a", 1)
@@ -102,14 +102,14 @@ async def one_server(blocks: int, lookups: int) -> dict[str, Any]:
 
 
 async def popular(registry: Registry, writer: IndexWriter, chain: bytes) -> None:
-    """Announce the first half of ``chain`` for as many other nodes as the index keeps for a block."""
+    """Announces the first half of ``chain`` for as many other nodes as the index keeps for a block."""
     for number in range(keys.MAX_ENTRIES_PER_BLOCK - 1):
         entry = await register(registry, f"n{number}", 100 + number)
         await announce(writer, entry, chain, PROMPT_BLOCKS // 2 - 7 * number)
 
 
 async def sweeping(redis: RedisServer, registry: Registry, writer: IndexWriter) -> dict[str, Any]:
-    """Measure the server's time of sweeps that find nothing to do."""
+    """Measures the server's time of sweeps that find nothing to do."""
 
     async def live() -> frozenset[bytes]:
         return (await registry.nodes()).entries()
@@ -125,7 +125,7 @@ async def sweeping(redis: RedisServer, registry: Registry, writer: IndexWriter) 
 
 
 async def one_beginning(blocks: int) -> dict[str, Any]:
-    """Measure the memory where all chains share their first blocks, and so one bucket."""
+    """Measures the memory where all chains share their first blocks, and so one bucket."""
     with running_redis() as redis:
         async with components(redis.url) as (_, writer, registry):
             entry = await register(registry, "a", 1)
@@ -148,7 +148,7 @@ async def one_beginning(blocks: int) -> dict[str, Any]:
 
 
 async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
-    """Measure look-ups in a Redis Cluster: a call for every segment, pipelined to each shard."""
+    """Measures look-ups in a Redis Cluster: a call for every segment, pipelined to each shard."""
     with running_cluster() as servers:
         async with components("redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)) as made:
             index, writer, registry = made
@@ -167,7 +167,7 @@ async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Registry]]:
-    """Connect to Redis as a gateway (index), as a node (index writer), and as the registry."""
+    """Connects to Redis as a gateway (index), as a node (index writer), and as the registry."""
     made = (Index(url), IndexWriter(url), Registry(url, TTL_MS))
     yield made
     for component in made:
@@ -175,20 +175,20 @@ async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Regist
 
 
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:
-    """Register a node; return its entry."""
+    """Registers a node; return its entry."""
     record = ComponentRecord(component_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
     return (await registry.heartbeat(record)).node_number + struct.pack(">I", boot_epoch)
 
 
 def whole_chain() -> bytes:
-    """Return the hashes of a prompt that is new."""
+    """Returns the hashes of a prompt that is new."""
     return chain_hashes(secrets.token_bytes(HASH_BYTES), range(PROMPT_BLOCKS), 1)
 
 
 async def announce(
     writer: IndexWriter, entry: bytes, chain: bytes, blocks: int = PROMPT_BLOCKS, first: int = 0
 ) -> bytes:
-    """Announce the blocks ``first`` .. ``blocks`` of a chain to the index; return the chain."""
+    """Announces the blocks ``first`` .. ``blocks`` of a chain to the index; return the chain."""
     hashes = split_hashes(chain)[:blocks]
     segments = [hashes[i // SEGMENT_BLOCKS * SEGMENT_BLOCKS] for i in range(len(hashes))]
     events = [IndexEvent(block, True, segment) for block, segment in zip(hashes, segments, strict=True)][first:]
@@ -198,7 +198,7 @@ async def announce(
 
 
 async def look_up(index: Index, chains: Sequence[bytes], times: int, blocks: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each look-up, which must find ``blocks``, and of the PING after each."""
+    """Returns the seconds of each look-up, which must find ``blocks``, and of the PING after each."""
     client: Any = index._link._client
     taken, pings = [], []
     await index.longest_prefix(chains[0])
@@ -217,27 +217,27 @@ async def look_up(index: Index, chains: Sequence[bytes], times: int, blocks: int
 
 
 def figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles in milliseconds."""
+    """Returns percentiles in milliseconds."""
     marks = {"min": 0.0, "p50": 50.0, "p99": 99.0}
     return {name: round(percentile(seconds, mark) * 1e3, 3) for name, mark in marks.items()}
 
 
 def used_bytes(redis: RedisServer) -> int:
-    """Return the bytes that Redis has allocated."""
+    """Returns the bytes that Redis has allocated."""
     info = redis.command("INFO", "memory")
     assert isinstance(info, dict)
     return int(info["used_memory"])
 
 
 def server_us(redis: RedisServer) -> float:
-    """Return the server's microseconds per script since the last RESETSTAT."""
+    """Returns the server's microseconds per script since the last RESETSTAT."""
     stats = redis.command("INFO", "commandstats")
     assert isinstance(stats, dict)
     return float(stats["cmdstat_evalsha"]["usec_per_call"])
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a table of look-ups and a table of announcements and memory."""
+    """Prints a table of look-ups and a table of announcements and memory."""
     times = Table("milliseconds", "min", "p50", "p99", title=f"a prompt of {PROMPT_TOKENS} tokens")
     one, other = result["one_server"], result.get("cluster_of_3")
     rows = {"hashing": result["hashing_ms"], "look-up, all known": one["hit_ms"], "PING": one["ping_ms"]}

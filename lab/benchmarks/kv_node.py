@@ -49,12 +49,12 @@ class TicketDriver:
     seed: Iterator[int]
 
     def prompt(self, blocks: int) -> bytes:
-        """Return the block hashes of a new prompt."""
+        """Returns the block hashes of a new prompt."""
         first = next(self.seed)
         return chain_hashes(ROOT, [first, *range(blocks - 1)], 1)
 
     async def fill(self, hashes: bytes, batch: int) -> int:
-        """Open a ticket, lease its slots and commit the chain, ``batch`` blocks a call; return the ticket's id."""
+        """Opens a ticket, lease its slots and commit the chain, ``batch`` blocks a call; return the ticket's id."""
         count = len(hashes) // HASH_BYTES
         ticket = await self.client.open_ticket(self.session.epoch, hashes, count + 1)
         slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, count)).leased_slots
@@ -64,7 +64,7 @@ class TicketDriver:
         return ticket.ticket_id
 
     async def commit(self, ticket_id: int, slots: Sequence[int], hashes: bytes) -> float:
-        """Commit blocks after the ticket's tail; return the seconds of the call."""
+        """Commits blocks after the ticket's tail; return the seconds of the call."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(
             self.worker.epoch, [CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=hashes)]
@@ -74,7 +74,7 @@ class TicketDriver:
         return seconds
 
     async def release(self, ticket_id: int) -> None:
-        """Release the ticket as gateway and as worker."""
+        """Releases the ticket as gateway and as worker."""
         for epoch in (self.session.epoch, self.worker.epoch):
             await self.client.release(epoch, [ticket_id])
 
@@ -112,7 +112,7 @@ def running_node() -> Iterator[str]:
 
 
 async def measure(folder: str, rounds: int) -> dict[str, Any]:
-    """Measure all figures."""
+    """Measures all figures."""
     worker = await asyncio.to_thread(
         attach, f"{folder}/attach.sock", component_id="bench", role="decode", block_bytes=BLOCK_BYTES, timeout_s=20.0
     )
@@ -199,7 +199,7 @@ async def _tail_pins(rounds: int) -> Any:
 
 
 async def _throughput(driver: TicketDriver) -> float:
-    """Measure blocks per second with REQUESTS requests side by side, which hides the client's own work."""
+    """Measures blocks per second with REQUESTS requests side by side, which hides the client's own work."""
     prompts = [driver.prompt(CHAIN_BLOCKS) for _ in range(10 * REQUESTS)]
 
     async def some(mine: list[bytes]) -> None:

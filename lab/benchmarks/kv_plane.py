@@ -54,7 +54,7 @@ class MappedPool:
 
 
 def memcpy_way(source: MappedPool, own: MappedPool) -> Way:
-    """Copy within this process: the reference of all other ways."""
+    """Copies within this process: the reference of all other ways."""
     size = own.block_bytes
 
     async def copy(remote: tuple[int, ...], local: tuple[int, ...]) -> None:
@@ -65,7 +65,7 @@ def memcpy_way(source: MappedPool, own: MappedPool) -> Way:
 
 
 def kernel_way(pid: int, pool_address: int, own: MappedPool) -> Way:
-    """Copy by process_vm_readv(2), one call per block."""
+    """Copies by process_vm_readv(2), one call per block."""
     libc, size = ctypes.CDLL(None, use_errno=True), own.block_bytes
 
     async def copy(remote: tuple[int, ...], local: tuple[int, ...]) -> None:
@@ -79,7 +79,7 @@ def kernel_way(pid: int, pool_address: int, own: MappedPool) -> Way:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all request sizes; return one row per size."""
+    """Measures all request sizes; return one row per size."""
     from lab.testbed.plane_source import NAMESPACE, chain_of, running_source
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
@@ -116,7 +116,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def measure_size(
     kib: int, blocks: int, num_slots: int, ways: dict[str, Way], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one size; return medians over rounds. The ratio is the median of the rounds' ratios."""
+    """Measures one size; return medians over rounds. The ratio is the median of the rounds' ratios."""
     chooser = random.Random(kib)
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(max(args.rounds, min(args.most_rounds, args.round_mib * KIB // kib))):
@@ -136,7 +136,7 @@ async def measure_size(
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
+    """Prints the table."""
     table = Table(title=f"blocks from another process's pool, GB/s (share of memcpy; target {TARGET} from 1 MiB on)")
     for heading in ("request", "blocks", "memcpy", "kernel", "nixl", "grpc"):
         table.add_column(heading, justify="right")

@@ -56,7 +56,7 @@ class LinkLoad:
 
 
 def loads_of(args: argparse.Namespace) -> list[LinkLoad]:
-    """Return all loads, whose prompts have no common beginning."""
+    """Returns all loads, whose prompts have no common beginning."""
     draw = random.Random(args.seed)
 
     def prompts(count: int, length: int) -> tuple[tuple[int, ...], ...]:
@@ -71,7 +71,7 @@ def loads_of(args: argparse.Namespace) -> list[LinkLoad]:
 
 
 def first_token_s(client: Client, prompt: Sequence[int]) -> tuple[float, int]:
-    """Return how long a prompt's first token takes, and how many of its tokens were cached."""
+    """Returns how long a prompt's first token takes, and how many of its tokens were cached."""
     begin = time.perf_counter()
     deltas = client.generate(list(prompt), max_tokens=1, temperature=0.0, timeout_s=READY_TIMEOUT_S)
     first = next(iter(deltas))
@@ -96,7 +96,7 @@ def write_prompts(cluster: Hosts, loads: Sequence[LinkLoad], pool: str) -> None:
 
 @contextmanager
 def reader(cluster: Hosts, way: str) -> Iterator[Client]:
-    """Run the second host, and a gateway that is held to one way of answering, until the block ends."""
+    """Runs the second host, and a gateway that is held to one way of answering, until the block ends."""
     policy, most = WAYS[way]
     gateway = f"gateway-{way}"
     cluster.node(READER, "--kv-pool-bytes", "512MiB", "--kv-transport", "grpc", "--max-fetch-bytes", most)
@@ -110,7 +110,7 @@ def reader(cluster: Hosts, way: str) -> Iterator[Client]:
 
 
 def run(args: argparse.Namespace, net: HostNetwork, cluster: Hosts) -> list[dict[str, Any]]:
-    """Measure every load, with a node, a worker and a gateway of their own for each way of answering."""
+    """Measures every load, with a node, a worker and a gateway of their own for each way of answering."""
     loads, rows = loads_of(args), []
     write_prompts(cluster, loads, args.pool)
     for way in WAYS:
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace, net: HostNetwork, cluster: Hosts) -> list[dict
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each link and length with the three ways side by side."""
+    """Prints each link and length with the three ways side by side."""
     table = Table(title="Time to the first token of a prompt that another host has, ms: median (least to most)")
     for name in ("link", "tokens", *WAYS, "auto / the quicker", "auto fetched"):
         table.add_column(name, justify="left" if name == "link" else "right")
@@ -154,7 +154,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run the program."""
+    """Runs the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024], help="of a prompt")
     parser.add_argument("--repeats", type=int, default=7, help="prompts of each link, length and way")

@@ -33,7 +33,7 @@ class Greedy:
         self.sampler = api.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Generate an answer; return the times of the request and of each token, in seconds of one clock."""
+        """Generates an answer; return the times of the request and of each token, in seconds of one clock."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         asked, times = time.perf_counter(), []
         for start in range(0, len(prompt), self.batch_tokens):
@@ -46,7 +46,7 @@ class Greedy:
             self.decode([token])
 
     def decode(self, ids: list[int]) -> None:
-        """Append ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
+        """Appends ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
         tokens = (self.api.llama_token * len(ids))(*ids)
         status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(ids)))
         if status:
@@ -54,7 +54,7 @@ class Greedy:
 
 
 def main() -> None:
-    """Serve standard input until it ends."""
+    """Serves standard input until it ends."""
     path, threads, context_tokens = sys.argv[1:]
     api: Any = importlib.import_module("llama_cpp")
     stream = Greedy(api, path, int(threads), int(context_tokens))

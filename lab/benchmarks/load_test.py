@@ -49,7 +49,7 @@ TRACE_MIX = Mix(
 def stages(
     grpc: str, http: str, trace: pathlib.Path, seconds: float, rate: float, token_range: tuple[int, int]
 ) -> Iterator[tuple[str, BenchPlan]]:
-    """Return the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests a second."""
+    """Returns the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests a second."""
     count = max(3, round(seconds * rate))
     one = Server(backend="pillion", target=grpc, timeout_s=120.0)
     other = Server(backend="openai", target=http, timeout_s=120.0)
@@ -68,13 +68,13 @@ def stages(
 
 
 async def run_stage(plan: BenchPlan) -> dict[str, Any]:
-    """Run one stage; return its result."""
+    """Runs one stage; return its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]
 
 
 def complaints(name: str, result: dict[str, Any]) -> list[str]:
-    """Return what was wrong in one stage; empty where it passed."""
+    """Returns what was wrong in one stage; empty where it passed."""
     summary = result["summary"]
     found = [f"{name}: {kind}, {one['count']} times ({one['first']})" for kind, one in summary["errors"].items()]
     for field in ("short_answers", "unsent_turns"):
@@ -83,19 +83,19 @@ def complaints(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def process_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
-    """Return the living process of ``role``. Redis shows a title of its own in place of its command line."""
+    """Returns the living process of ``role``. Redis shows a title of its own in place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
     return cluster.component(role)
 
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
-    """Return the components' process ids by role."""
+    """Returns the components' process ids by role."""
     return {role: component.pid if (component := process_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
-    """Wait until everything is released, then prove the node's integrity; return what is wrong."""
+    """Waits until everything is released, then prove the node's integrity; return what is wrong."""
     deadline, found = time.monotonic() + IDLE_TIMEOUT_S, ["never looked"]
     with Client(cluster.target) as client:
         while found and time.monotonic() < deadline:
@@ -121,7 +121,7 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def status_complaints(cluster: ServedCluster) -> list[str]:
-    """Return what is wrong in the output of `pillion status --json`."""
+    """Returns what is wrong in the output of `pillion status --json`."""
     command = [sys.executable, "-m", "pillion", "status", "--json", "--target", cluster.target]
     status_run = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
     if status_run.returncode:
@@ -133,7 +133,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run all stages on a running cluster; return their rows, and everything that is wrong."""
+    """Runs all stages on a running cluster; return their rows, and everything that is wrong."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, TRACE_MIX))
     rows, wrong, before = [], [], pids(cluster)
@@ -154,7 +154,7 @@ def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tu
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that the load test and the soak share."""
+    """Adds the flags that the load test and the soak share."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rate", type=float, default=1.0, help="sessions a second")
     parser.add_argument("--token-range", type=int, nargs=2, default=[1000, 30_000], help="ids of random prompts")
@@ -162,7 +162,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Start the cluster, load it, write results/load_test.json; 1 where anything was wrong."""
+    """Starts the cluster, load it, write results/load_test.json; 1 where anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the arrivals of each stage")
     parser.add_argument("--quiet", action="store_true", help="no tables")

@@ -44,12 +44,12 @@ BESIDE_A_LOAD = f"p99 of {STREAMS} streams beside a load"
 
 
 def with_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
-    """Return the step with an adapter's slot for each sequence."""
+    """Returns the step with an adapter's slot for each sequence."""
     return replace(batch, adapters=np.array(slots, np.int32))
 
 
 def in_turn(base: Callable[[], Any], other: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of both, and the median of the rounds' ratios base / other, which is the share of
+    """Returns the median milliseconds of both, and the median of the rounds' ratios base / other, which is the share of
     the base's rate that is left."""
     base()
     other()
@@ -77,7 +77,7 @@ class Loads:
         self._process.start()
 
     def one(self) -> PackedAdapter:
-        """Load the next adapter."""
+        """Loads the next adapter."""
         begin = time.perf_counter()
         folder, digest = self._files[len(self.seconds) % len(self._files)]
         about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
@@ -86,17 +86,17 @@ class Loads:
         return packed
 
     def begin(self) -> Future[PackedAdapter]:
-        """Load the next adapter on a thread."""
+        """Loads the next adapter on a thread."""
         return self._thread.submit(self.one)
 
     def close(self) -> None:
-        """End the process and the thread."""
+        """Ends the process and the thread."""
         self._process.close()
         self._thread.shutdown()
 
 
 def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[str, float]:
-    """Return the 99th percentile of a step's milliseconds alone, and while adapters are loaded, which are then placed
+    """Returns the 99th percentile of a step's milliseconds alone, and while adapters are loaded, which are then placed
     between two steps. Some steps alone, and those beside one load, are run in turn."""
     alone: list[float] = []
     beside: list[float] = []
@@ -132,7 +132,7 @@ def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[s
 
 
 def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Return the figures of each comparison."""
+    """Returns the figures of each comparison."""
     bare = kernels_bench(prepared, args.threads, args.kernels)
     bench = kernels_bench(prepared, args.threads, args.kernels)
     backend, config = bench.backend, bench.backend.model.config
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def show(rows: dict[str, dict[str, float]], args: argparse.Namespace, prepared: PreparedModel) -> None:
-    """Print the figures of steps."""
+    """Prints the figures of steps."""
     table = Table(title=f"adapters of rank {args.rank}; {args.kernels}, {prepared.dtype}, {args.threads} threads")
     for heading in ("", "without, ms", "with, ms", "share of the rate", "by least times"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)

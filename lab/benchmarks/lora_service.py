@@ -47,7 +47,7 @@ class ServiceFigures:
 
 
 async def streams(target: str, models: Sequence[str], seed: int) -> ServiceFigures:
-    """Run the load once for each model, all at the same time."""
+    """Runs the load once for each model, all at the same time."""
     runs = await asyncio.gather(
         *(
             measure(PillionTarget(model, True, 0.0, target=target), LOAD.sessions(1000 * seed + number), STREAMS_EACH)
@@ -60,8 +60,8 @@ async def streams(target: str, models: Sequence[str], seed: int) -> ServiceFigur
 
 
 async def beside(target: str, models: Sequence[str], seed: int, versions: Sequence[pathlib.Path]) -> ServiceFigures:
-    """Run the load beside a client that asks for one token again and again: with an adapter that it loads each time, or
-    of the model alone where there are no ``versions``."""
+    """Runs the load beside a client that asks for one token again and again: with an adapter that it loads each time,
+    or of the model alone where there are no ``versions``."""
     asked = 0
     async with AsyncClient(target) as client:
 
@@ -146,7 +146,7 @@ def _waits(name: str, base: Sequence[ServiceFigures], other: Sequence[ServiceFig
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows."""
+    """Prints the rows."""
     table = Table("the whole service", "", "without", "with", "ratio, median (least-greatest)")
     for row in rows:
         ratio = "{median:.3f} ({min:.3f}-{max:.3f})".format(**row["ratio"])

@@ -94,7 +94,7 @@ class StreamLoad:
         return [one.token_s[0] - one.asked_s for one in self.streams[STREAMS:] if one.token_s]
 
     def close(self) -> None:
-        """End all streams."""
+        """Ends all streams."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -173,7 +173,7 @@ def one_fault(
     seed: int,
     standby: bool,
 ) -> dict[str, Any] | None:
-    """Have one fault happen; return its pauses and milestones, None where its point was not passed."""
+    """Has one fault happen; return its pauses and milestones, None where its point was not passed."""
     chance = random.Random(f"{role} {number} {seed}")
     point = chance.choice([point for point in POINTS if point.role == role and point.passed != AT_START])
     board.clear()
@@ -215,7 +215,7 @@ def faults_of(
 
 
 def cluster_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
+    """Sends a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -36,7 +36,7 @@ class Chart:
 
 
 def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
-    """Return a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
+    """Returns a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
     without a point."""
     columns = columns or len(charts)
     rows = -(-len(charts) // columns)
@@ -74,7 +74,7 @@ def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -
 
 
 def number(value: float) -> str:
-    """Format a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
+    """Formats a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}K"
     return f"{value:.6g}"

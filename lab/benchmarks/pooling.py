@@ -64,7 +64,7 @@ class TextFigures:
     duration_s: float = 0.0
 
     def summary(self) -> dict[str, float | None]:
-        """Return the figures of the result."""
+        """Returns the figures of the result."""
         return {
             "texts_per_s": len(self.texts_s) / self.duration_s if self.texts_s else None,
             "text_p50_ms": _percentile_ms(self.texts_s, 50),
@@ -91,7 +91,7 @@ class PoolingSystem:
 
 
 def ids_of(draw: random.Random, count: int) -> list[int]:
-    """Return a text of so many random tokens."""
+    """Returns a text of so many random tokens."""
     return [draw.randrange(*TOKEN_RANGE) for _ in range(count)]
 
 
@@ -103,7 +103,7 @@ class PersistentConnection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Send a call; yield each event of its answer, or its whole body. Raises RuntimeError for another status than
+        """Sends a call; yield each event of its answer, or its whole body. Raises RuntimeError for another status than
         200."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, int(self._port))
@@ -122,7 +122,7 @@ class PersistentConnection:
                 yield payload
 
     def close(self) -> None:
-        """Close the connection, which cancels what the server still does for it."""
+        """Closes the connection, which cancels what the server still does for it."""
         if self._streams is not None:
             self._streams[1].close()
 
@@ -130,7 +130,7 @@ class PersistentConnection:
 async def run_load(
     system: PoolingSystem, tokens: int, callers: int, streams: int, seconds: float, seed: int
 ) -> TextFigures:
-    """Run callers with texts of ``tokens`` (0: none) and streams for so long, once both have begun."""
+    """Runs callers with texts of ``tokens`` (0: none) and streams for so long, once both have begun."""
     # Each load has texts of its own: those of another one would be found in the pool.
     figures, draw = TextFigures(), random.Random(f"{seed} {tokens} {streams}")
     counting = asyncio.Event()
@@ -172,7 +172,7 @@ async def run_load(
 
 
 def stream_body(model: str, prompt: list[int]) -> dict[str, Any]:
-    """Return the body of one stream's call."""
+    """Returns the body of one stream's call."""
     return {
         "model": model,
         "prompt": prompt,
@@ -185,7 +185,7 @@ def stream_body(model: str, prompt: list[int]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pillion_served(args: argparse.Namespace) -> Iterator[PoolingSystem]:
-    """Run `pillion serve` with its own defaults."""
+    """Runs `pillion serve` with its own defaults."""
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", *shlex.split(args.pillion_flags))
     with (
@@ -198,7 +198,7 @@ def pillion_served(args: argparse.Namespace) -> Iterator[PoolingSystem]:
 
 @contextlib.contextmanager
 def vllm_served(args: argparse.Namespace, program: str, streams: bool) -> Iterator[PoolingSystem]:
-    """Run vLLM's pooling runner, and, where there are ``streams``, a second server for them beside it."""
+    """Runs vLLM's pooling runner, and, where there are ``streams``, a second server for them beside it."""
     folder = plain_folder(args.model)
     usual = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), *shlex.split(args.vllm_flags))
     overrides = ("--hf-overrides", json.dumps(VLLM_OVERRIDES))
@@ -216,7 +216,7 @@ def vllm_served(args: argparse.Namespace, program: str, streams: bool) -> Iterat
 
 
 def sentences(args: argparse.Namespace, tokens: int) -> TextFigures:
-    """Measure sentence-transformers on the same folder, with the last token's row, normalized."""
+    """Measures sentence-transformers on the same folder, with the last token's row, normalized."""
     package = importlib.import_module("sentence_transformers")
     parts = importlib.import_module("sentence_transformers.models")
     word = parts.Transformer(str(plain_folder(args.model)), max_seq_length=MAX_MODEL_LEN_TOKENS)
@@ -240,7 +240,7 @@ def sentences(args: argparse.Namespace, tokens: int) -> TextFigures:
 
 
 def measured(system: PoolingSystem, args: argparse.Namespace, streams: int) -> Iterator[dict[str, Any]]:
-    """Yield the row of each load: streams alone first, then each length of texts."""
+    """Yields the row of each load: streams alone first, then each length of texts."""
     for tokens in (*(() if not streams else (0,)), *args.tokens):
         load = run_load(system, tokens, args.callers, streams, args.seconds, args.seed)
         figures = asyncio.run(load)
@@ -255,7 +255,7 @@ def measured(system: PoolingSystem, args: argparse.Namespace, streams: int) -> I
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all systems that are there, one after the other, in each round."""
+    """Measures all systems that are there, one after the other, in each round."""
     rows: list[dict[str, Any]] = []
     vllm = shutil.which(args.vllm) if args.vllm else None
     for number in range(args.rounds):
@@ -277,7 +277,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows of all rounds."""
+    """Prints the rows of all rounds."""
     table = Table(title="Vectors of texts")
     names = ("texts_per_s", "text_p50_ms", "text_p99_ms", "itl_p50_ms", "itl_p99_ms")
     for name in ("round", "system", "text_tokens", "streams", *names):
@@ -289,7 +289,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run the program."""
+    """Runs the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--dtype", default="bfloat16", help="vLLM's")

@@ -42,7 +42,7 @@ KINDS = {
 
 
 def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str) -> TextScorer:
-    """Return a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
+    """Returns a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa("auto", host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def show(found: dict[str, Accuracy]) -> None:
-    """Print the table."""
+    """Prints the table."""
     table = Table(title="accuracy beside float32 on torch")
     for heading in ("weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
         table.add_column(heading, justify="right")

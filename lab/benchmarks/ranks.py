@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Prints the tables."""
     table = Table(title="a step: ms, least (median)")
     for heading in ("step", "1 process, 2 threads", "2 ranks, 1 thread each", "ratio of the least", "of the rounds"):
         table.add_column(heading, justify="right")

@@ -44,7 +44,7 @@ class OpenLink:
         self.alive = True
 
     async def aclose(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 async def measure(workers: int, nodes: int, *, looks: int, plans: int) -> dict[str, dict[str, float]]:
-    """Measure one size; milliseconds as the median of ten rounds, with the least and the greatest round."""
+    """Measures one size; milliseconds as the median of ten rounds, with the least and the greatest round."""
     count = workers + nodes
     for role in LINKS:
         LINKS[role] = OpenLink  # type: ignore[assignment]
@@ -136,14 +136,14 @@ async def rounds(
 
 
 def server_s(redis: RedisServer) -> float:
-    """Return the seconds of processor time that Redis has taken."""
+    """Returns the seconds of processor time that Redis has taken."""
     info = redis.command("INFO", "cpu")
     assert isinstance(info, dict)
     return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
 def record(number: int, nodes: int) -> ComponentRecord:
-    """Return the record of a component as a busy one would write it: the nodes first, then their workers."""
+    """Returns the record of a component as a busy one would write it: the nodes first, then their workers."""
     node_id = f"kvnode-{number % nodes}"
     if number < nodes:
         return ComponentRecord(

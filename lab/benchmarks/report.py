@@ -23,7 +23,7 @@ PICTURES = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS.parents[1] / "docs
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: processor, cores and versions."""
+    """Describes the machine: processor, cores and versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -40,12 +40,12 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the minimum, median and maximum of some rounds."""
+    """Returns the minimum, median and maximum of some rounds."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def save(name: str, result: dict[str, Any]) -> pathlib.Path:
-    """Write ``result`` with the machine's description to results/NAME.json."""
+    """Writes ``result`` with the machine's description to results/NAME.json."""
     path = WRITTEN / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
@@ -53,7 +53,7 @@ def save(name: str, result: dict[str, Any]) -> pathlib.Path:
 
 
 def show_table(table: Table) -> None:
-    """Print a table on the terminal, or where there is none with the width that the table needs."""
+    """Prints a table on the terminal, or where there is none with the width that the table needs."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)

@@ -73,11 +73,11 @@ class TurnServer(Protocol):
     """A server that answers prompts of token ids."""
 
     def answer(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
-        """Return seconds to the first token, and all ``tokens`` tokens of a greedy answer."""
+        """Returns seconds to the first token, and all ``tokens`` tokens of a greedy answer."""
 
 
 def write_checkpoint(folder: pathlib.Path) -> None:
-    """Write the checkpoint: config, random weights in bfloat16, tokenizer."""
+    """Writes the checkpoint: config, random weights in bfloat16, tokenizer."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     demo = plain_folder()
@@ -139,7 +139,7 @@ class VllmServer:
 
 
 def chat(system: TurnServer, seed: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds to the first token of a chat's first and second turn."""
+    """Returns the seconds to the first token of a chat's first and second turn."""
     draw = random.Random(seed)
     prompt = [draw.randrange(*TOKEN_RANGE) for _ in range(args.history)]
     first, answer = system.answer(prompt, args.answer)
@@ -149,7 +149,7 @@ def chat(system: TurnServer, seed: str, args: argparse.Namespace) -> tuple[float
 
 
 def measure(model: pathlib.Path, args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Return each system's chats: seconds to the first token of both turns."""
+    """Returns each system's chats: seconds to the first token of both turns."""
     found: dict[str, list[tuple[float, float]]] = {"vllm": [], "pillion": []}
     with contextlib.ExitStack() as stack:
         peer_flags = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), *shlex.split(args.vllm_flags))

@@ -92,7 +92,7 @@ class CostSampler:
 
     @contextlib.asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Sample inside of the block."""
+        """Samples inside of the block."""
         task = asyncio.create_task(self._sample())
         try:
             yield
@@ -130,7 +130,7 @@ def fits(row: TraceRequest) -> bool:
 async def replay(
     target: str, redis_url: str, sessions: Sequence[LoadSession], concurrency: int | None
 ) -> tuple[tuple[Record, ...], dict[str, tuple[float, ...]]]:
-    """Send sessions; return the clients' records, and the workers' costs meanwhile. Raises RuntimeError as
+    """Sends sessions; return the clients' records, and the workers' costs meanwhile. Raises RuntimeError as
     :func:`lab.benchmarks.closed_loop.measure` does."""
     sampler = CostSampler(redis_url)
     async with sampler.sampling():
@@ -154,7 +154,7 @@ def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[floa
 
 
 def simulated(machine: MeasuredCluster, name: str, path: pathlib.Path) -> list[Record]:
-    """Replay a trace on the fleet that stands for a cluster."""
+    """Replays a trace on the fleet that stands for a cluster."""
     records, _ = simulate(machine.fleet(name), requests_of(read_trace(path)))
     return [replace(one, ttft_s=one.ttft_s + machine.edge_s).bench_record() for one in records]
 
@@ -176,7 +176,7 @@ def metrics(runs: Sequence[Sequence[Record]], slo: str) -> dict[str, float]:
 
 
 def compared(measured: dict[str, float], made: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return each metric as measured and simulated, and the error: relative, of the hit rate the difference."""
+    """Returns each metric as measured and simulated, and the error: relative, of the hit rate the difference."""
     found = {}
     for name, value in measured.items():
         off = made[name] - value
@@ -192,14 +192,14 @@ def mean_costs(costs: Sequence[dict[str, tuple[float, ...]]]) -> dict[str, tuple
 
 
 def keep(folder: pathlib.Path, row: dict[str, Any], path: pathlib.Path, records: Sequence[Record]) -> None:
-    """Write a load's trace, costs and records into ``folder``, to simulate it again."""
+    """Writes a load's trace, costs and records into ``folder``, to simulate it again."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = {"row": row, "trace": path.read_text().splitlines(), "records": [asdict(record) for record in records]}
     (folder / f"{row['configuration']}-{row['rate']}.json").write_text(json.dumps(kept))
 
 
 def measure_configuration(args: argparse.Namespace, name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Start a cluster, calibrate, and compare each load; return a row for each."""
+    """Starts a cluster, calibrate, and compare each load; return a row for each."""
     from lab.testbed.cluster import served
 
     flags, rows, seeds = CONFIGURATIONS[name][0], [], itertools.count()
@@ -257,7 +257,7 @@ def compare_load(
 
 
 def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Print every figure; return for each metric the median and the largest error by size, of the simulation and of
+    """Prints every figure; return for each metric the median and the largest error by size, of the simulation and of
     the cluster's last run against its first."""
     table = Table(title="measured | simulated (error)")
     table.add_column("configuration, rate/s")

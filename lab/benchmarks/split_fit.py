@@ -27,7 +27,7 @@ FADING = 0.9999
 
 
 def shapes() -> list[tuple[str, tuple[int, int], Features]]:
-    """Return each shape's kind, its two numbers, and the scaled features that its cost depends on."""
+    """Returns each shape's kind, its two numbers, and the scaled features that its cost depends on."""
     found = []
     for batch, context in DECODES:
         raw = [1.0, batch, batch, batch * context, batch * context]
@@ -39,7 +39,7 @@ def shapes() -> list[tuple[str, tuple[int, int], Features]]:
 
 
 def fit(bench: CpuStepBench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
-    """Fit the model; return it, and a row for each shape."""
+    """Fits the model; return it, and a row for each shape."""
     cost, rows = StepCost(FADING), []
     measured = []
     for kind, numbers, scaled in shapes():

@@ -18,7 +18,7 @@ from pillion.loadgen.figures import percentile
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load and its targets."""
+    """Adds the flags of the load and its targets."""
     parser.add_argument("--seconds", type=float, default=45.0, help="length of the arrivals of each rate")
     parser.add_argument("--long-share", type=float, default=0.2, help="share of requests with a long prompt")
     parser.add_argument("--long-tokens", type=int, default=2000)
@@ -38,7 +38,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
-    """Draw Poisson arrivals of ``rate`` requests a second, for ``args.seconds``."""
+    """Draws Poisson arrivals of ``rate`` requests a second, for ``args.seconds``."""
     draw = random.Random(f"arrivals {rate} {seed}")
     found: list[Request] = []
     now = draw.expovariate(rate)
@@ -51,14 +51,14 @@ def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
 
 
 def good(args: argparse.Namespace, record: ClientRecord) -> bool:
-    """Return whether a request met both targets."""
+    """Returns whether a request met both targets."""
     ttft_ms = args.ttft_ms + args.ttft_token_ms * record.request.prompt_tokens
     gaps_ms = [gap * 1000 for gap in record.gaps_s] or [0.0]
     return bool(record.ttft_s * 1000 <= ttft_ms and percentile(gaps_ms, 99) <= args.itl_ms)
 
 
 def figures(args: argparse.Namespace, answers: Sequence[ClientRecord]) -> dict[str, Any]:
-    """Return the figures of one run. Latencies are in milliseconds."""
+    """Returns the figures of one run. Latencies are in milliseconds."""
     gaps = [gap * 1000 for record in answers for gap in record.gaps_s] or [0.0]
     long = [record for record in answers if record.request.prompt_tokens == args.long_tokens]
     short = [record for record in answers if record.request.prompt_tokens != args.long_tokens]

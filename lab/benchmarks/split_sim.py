@@ -42,7 +42,7 @@ SHARED_LOADS = (
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulate each number of workers, rate, seed and policy; all policies of a seed get the same arrivals.
+    """Simulates each number of workers, rate, seed and policy; all policies of a seed get the same arrivals.
 
     With the co-located policy all workers decode; with the others a share of them prefills.
     """
@@ -65,7 +65,7 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the policies for each number of workers and rate.
+    """Compares the policies for each number of workers and rate.
 
     A row has the median share of good requests by policy, and paired over the seeds the goodput of auto over the better
     pure policy's, and the bound of that ratio, at which all arrivals are good.
@@ -89,7 +89,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each number of workers and policy the highest rate at which SERVED_SHARE of the requests is good.
+    """Returns for each number of workers and policy the highest rate at which SERVED_SHARE of the requests is good.
 
     Shares between two simulated rates are interpolated linearly; the result is 0.0 below the lowest rate.
     """
@@ -110,7 +110,7 @@ def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shared(cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulate closed loops on a host of two cores that workers share; a co-located decode worker owns both."""
+    """Simulates closed loops on a host of two cores that workers share; a co-located decode worker owns both."""
     rows = []
     both_s = tuple(weight_s / (1 + NEXT_CORE_SPEED) for weight_s in cost_s)
     for load, policy in itertools.product(SHARED_LOADS, POLICIES):
@@ -130,7 +130,7 @@ def shared(cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print rows as a table."""
+    """Prints rows as a table."""
     table = Table(title=title)
     for heading in rows[0]:
         table.add_column(heading.replace("_", " "), justify="right")

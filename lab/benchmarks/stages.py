@@ -169,7 +169,7 @@ async def main() -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the table."""
+    """Prints the table."""
     table = Table(title=f"{found['tokens']} tokens of prompts: median (least to most)")
     for heading in ("steps", "seconds", "idle: stage 0", "idle: stage 1"):
         table.add_column(heading, justify="right")

@@ -63,7 +63,7 @@ WORDS = (
 
 
 def schema_of(seed: int, words_per_key: int = 1) -> dict[str, Any]:
-    """Make the schema of a long list of objects; no two seeds have the same keys."""
+    """Makes the schema of a long list of objects; no two seeds have the same keys."""
     draw = random.Random(seed)
 
     def key() -> str:
@@ -96,12 +96,12 @@ def schema_of(seed: int, words_per_key: int = 1) -> dict[str, Any]:
 
 
 def shape_of(schema: dict[str, Any]) -> StructuredOutputs:
-    """Return the shape that a client asks for."""
+    """Returns the shape that a client asks for."""
     return StructuredOutputs(json=json.dumps(schema))
 
 
 def grammar_of(schema: dict[str, Any]) -> JoinedGrammar:
-    """Return the grammar that a gateway makes of a schema."""
+    """Returns the grammar that a gateway makes of a schema."""
     return join([structured_piece(shape_of(schema))])
 
 
@@ -123,7 +123,7 @@ class Engine:
         self._prompt = np.array(tokenizer.encode(PROMPT * 40).ids[:CONTEXT_TOKENS], np.int32)
 
     def loop(self, schemas: Sequence[dict[str, Any]], streams: int, *, forced: bool = True) -> DecodeLoop:
-        """Make a loop of streams, each with one of ``schemas`` if there are any; its prompts are computed."""
+        """Makes a loop of streams, each with one of ``schemas`` if there are any; its prompts are computed."""
         sampling = SamplingParams(temperature=0.8, top_p=1.0, top_k=0, seed=1)
         texts = [grammar_of(schema).text for schema in schemas]
 
@@ -147,7 +147,7 @@ class Engine:
         return made
 
     def close(self) -> None:
-        """End its threads."""
+        """Ends its threads."""
         self.compiler.close()
         self.backend.close()
 
@@ -165,7 +165,7 @@ class _OneByOne:
 
 
 def steps(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Measure steps with and without schemas, which take turns; milliseconds, and tokens of a step."""
+    """Measures steps with and without schemas, which take turns; milliseconds, and tokens of a step."""
     schemas = [schema_of(number) for number in range(STREAMS)]
     loops = {
         "without": engine.loop((), STREAMS),
@@ -200,7 +200,7 @@ def _tokens(loop: DecodeLoop) -> int:
 
 
 def forced(engine: Engine, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure tokens/s of JSON with keys of six words, forced tokens together and one by one, in turns."""
+    """Measures tokens/s of JSON with keys of six words, forced tokens together and one by one, in turns."""
     result: dict[str, Any] = {}
     for streams in (1, STREAMS):
         schemas = [schema_of(number, words_per_key=6) for number in range(streams)]
@@ -222,7 +222,7 @@ def forced(engine: Engine, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 async def gaps_beside(target: str, seconds: float, seed: int, beside: str) -> list[float]:
-    """Return the seconds between two tokens of 15 streams beside one client. As ``beside`` says, each of
+    """Returns the seconds between two tokens of 15 streams beside one client. As ``beside`` says, each of
     its requests has a schema that is new, a schema that is known, or none."""
     gaps: list[float] = []
     async with AsyncClient(target) as client:
@@ -257,7 +257,7 @@ async def gaps_beside(target: str, seconds: float, seed: int, beside: str) -> li
 
 
 def first_use(rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure the gaps of other streams, in milliseconds, beside new schemas, known ones and none, in turns."""
+    """Measures the gaps of other streams, in milliseconds, beside new schemas, known ones and none, in turns."""
     found: dict[str, list[dict[str, float]]] = {NEW: [], KNOWN: [], NONE: []}
     flags = ("--split-policy", "colocated", "--prefill-workers", "0")
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), MODEL, *flags) as cluster:
@@ -277,7 +277,7 @@ def first_use(rounds: int, seconds: float) -> dict[str, Any]:
 
 
 async def edge(name: str, count: int) -> dict[str, Any]:
-    """Measure a gateway's check of ``count`` schemas that it never saw, one after the other, and once more:
+    """Measures a gateway's check of ``count`` schemas that it never saw, one after the other, and once more:
     milliseconds."""
     prepared = prepare(ModelFlags(model=name))
     checker = GrammarChecker(prepared.folder / "tokenizer.json", prepared.vocab_size, prepared.eos_token_ids)
@@ -306,7 +306,7 @@ DEVICE_CHOICE_MS = 0.1
 
 
 def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
-    """Measure what the host does in a step of 16 streams with schemas: seconds of schedule and build, of the commit,
+    """Measures what the host does in a step of 16 streams with schemas: seconds of schedule and build, of the commit,
     and from the asking for masks until they are there."""
     loop = engine.loop([schema_of(number) for number in range(STREAMS)], STREAMS, forced=False)
     found = []
@@ -331,7 +331,7 @@ def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
 
 
 def step_ms(times: Sequence[tuple[float, float, float]], forward_ms: float, way: str) -> float:
-    """Run a simulated clock of a device and its host; return the mean milliseconds of a step.
+    """Runs a simulated clock of a device and its host; return the mean milliseconds of a step.
 
     ``way``: "without" masks; "ahead", where the forward pass is launched before the tokens of the step before are
     known, and the choice is begun when they are; "waiting", where the whole step is launched when they are.
@@ -353,7 +353,7 @@ def step_ms(times: Sequence[tuple[float, float, float]], forward_ms: float, way:
 
 
 def device(engine: Engine, rounds: int) -> dict[str, Any]:
-    """Simulate steps of 16 streams on a device that runs ahead, with this host's times."""
+    """Simulates steps of 16 streams on a device that runs ahead, with this host's times."""
     times = host_times(engine, rounds)
     names = ("build_ms", "commit_ms", "masks_ms")
     result: dict[str, Any] = {name: spread([each[place] * 1000 for each in times]) for place, name in enumerate(names)}
@@ -367,7 +367,7 @@ def device(engine: Engine, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def wide_model() -> Iterator[str]:
-    """Make the model of a wide vocabulary for as long as it is measured."""
+    """Makes the model of a wide vocabulary for as long as it is measured."""
     source = plain_folder(MODEL)
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         cache = os.environ.get("PILLION_CACHE")
@@ -381,7 +381,7 @@ def wide_model() -> Iterator[str]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Prints the tables."""
     table = Table(title=f"a step of {STREAMS} streams")
     for heading in ("vocabulary", "streams", "ms", "over without", "tokens"):
         table.add_column(heading, justify="right")

@@ -72,7 +72,7 @@ class TraceText:
 
 
 def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequest]:
-    """Return ``requests`` trace lines in order of time."""
+    """Returns ``requests`` trace lines in order of time."""
     mix = mix or Mix()
     rng, ids = random.Random(seed), itertools.count()
     prompts = []
@@ -99,7 +99,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
 def _session(
     rng: random.Random, mix: Mix, text: TraceText, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
 ) -> Iterator[TraceRequest]:
-    """Return a geometric number of requests with mean ``mean``, each about all of ``text``."""
+    """Returns a geometric number of requests with mean ``mean``, each about all of ``text``."""
     while True:
         asked = _length(rng, mix.turn_tokens, mix.sigma)
         answered = _length(rng, mix.answer_tokens, mix.sigma)
@@ -121,7 +121,7 @@ def _length(rng: random.Random, median: int, sigma: float) -> int:
 
 
 def main() -> None:
-    """Write a trace to a file."""
+    """Writes a trace to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=1)

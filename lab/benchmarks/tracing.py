@@ -27,7 +27,7 @@ MODEL = "demo"
 
 
 async def tokens_per_s(target: str, seed: int, streams: int, input_len: int, output_len: int) -> float:
-    """Measure the generated tokens a second of ``streams`` streams that begin together."""
+    """Measures the generated tokens a second of ``streams`` streams that begin together."""
     async with AsyncClient(target) as client:
 
         async def one(ids: list[int]) -> None:
@@ -41,7 +41,7 @@ async def tokens_per_s(target: str, seed: int, streams: int, input_len: int, out
 
 @contextmanager
 def clusters() -> Iterator[tuple[str, str, list[int]]]:
-    """Yield the addresses of a cluster without and of one with traces, and a list that gets the count of spans."""
+    """Yields the addresses of a cluster without and of one with traces, and a list that gets the count of spans."""
     # Only the cluster that starts after the receiver exports; it pushes metrics as well.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as plain,
@@ -56,7 +56,7 @@ def clusters() -> Iterator[tuple[str, str, list[int]]]:
 
 
 def main() -> None:
-    """Measure rounds that alternate, write results/tracing.json."""
+    """Measures rounds that alternate, write results/tracing.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--streams", type=int, default=8)

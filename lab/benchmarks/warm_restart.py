@@ -59,7 +59,7 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
 
 
 def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
-    """Kill a component; return the milestones of its next process, and the CPU seconds that this took until then."""
+    """Kills a component; return the milestones of its next process, and the CPU seconds that this took until then."""
     began_s, written = time.monotonic(), len(cluster.log.read_text())
     # Log lines have milliseconds, which are cut and not rounded.
     at_s = time.time() - 0.001

@@ -19,7 +19,7 @@ TABLE = "model.embed_tokens.weight"
 
 
 def save_wide_model(source: pathlib.Path, folder: pathlib.Path, vocab_size: int) -> pathlib.Path:
-    """Write the model of ``source``, a Hugging Face folder, with ``vocab_size`` tokens to ``folder``; return that."""
+    """Writes the model of ``source``, a Hugging Face folder, with ``vocab_size`` tokens to ``folder``; return that."""
     folder.mkdir(parents=True)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(source / name, folder)
@@ -38,7 +38,7 @@ def save_wide_model(source: pathlib.Path, folder: pathlib.Path, vocab_size: int)
 
 
 def _grow(model: dict[str, object], vocab_size: int) -> None:
-    """Add tokens and their merges to a byte-level BPE."""
+    """Adds tokens and their merges to a byte-level BPE."""
     vocab, merges = model["vocab"], model["merges"]
     assert isinstance(vocab, dict)
     assert isinstance(merges, list)

@@ -89,7 +89,7 @@ def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
 @click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
 @options(*OUTPUT)
 def simulate(**values: Any) -> int:
-    """Replay a trace on a simulated fleet.
+    """Replays a trace on a simulated fleet.
 
     It shows what a change of a flag costs, or how many workers a trace takes.
 

@@ -219,7 +219,7 @@ class SimGateway:
         return True
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
-        """Plan an attempt: first the index is asked, then the other gateways' work is read."""
+        """Plans an attempt: first the index is asked, then the other gateways' work is read."""
         self._arrivals += 1
         spread = self._arrivals
         self.clock.after(self.site.call_s / 2, lambda: self._look(flow, action, spread, then))

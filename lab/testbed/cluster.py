@@ -83,7 +83,7 @@ class ServedCluster:
         return self._faults
 
     def processes(self) -> list[psutil.Process]:
-        """Return all living processes of the cluster, the supervisor included."""
+        """Returns all living processes of the cluster, the supervisor included."""
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
             for process in (top, *top.children(recursive=True)):
@@ -91,7 +91,7 @@ class ServedCluster:
         return [process for process in self.ever_seen.values() if alive(process)]
 
     def components(self, role: str) -> list[psutil.Process]:
-        """Return the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), without those
+        """Returns the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), without those
         that only stand by."""
         found = []
         for process in self.processes():
@@ -103,7 +103,7 @@ class ServedCluster:
         return found
 
     def standbys(self) -> int:
-        """Return how many processes are ready to take over from others."""
+        """Returns how many processes are ready to take over from others."""
         count = 0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -111,7 +111,7 @@ class ServedCluster:
         return count
 
     def component(self, role: str) -> psutil.Process | None:
-        """Return the first process of ``role``, None if there is none."""
+        """Returns the first process of ``role``, None if there is none."""
         return next(iter(self.components(role)), None)
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
@@ -141,7 +141,7 @@ class ServedCluster:
         self._armed = point
 
     def struck(self) -> int:
-        """Wait until the fault that is armed has happened; returns the process that passed the point."""
+        """Waits until the fault that is armed has happened; returns the process that passed the point."""
 
         def passings() -> str:
             return f"{self.board.passings(BY_NAME[self._armed])} passings"
@@ -175,7 +175,7 @@ class ServedCluster:
                 self.arm(steps, signal.SIGSTOP)
 
     def node_status(self) -> NodeStatus:
-        """Return the KV node's status after it proved its integrity. Raises AssertionError while it does not answer,
+        """Returns the KV node's status after it proved its integrity. Raises AssertionError while it does not answer,
         and Conflict where it cannot prove its integrity."""
         path = next(self.folder.rglob("kvnode*.sock"), None)
         assert path, "no KV node has a socket"
@@ -184,7 +184,7 @@ class ServedCluster:
         return status
 
     def idle(self) -> bool:
-        """Return whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock. The node
+        """Returns whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock. The node
         has proved its integrity; where it cannot, this raises Conflict. False while it does not answer."""
         try:
             status = self.node_status()
@@ -193,7 +193,7 @@ class ServedCluster:
         return not (status.tickets or status.pinned_blocks or status.reserved_blocks)
 
     def serving(self) -> bool:
-        """Return whether the gateway knows a decode worker and every prefill worker."""
+        """Returns whether the gateway knows a decode worker and every prefill worker."""
         with contextlib.suppress(PillionError), Client(self.target) as client:
             known = [component for component in client.status().components if component.role == "prefill"]
             return bool(client.models()) and len(known) >= len(self.components("prefill"))
@@ -207,7 +207,7 @@ class ServedCluster:
         return self.process.wait(STOP_TIMEOUT_S)
 
     def end(self) -> None:
-        """Stop the cluster, and kill all processes that do not end in time, the supervisor included."""
+        """Stops the cluster, and kill all processes that do not end in time, the supervisor included."""
         try:
             self.stop()
         finally:
@@ -215,7 +215,7 @@ class ServedCluster:
                 leftover.kill()
 
     def left_behind(self) -> list[str]:
-        """Return living processes and files that an ended cluster should not have left."""
+        """Returns living processes and files that an ended cluster should not have left."""
         processes = [" ".join(p.cmdline()) for p in self.ever_seen.values() if alive(p)]
         return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
 

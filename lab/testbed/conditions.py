@@ -44,7 +44,7 @@ def wait_for(
     *,
     saw: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the first true answer of ``condition``. Raises AssertionError when none comes in time, with ``what`` and
+    """Returns the first true answer of ``condition``. Raises AssertionError when none comes in time, with ``what`` and
     what was seen instead, which is what ``saw`` returns, where it is given."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
@@ -63,7 +63,7 @@ async def until(
     *,
     saw: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the first true answer of ``condition``, which may be a coroutine function. Raises what ``wait_for``
+    """Returns the first true answer of ``condition``, which may be a coroutine function. Raises what ``wait_for``
     raises."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
@@ -80,7 +80,7 @@ async def until(
 async def within(
     what: str, awaitable: Awaitable[T], timeout_s: float = WITHIN_S, *, saw: Callable[[], Any] | None = None
 ) -> T:
-    """Return the result of ``awaitable``. Raises AssertionError with ``what`` when it does not come in time, and with
+    """Returns the result of ``awaitable``. Raises AssertionError with ``what`` when it does not come in time, and with
     what ``saw`` returns then."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -91,7 +91,7 @@ async def within(
 
 
 def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
-    """Return what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when the
+    """Returns what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when the
     call does not end in time."""
     try:
         return future.result(timeout_s)
@@ -102,7 +102,7 @@ def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
 
 
 async def loop_turns(count: int = 50) -> None:
-    """Let the event loop run everything that is ready, ``count`` times."""
+    """Lets the event loop run everything that is ready, ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 

@@ -105,7 +105,7 @@ def save_head(
     embedding: bool = False,
     seed: int = 0,
 ) -> pathlib.Path:
-    """Write a head for the model in ``main``; return ``folder``."""
+    """Writes a head for the model in ``main``; return ``folder``."""
     config = head_config(
         json.loads((main / "config.json").read_text()), model_type, draft_vocab_size, state_layers, norm_before_residual
     )
@@ -118,7 +118,7 @@ def save_head(
 
 
 def write_head(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write a head's files."""
+    """Writes a head's files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / "model.safetensors"))

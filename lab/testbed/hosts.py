@@ -70,21 +70,21 @@ class Hosts:
         self._forked = forked
 
     def keeper(self, name: str = "keeper") -> str:
-        """Start a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
+        """Starts a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
         path = self.folder / f"{name}.sock"
         self._start(name, "keeper", str(path))
         wait_for(f"{name} to listen", lambda: _listens(path))
         return str(path)
 
     def node(self, node_id: str, *flags: str) -> None:
-        """Start a KV node; it answers when this returns."""
+        """Starts a KV node; it answers when this returns."""
         where = self.node_address(node_id) if self.network is None else f"{EVERYWHERE}:{NODE_PORT}"
         listen = ("--node-listen", where, "--attach-socket", self._attach(node_id))
         self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
         wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
 
     def worker(self, role: str, node_id: str, *flags: str) -> str:
-        """Begin to start a worker of ``role`` at a node; returns its name."""
+        """Begins to start a worker of ``role`` at a node; returns its name."""
         name = f"{role}-{node_id}"
         listen = f"unix:{self.folder}/{name}.sock"
         if self.network is not None:
@@ -94,7 +94,7 @@ class Hosts:
         return name
 
     def gateway(self, *flags: str, name: str = "gateway") -> str:
-        """Begin to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
+        """Begins to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
         as long as its own --heartbeat-timeout-ms says."""
         target = f"127.0.0.1:{free_port()}"
         if self.network is not None:
@@ -107,7 +107,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def supervised(self) -> Iterator[None]:
-        """Start every process that ends again, Redis too, as a supervisor does, until the block ends."""
+        """Starts every process that ends again, Redis too, as a supervisor does, until the block ends."""
         over = threading.Event()
 
         def supervise() -> None:
@@ -128,7 +128,7 @@ class Hosts:
             supervisor.join()
 
     def sees(self, target: str, *names: str, gateway: str = "gateway") -> None:
-        """Wait until a gateway serves with exactly these workers."""
+        """Waits until a gateway serves with exactly these workers."""
 
         def there() -> bool:
             for name in (gateway, *names):
@@ -169,13 +169,13 @@ class Hosts:
         return [one.pid for name, one in self.processes.items() if self._commands[name][0][0] == role]
 
     def stop(self, name: str, *, kill: bool = False) -> None:
-        """End a process as a supervisor does, or at once."""
+        """Ends a process as a supervisor does, or at once."""
         process = self.processes.pop(name)
         (process.kill if kill else process.terminate)()
         process.wait(WITHIN_S)
 
     def replace(self, name: str, packages: pathlib.Path | None) -> None:
-        """End a process and begin to start it again from ``packages``, or from this tree, with the same flags."""
+        """Ends a process and begin to start it again from ``packages``, or from this tree, with the same flags."""
         command, machine = self._commands[name]
         if name in self.processes:
             self.stop(name)

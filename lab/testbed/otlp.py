@@ -33,7 +33,7 @@ class Receiver:
         self.port = 0
 
     def environ(self, delay_ms: int = EXPORT_DELAY_MS) -> dict[str, str]:
-        """Return the standard variables that point here; with ``delay_ms`` 0 exports keep their default pace."""
+        """Returns the standard variables that point here; with ``delay_ms`` 0 exports keep their default pace."""
         pace = ("OTEL_BSP_SCHEDULE_DELAY", "OTEL_METRIC_EXPORT_INTERVAL") if delay_ms else ()
         variables = dict.fromkeys(pace, str(delay_ms))
         return variables | {
@@ -42,7 +42,7 @@ class Receiver:
         }
 
     def traces(self) -> dict[bytes, list[tuple[str, Any]]]:
-        """Return the spans by trace id."""
+        """Returns the spans by trace id."""
         found: dict[bytes, list[tuple[str, Any]]] = {}
         with self.lock:
             for service, span in self.spans:
@@ -82,7 +82,7 @@ def _attributes(attributes: Iterable[Any]) -> Attributes:
 
 @contextmanager
 def collecting() -> Iterator[Receiver]:
-    """Run a receiver."""
+    """Runs a receiver."""
     receiver = Receiver()
 
     def received(service: str, span: Any) -> None:

@@ -23,7 +23,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def plain_folder(model: str = "demo", dtype: str = "bfloat16") -> pathlib.Path:
-    """Return the model's own folder, or for a GGUF file a folder with the model that transformers makes of it, kept in
+    """Returns the model's own folder, or for a GGUF file a folder with the model that transformers makes of it, kept in
     the cache."""
     source = locate(model, "main", lambda line: None)
     if not source.is_gguf:

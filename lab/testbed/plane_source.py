@@ -35,12 +35,12 @@ NAMESPACE = b"n" * 32
 
 
 def block_of(boot: int, slot: int, block_bytes: int) -> bytes:
-    """Return the bytes that the source of boot ``boot`` has in a slot."""
+    """Returns the bytes that the source of boot ``boot`` has in a slot."""
     return hashlib.blake2b(f"{boot}:{slot}".encode()).digest() * (block_bytes // 64)
 
 
 def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
-    """Return the chain's hashes and the slot of each block."""
+    """Returns the chain's hashes and the slot of each block."""
     slots = list(range(num_slots))
     random.Random(1).shuffle(slots)
     return [hashlib.sha256(b"%d" % slot).digest() for slot in slots], slots
@@ -72,7 +72,7 @@ def start_source(
     block_bytes: int = 65536,
     flipped_slot: int = -1,
 ) -> SourceProcess:
-    """Start a source; the caller kills it."""
+    """Starts a source; the caller kills it."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
     command = [sys.executable, "-m", "lab.testbed.plane_source", *map(str, words)]
     process = spawn(command, stdout=subprocess.PIPE, stderr=None, text=True)
@@ -87,7 +87,7 @@ def start_source(
 
 @contextlib.contextmanager
 def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
-    """Run a source, with the options of :func:`start_source`, and kill it in the end."""
+    """Runs a source, with the options of :func:`start_source`, and kill it in the end."""
     started = start_source(transport, **options)
     try:
         yield started

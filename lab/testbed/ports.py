@@ -21,12 +21,12 @@ _next = itertools.count(random.SystemRandom().randrange(LAST - FIRST))
 
 
 def free_port() -> int:
-    """Return a TCP port that belongs to this process, to give to a server, until it ends."""
+    """Returns a TCP port that belongs to this process, to give to a server, until it ends."""
     return free_ports(1)
 
 
 def free_ports(count: int, offset: int = 1) -> int:
-    """Return the first of ``count`` such ports, each ``offset`` above the one before."""
+    """Returns the first of ``count`` such ports, each ``offset`` above the one before."""
     for _ in range(MOST_TRIES):
         first = FIRST + next(_next) % (LAST - FIRST)
         wanted = range(first, first + count * offset, offset)

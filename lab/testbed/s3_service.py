@@ -40,7 +40,7 @@ class S3Service:
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self._port}"
 
     def hang_up(self) -> None:
-        """End all connections, so that a request which was stalled fails now, and may be sent again."""
+        """Ends all connections, so that a request which was stalled fails now, and may be sent again."""
         for relay in self._relays:
             relay.cancel()
 

@@ -56,18 +56,18 @@ THOUGHT = (
 
 
 def thought(text: str) -> str:
-    """Return how the model writes what it thinks before an answer."""
+    """Returns how the model writes what it thinks before an answer."""
     return f"<think>\n{text}\n</think>\n\n"
 
 
 def called(name: str, arguments: Mapping[str, object]) -> str:
-    """Return how the model writes a call of a tool."""
+    """Returns how the model writes a call of a tool."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]]) -> pathlib.Path:
-    """Write a Llama that gives the answers of each part of ``script``, which is named by its key; return ``folder``.
+    """Writes a Llama that gives the answers of each part of ``script``, which is named by its key; return ``folder``.
 
     A part is for conversations with a tool of its name, the first part that there is. Its last answer is given again
     where a conversation goes on. No piece between two cuts stands twice in the script.
@@ -107,7 +107,7 @@ def _chains(script: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 def _save_weights(folder: pathlib.Path, vocab_size: int, links: Mapping[int, int]) -> None:
-    """Write a Llama of one layer that says after each token the one that ``links`` has."""
+    """Writes a Llama of one layer that says after each token the one that ``links`` has."""
     hidden_size = -(-len(links) // 64) * 64
     shape = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": vocab_size, "max_position_embeddings": 65536}

@@ -21,12 +21,12 @@ TEMPLATE = (
 
 
 def byte_prompt(seed: int, length: int) -> list[int]:
-    """Return the tokens of a text of bytes, none of them special; texts of one seed are prefixes of each other."""
+    """Returns the tokens of a text of bytes, none of them special; texts of one seed are prefixes of each other."""
     return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
 
 
 def save_tokenizer(folder: pathlib.Path, template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> int:
-    """Write a byte-level tokenizer without merges; return its vocabulary size, 258 and one for each of ``marks``."""
+    """Writes a byte-level tokenizer without merges; return its vocabulary size, 258 and one for each of ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -56,7 +56,7 @@ def save_model(
     without: tuple[str, ...] = (),
     **overrides: Any,
 ) -> pathlib.Path:
-    """Write a random model of ``model_type`` with two layers and GQA; return ``folder``.
+    """Writes a random model of ``model_type`` with two layers and GQA; return ``folder``.
 
     It has the chat ``template``, and a token for each of ``marks``. Its config has no key of ``without``.
 

@@ -31,7 +31,7 @@ END_TIMEOUT_S = 20.0
 
 
 def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[str, Any]:
-    """Run a section; return its rows, its seconds, and the error that ended it early ("" without one)."""
+    """Runs a section; return its rows, its seconds, and the error that ended it early ("" without one)."""
     rows = folder / f"{name}.jsonl"
     command = [sys.executable, "-m", "lab.benchmarks.gpu.section", name, "--rows", str(rows)]
     environment = dict(os.environ)
@@ -64,7 +64,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--time-s", type=float, default=0.0, help="time of all sections together; 0: no limit")
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
+    """Returns whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 

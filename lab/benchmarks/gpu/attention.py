@@ -16,7 +16,7 @@ MIXED_TARGET = "<= 1.1"
 
 
 def run(bench: Bench) -> None:
-    """Measure all rows of the section."""
+    """Measures all rows of the section."""
     shape = shape_of(bench.smoke)
     small = bench.smoke
     block_sizes = (16,) if small else (16, 64, 128)
@@ -81,7 +81,7 @@ def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, 
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
-    """Return the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
+    """Returns the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
     from torch.nn.attention.bias import causal_lower_right
 
     tokens, heads, head_dim = attended.queries.shape
@@ -103,7 +103,7 @@ def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times,
 
 
 def _mixed(bench: Bench, shape: LlamaShape) -> None:
-    """Measure decodes and a chunk in one launch, against both alone."""
+    """Measures decodes and a chunk in one launch, against both alone."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (63, 4096, 512)
     block_size = 16
     tokens = (streams + 1) * -(-context // block_size) * block_size

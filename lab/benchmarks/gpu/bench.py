@@ -31,7 +31,7 @@ class Times:
     max_s: float
 
     def scaled(self, factor: float) -> Times:
-        """Return the times of ``factor`` times the work."""
+        """Returns the times of ``factor`` times the work."""
         return Times(self.min_s * factor, self.median_s * factor, self.max_s * factor)
 
 
@@ -65,7 +65,7 @@ class Row:
         return self.share >= float(bound) if sense == ">=" else self.share <= float(bound)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, and ``met``."""
+        """Returns the fields, and ``met``."""
         return {**asdict(self), "met": self.met}
 
 
@@ -95,19 +95,19 @@ class Bench:
         print(line_of(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Run one measurement of a section; its failure becomes a row, and the section goes on."""
+        """Runs one measurement of a section; its failure becomes a row, and the section goes on."""
         try:
             measure()
         except Exception as error:  # noqa: BLE001  (whatever it is: it belongs into the result)
             self.report(Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}"))
 
     def wait(self) -> None:
-        """Wait until the device has done everything."""
+        """Waits until the device has done everything."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time(self, calls: Sequence[Call], *, graph: bool = True) -> Times:
-        """Measure the seconds of one of ``calls``.
+        """Measures the seconds of one of ``calls``.
 
         The calls do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them
         between two events on the stream; with ``graph`` as one CUDA graph, which leaves out the host's launches.
@@ -151,7 +151,7 @@ class Bench:
         return self._bandwidth
 
     def product_rate(self, rows: int, inputs: int, outputs: int) -> float:
-        """Measure the FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers."""
+        """Measures the FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers."""
         made = (torch.randn(size, inputs, device=self.device).bfloat16() for size in (rows, outputs))
         left, weight = made
         out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=self.device)
@@ -162,13 +162,13 @@ class Bench:
         return rate
 
     def report_bytes(self, name: str, times: Times, size: float, target: str = "", **more: Any) -> None:
-        """Report a figure that memory limits: microseconds, and the share of the copy bandwidth."""
+        """Reports a figure that memory limits: microseconds, and the share of the copy bandwidth."""
         share = size / self.bandwidth / times.median_s
         more = {**spread(times), "gb_per_s": size / times.median_s / 1e9, **more}
         self.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
 
     def report_flops(self, name: str, times: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
-        """Report a figure that arithmetic limits: microseconds, and the share of the products' rate."""
+        """Reports a figure that arithmetic limits: microseconds, and the share of the products' rate."""
         more = {**spread(times), "tflop_per_s": flops / times.median_s / 1e12, **more}
         self.report(
             Row(name, times.median_s * 1e6, "us", flops / rate / times.median_s, "bf16 products", target, more=more)
@@ -176,17 +176,17 @@ class Bench:
 
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
-    """Return how many copies of data of this size a measurement rotates through."""
+    """Returns how many copies of data of this size a measurement rotates through."""
     return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
 def spread(times: Times) -> dict[str, float]:
-    """Return the extremes in us, for a row's ``more``."""
+    """Returns the extremes in us, for a row's ``more``."""
     return {"min_us": times.min_s * 1e6, "max_us": times.max_s * 1e6}
 
 
 def line_of(row: Row) -> str:
-    """Format a row as a line on the terminal."""
+    """Formats a row as a line on the terminal."""
     if row.value is None:
         return f"{row.name}: {row.note}"
     share = "" if row.share is None else f", {row.share:.2f} of {row.of}" if row.of else f", {row.share:.2f}"

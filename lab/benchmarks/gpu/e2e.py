@@ -49,7 +49,7 @@ FULL, SMOKE = ClusterLoad(128, 3, 1024, 256), ClusterLoad(1, 1, 24, 2)
 
 
 def run(bench: Bench) -> None:
-    """Measure each policy without MPS and, where two processes share the GPU, with it."""
+    """Measures each policy without MPS and, where two processes share the GPU, with it."""
     missing = missing_packages()
     if missing:
         bench.report(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
@@ -70,7 +70,7 @@ def run(bench: Bench) -> None:
 
 
 def _pretended(smoke: bool) -> dict[str, str]:
-    """Return the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
+    """Returns the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
     if not smoke:
         return {}
     from lab.testbed import fake_cuda
@@ -121,7 +121,7 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
 
 
 def _cores(served: ServedCluster) -> dict[str, float]:
-    """Return the seconds of cores that each part of a cluster, and this process as its clients, have used."""
+    """Returns the seconds of cores that each part of a cluster, and this process as its clients, have used."""
     found = {"clients": time.process_time()}
     for role in ("gateway", "decode", "prefill", "kvnode"):
         times = [process.cpu_times() for process in served.components(role)]
@@ -141,7 +141,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _ask_all(target: str, load: ClusterLoad, seed: int) -> list[tuple[float, list[float]]]:
-    """Run a load; return each request's seconds to its first token and between tokens."""
+    """Runs a load; return each request's seconds to its first token and between tokens."""
     from pillion import AsyncClient
 
     found: list[tuple[float, list[float]]] = []

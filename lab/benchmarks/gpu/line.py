@@ -50,7 +50,7 @@ MAX_IDLE_ROUNDS = 1000
 
 
 def run(bench: Bench) -> None:
-    """Measure each load."""
+    """Measures each load."""
     loads = SMOKE_LOADS if bench.smoke else LOADS
     longest = max(load.prompt_tokens + load.answer_tokens for load in loads)
     streams = max(load.streams for load in loads)
@@ -98,7 +98,7 @@ class EngineLoop:
         self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> float:
-        """Run the load; return its seconds."""
+        """Runs the load; return its seconds."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()
@@ -154,7 +154,7 @@ class EngineLoop:
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
-        """Answer an outcome at once as a node and clients would."""
+        """Answers an outcome at once as a node and clients would."""
         now_s = time.perf_counter()
         for update in outcome.updates:
             assert update.ending is None or update.ending.error is None, update.ending
@@ -188,5 +188,5 @@ def _report(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
 
 
 def rank(ordered: list[float], percent: float) -> float:
-    """Return the nearest-rank percentile of sorted values."""
+    """Returns the nearest-rank percentile of sorted values."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

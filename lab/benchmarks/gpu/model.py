@@ -80,7 +80,7 @@ class RandomModel:
         return self.shape.layers * self.shape.kv_bytes
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
-        """Make a backend over a pool of ``tokens`` tokens, and warm it up."""
+        """Makes a backend over a pool of ``tokens`` tokens, and warm it up."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
         size = slots * self.layout.block_bytes
@@ -92,7 +92,7 @@ class RandomModel:
         return RunningBackend(backend, Tables(slots, BLOCK_SIZE), self.bench)
 
     def flops(self, tokens: int, *, shape: LlamaShape | None = None) -> float:
-        """Return the floating-point operations of the layers' products."""
+        """Returns the floating-point operations of the layers' products."""
         shape = shape or self.shape
         return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
 
@@ -111,7 +111,7 @@ class Pace:
     device: list[float] = field(default_factory=list)
 
     def after(self, steps: int) -> Pace:
-        """Return the times without the first ``steps`` steps."""
+        """Returns the times without the first ``steps`` steps."""
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 
 
@@ -122,7 +122,7 @@ class RunningBackend:
         self.backend, self.tables, self._bench = backend, tables, bench
 
     def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
-        """Run the batches in order, each launched before the one before has landed; return their times."""
+        """Runs the batches in order, each launched before the one before has landed; return their times."""
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0
@@ -142,7 +142,7 @@ class RunningBackend:
         return found
 
     def close(self) -> None:
-        """Release the graphs and the pool."""
+        """Releases the graphs and the pool."""
         self.backend.close()
 
     def _land(self, out: deque[Any], found: Pace, last_s: float) -> float:

@@ -29,7 +29,7 @@ PREFILL_PERCENT = 60
 
 
 def run(bench: Bench) -> None:
-    """Measure each way to share the GPU."""
+    """Measures each way to share the GPU."""
     bench.attempt("two processes, no MPS", lambda: _phase(bench, "no MPS", {}, {}, alone=True))
     for name, limit in (("MPS", {}), (f"MPS, prefill on {PREFILL_PERCENT} %", _limit(PREFILL_PERCENT))):
 
@@ -50,7 +50,7 @@ def _limit(percent: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def daemon() -> Iterator[dict[str, str]]:
-    """Run MPS for the processes that get the yielded environment."""
+    """Runs MPS for the processes that get the yielded environment."""
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         known = {**os.environ, **environment}
@@ -77,7 +77,7 @@ class _Worker:
         )
 
     def wait_ready(self) -> None:
-        """Wait until the process is ready. Raises RuntimeError where it ends instead."""
+        """Waits until the process is ready. Raises RuntimeError where it ends instead."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip() == "ready":
@@ -85,13 +85,13 @@ class _Worker:
         raise RuntimeError(f"a worker ended with {self._process.wait()}")
 
     def begin(self, role: str, seconds: float) -> None:
-        """Start a run of ``role``."""
+        """Starts a run of ``role``."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{role} {seconds}\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for the run's result. Raises RuntimeError where the process has ended."""
+        """Waits for the run's result. Raises RuntimeError where the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -100,7 +100,7 @@ class _Worker:
         return found
 
     def end(self) -> None:
-        """End the process by closing its input, and by force after a while."""
+        """Ends the process by closing its input, and by force after a while."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

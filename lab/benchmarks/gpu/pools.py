@@ -22,7 +22,7 @@ TOLERANCE = 2e-2
 def make_pool(
     bench: Bench, shape: LlamaShape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8
 ) -> torch.Tensor:
-    """Make a pool [slots, layers, 2, kv_heads, ...] for :class:`PagedAttention`, of normal random numbers."""
+    """Makes a pool [slots, layers, 2, kv_heads, ...] for :class:`PagedAttention`, of normal random numbers."""
     outer = (slots, layers, 2, shape.kv_heads)
     if kv == "plain":
         pool = torch.empty(*outer, block_size, shape.head_dim, dtype=torch.bfloat16, device=bench.device)
@@ -61,7 +61,7 @@ class Attended:
         return context * self.token_bytes + 2 * self.queries.numel() * self.queries.element_size()
 
     def flops(self) -> float:
-        """Return the operations of the two products, over the keys that each query sees."""
+        """Returns the operations of the two products, over the keys that each query sees."""
         _, heads, head_dim = self.queries.shape
         seen = int((self.batch.positions.astype("int64") + 1).sum())
         return 4.0 * seen * heads * head_dim
@@ -110,7 +110,7 @@ class AttentionPool:
         return Attended(attention, batch, [of(layer) for layer in range(self._layers)], queries, out, token_bytes)
 
     def gathering(self, attended: Attended, layer: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a call that gathers the first sequence's K and V into [1, kv_heads, context, head_dim]."""
+        """Returns a call that gathers the first sequence's K and V into [1, kv_heads, context, head_dim]."""
         context = int(attended.batch.context_lens[0])
         table = attended.batch.block_tables[0, : -(-context // self.block_size)]
         slots = torch.from_numpy(table.astype("int64")).to(self._device)
@@ -124,7 +124,7 @@ class AttentionPool:
         return gather
 
     def keys_values(self, attended: Attended, layer: int, sequence: int) -> torch.Tensor:
-        """Return K and V of one sequence, float32 [2, kv_heads, context, head_dim], from either kind of pool."""
+        """Returns K and V of one sequence, float32 [2, kv_heads, context, head_dim], from either kind of pool."""
         shape, context = self._shape, int(attended.batch.context_lens[sequence])
         table = attended.batch.block_tables[sequence, : -(-context // self.block_size)]
         pieces = self.tensor[torch.from_numpy(table.astype("int64")).to(self._device), layer]
@@ -138,7 +138,7 @@ class AttentionPool:
 
 
 def verify_rows(pool: AttentionPool, attended: Attended) -> None:
-    """Run the first layer and compare rows of the first and the last sequence with plain torch in float32.
+    """Runs the first layer and compare rows of the first and the last sequence with plain torch in float32.
 
     Raises AssertionError where they differ.
     """
@@ -156,7 +156,7 @@ def verify_rows(pool: AttentionPool, attended: Attended) -> None:
 
 
 def check_near(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative error of ``found``. Raises AssertionError beyond TOLERANCE, and for NaN."""
+    """Returns the relative error of ``found``. Raises AssertionError beyond TOLERANCE, and for NaN."""
     off = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not off <= TOLERANCE:
         raise AssertionError(f"attention is off by {off:.4f} of its length")

@@ -37,7 +37,7 @@ CHECKED_OUTPUTS = 256
 
 
 def run(bench: Bench) -> None:
-    """Measure a layer's products for each kind of matrix."""
+    """Measures a layer's products for each kind of matrix."""
     shapes = shape_of(bench.smoke).products
     few, many = ((2,), (20,)) if bench.smoke else (FEW_ROWS, MANY_ROWS)
     bandwidth = bench.bandwidth
@@ -77,7 +77,7 @@ def run(bench: Bench) -> None:
 
 
 def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
-    """Make a matrix of random codes that are numbers."""
+    """Makes a matrix of random codes that are numbers."""
     coding, group, shifted = KINDS[kind]
     numbers = (~CODINGS[coding].isnan()).nonzero().flatten().to(torch.uint8)
     codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
@@ -90,7 +90,7 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
 def _packed(
     kind: str, inputs: int, outputs: int, device: torch.device, smoke: bool
 ) -> tuple[QuantizedMatrix, list[PackedMatrix]]:
-    """Make a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
+    """Makes a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 
     matrix = random_matrix(kind, inputs, outputs)
@@ -103,7 +103,7 @@ def _packed(
 
 
 def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) -> KernelCase:
-    """Make a case of random rows by a matrix and by copies of it."""
+    """Makes a case of random rows by a matrix and by copies of it."""
     from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
     matrix, copies = _packed(kind, inputs, outputs, bench.device, bench.smoke)
@@ -126,7 +126,7 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
 
 def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
-    """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
+    """Makes a case of random rows, which have the adapters in turn, by layers of one projection."""
     from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank
 
     layer = LayerSlot(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)

@@ -32,7 +32,7 @@ SMOKE = (2,), 2, 20, 2, 2, 0
 
 
 def run(bench: Bench) -> None:
-    """Measure one process, then two ranks: this process is rank 0."""
+    """Measures one process, then two ranks: this process is rank 0."""
     alone_s = _step_s(bench, None)
     _report(bench, "one process, eager", alone_s)
     if bench.device.type == "cuda":

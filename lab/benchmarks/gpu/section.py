@@ -28,7 +28,7 @@ SECTIONS = {
 
 
 def main() -> int:
-    """Run the section. A failure becomes a row of it."""
+    """Runs the section. A failure becomes a row of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=tuple(SECTIONS))
     parser.add_argument("--rows", type=Path, required=True)

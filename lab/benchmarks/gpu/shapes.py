@@ -26,7 +26,7 @@ class LlamaShape:
     max_positions: int
 
     def config(self) -> dict[str, Any]:
-        """Return the content of the config.json."""
+        """Returns the content of the config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -54,7 +54,7 @@ class LlamaShape:
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of a layer's products by name."""
+        """Returns inputs and outputs of a layer's products by name."""
         return {
             "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
             "o": (self.heads * self.head_dim, self.hidden),
@@ -77,12 +77,12 @@ TINY = LlamaShape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=1
 
 
 def shape_of(smoke: bool) -> LlamaShape:
-    """Return the shape to measure."""
+    """Returns the shape to measure."""
     return TINY if smoke else LLAMA_8B
 
 
 def write_model(folder: Path, shape: LlamaShape) -> Path:
-    """Write a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
+    """Writes a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class BatchEntry:
 
 
 def decodes(count: int, context: int) -> list[BatchEntry]:
-    """Return ``count`` streams, each at its token number ``context``."""
+    """Returns ``count`` streams, each at its token number ``context``."""
     return [BatchEntry(1, context - 1)] * count
 
 
@@ -124,7 +124,7 @@ class Tables:
         self._block_size = block_size
 
     def batch(self, entries: list[BatchEntry], *, token: int = 5) -> StepBatch:
-        """Make a step of these sequences, each with slots of its own."""
+        """Makes a step of these sequences, each with slots of its own."""
         counts = np.array([entry.tokens for entry in entries], np.int32)
         contexts = np.array([entry.prefix + entry.tokens for entry in entries], np.int32)
         blocks = -(-contexts // self._block_size)

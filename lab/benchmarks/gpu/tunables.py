@@ -34,7 +34,7 @@ class Tunable:
     facts: dict[str, int | str] = field(default_factory=dict)
 
     def candidates(self, now: Use) -> Iterator[Use]:
-        """Yield all candidates, over the constants that are in use now."""
+        """Yields all candidates, over the constants that are in use now."""
         for values in itertools.product(*self.grid.values()):
             yield {**now, **dict(zip(self.grid, values, strict=True))}
 
@@ -52,7 +52,7 @@ def _small(*wanted: tuple[str, int]) -> Cases:
 
 
 def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]]) -> Cases:
-    """Return attention cases of steps, each given for a real and for a smoke run."""
+    """Returns attention cases of steps, each given for a real and for a smoke run."""
 
     def cases(bench: Bench) -> list[Build]:
         return [_attention(bench, tiny if bench.smoke else entries, kv) for entries, tiny in wanted]
@@ -85,7 +85,7 @@ def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Attentio
 
 
 def _products(*wanted: tuple[str, str, int]) -> Cases:
-    """Return cases of products: kind of the matrix, name of the product and rows."""
+    """Returns cases of products: kind of the matrix, name of the product and rows."""
 
     def cases(bench: Bench) -> list[Build]:
         shapes = shape_of(bench.smoke).products
@@ -99,7 +99,7 @@ def _products(*wanted: tuple[str, str, int]) -> Cases:
 
 
 def _quantized(rows: int, bits: int, kind: str) -> Tunable:
-    """Return the tile of products of so many rows by matrices of ``bits``."""
+    """Returns the tile of products of so many rows by matrices of ``bits``."""
     large = rows == ROW_TILES[-1]
     count = 2048 if large else rows
     return Tunable(

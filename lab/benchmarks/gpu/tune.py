@@ -24,7 +24,7 @@ MEASURE_S = 0.15
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")

@@ -37,7 +37,7 @@ NATIVE = _native()
 
 
 def header_folder() -> pathlib.Path:
-    """Return a folder with cuda.h. Skips the test without one, or without a C compiler."""
+    """Returns a folder with cuda.h. Skips the test without one, or without a C compiler."""
     spec = importlib.util.find_spec("triton")
     found = pathlib.Path(spec.origin).parent / "backends/nvidia/include" if spec and spec.origin else None
     if found is None or not (found / "cuda.h").exists() or not shutil.which("cc"):
@@ -47,13 +47,13 @@ def header_folder() -> pathlib.Path:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder that ends with this process."""
+    """Returns a temporary folder that ends with this process."""
     return tempfile.TemporaryDirectory(prefix="pillion-fake-cuda-")
 
 
 @functools.cache
 def library() -> str:
-    """Return the path or name of the driver's library. Skips the test where there is none."""
+    """Returns the path or name of the driver's library. Skips the test where there is none."""
     if NATIVE:
         return cuda_driver.LIBRARY
     made = pathlib.Path(_folder().name, cuda_driver.LIBRARY)
@@ -65,20 +65,20 @@ def library() -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a process that finds the same driver."""
+    """Returns the environment of a process that finds the same driver."""
     path = {} if NATIVE else {"LD_LIBRARY_PATH": str(pathlib.Path(library()).parent)}
     return {**os.environ, **path, **more}
 
 
 def copied_bytes() -> int:
-    """Return the bytes that this process has copied from, to and on devices; only the fake counts them."""
+    """Returns the bytes that this process has copied from, to and on devices; only the fake counts them."""
     counter = ctypes.CDLL(library()).fake_cuda_copied_bytes
     counter.restype = ctypes.c_ulonglong
     return int(counter())
 
 
 def fail_next_copy() -> None:
-    """Let the next wait for a copy fail in this process; only the fake can do that."""
+    """Lets the next wait for a copy fail in this process; only the fake can do that."""
     ctypes.CDLL(library()).fake_cuda_fail_next(719)
 
 
