@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def render(text: str) -> str:
-    """Returns ``text`` with the current table between the markers."""
+    """Returns the page ``text`` with its table of metrics made anew, between the page's markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after

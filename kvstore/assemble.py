@@ -1,11 +1,12 @@
 """Puts a KV node together: this page says what a node has, and which flags turn it on.
 
-    always          the pool's ledger, prefix pins, retentions, states, followers, adapters, regions, other nodes
+    always          the pool's ledger, prefix pins, retentions, followers, adapters, regions, other nodes
     --kv-device     the memory domain: this host's, or GPUs
     --keeper-socket memory that outlives the node
     --disk-path     a tier on a disk          --object-url  a tier in a bucket
 
-Nothing else makes a part of a node, and no part looks another one up.
+What a part is made of, it makes by itself: a KV node its pool once the first worker says how blocks look, and
+the storage the tiers' writers. No part looks another one up.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ class CpuEagle(EagleBackend, CpuBackend):
         self._given, self._reads_model = states, True
 
     def follow(self, rows: Sequence[int]) -> None:
-        """Notes which of the last pass's ``sample_rows`` each row of the next pass follows."""
+        """Keeps the outputs of the last pass at ``rows`` of its sampled rows: one for each row of the next pass, whose
+        input it is."""
         outputs = self._rows(self._head.outputs, self._num_outputs, self.model.config.hidden_size)
         self._given, self._reads_model = outputs[list(rows)], False
 

@@ -56,8 +56,8 @@ class EagleChain(OwnChain):
         return super().tokens(self.begin + 1 + start, self.begin + 1 + end)
 
     def keep(self, position: int, states: States) -> None:
-        """Takes the states of the positions from ``position`` on. The chain begins anew where states before them are
-        missing, and where too many wait."""
+        """Appends the model's hidden states of the positions from ``position`` on, which the head will read. After a
+        gap in the positions, or where more than MAX_STATES_TOKENS wait, the older ones are dropped."""
         if position != self.begin + self.num_computed + self._num_states:
             self._begin_at(position)
         self._states.append(states)

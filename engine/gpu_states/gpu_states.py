@@ -110,7 +110,7 @@ class GpuStates:
         return self._buffers[name][: count * width].view(count, width)
 
     def over(self, pool: torch.Tensor) -> StatesInPool:
-        """Returns the states in a pool of bytes [slots, block_bytes]."""
+        """Returns what reads and writes layers' states in the slots of a pool of bytes [slots, block_bytes]."""
         return StatesInPool(self, pool.view(torch.float32), self._layout.state_pages, self._max_seqs)
 
 

@@ -452,12 +452,12 @@ class AddToResidual:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keeps the rows for the :class:`Again` that belongs to it, as brackets do: others may stand between the two."""
+    """Keeps the rows as they are now for a later :class:`Again`. Pairs of both nest as brackets do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Goes on from the rows that the last :class:`Keep` kept which has no such operation yet."""
+    """Restores the rows that the :class:`Keep` of the same pair kept. Pairs of both nest as brackets do."""
 
 
 LayerOperation = (

@@ -101,7 +101,7 @@ def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_growth: bool = False) -> RopeConfig:
-    """Reads the one embedding of a model whose layers do not differ.
+    """Reads from a config the rotary embedding of a model that has the same one in all of its layers.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
     ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its rotary

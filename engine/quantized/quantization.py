@@ -173,7 +173,7 @@ def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ())
 
 
 def words_of(raw: Raw, keys: str, default: str) -> str:
-    """Returns a text in lower case, under the first of ``keys`` that the config has."""
+    """Returns, in lower case, the value of the first of ``keys`` that the config has, else ``default``."""
     return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
 
 

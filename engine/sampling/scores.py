@@ -53,7 +53,7 @@ def most_alternatives(rows: ScoredRows, vocab_size: int) -> int:
 
 
 def entries(found: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
-    """Returns an entry for each row of what :func:`score` returned, on the host."""
+    """Turns the tensor that :func:`score` returned, on the host, into one TokenLogprob for each row."""
     most = (found.shape[1] - 2) // 2
     ids = found[:, 2 + most :].to(torch.int64).tolist()
     return tuple(

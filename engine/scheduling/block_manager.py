@@ -10,9 +10,9 @@ A few free slots, leased ahead, let a decode grow without an RPC in the step.
        ^                 |  ^                |
        +----give back----+  +------give------+
 
-They know how many slots are wanted and which can be spared; asyncio's side calls the node. One lease call runs at
-a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted; the answer counts for
-LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
+:class:`FreeSlots` knows how many slots are wanted and which can be spared; asyncio's side calls the node. One lease
+call runs at a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted; the
+answer counts for LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
 """
 
 from __future__ import annotations
@@ -230,8 +230,9 @@ class BlockManager:
         self.free_slots.send_back(replaced)
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
-        """Returns the orders that gathered since the last outcome. ``decodes`` will need slots; ``urgent`` says that
-        one of them lacks one. Features would like to have ``wanted_blocks``, which they get where decodes need none."""
+        """Returns the orders for the node that gathered since the last outcome, and begins a new one. Slots are asked
+        for where ``decodes`` will run short of them (``urgent``: one of them waits for a slot now), and beyond that
+        ``wanted_blocks`` for drafts, states and partial blocks."""
         room = [s.num_blocks * self.block_size - s.next_start for s in decodes]
         low = sum(tokens < FREE_SLOTS_LOW_TOKENS for tokens in room)
         self.needed_blocks = low

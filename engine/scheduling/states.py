@@ -166,7 +166,7 @@ class WorkingStates(BlockChain):
         return bool(places)
 
     def whole_state(self) -> Standing | None:
-        """Returns the sequence's own state after its last whole block that has one, if any does."""
+        """Returns the latest of the sequence's own states that stands at the end of a whole block; None without one."""
         whole = [one for one in self.standing if one.own and one.tokens % self.block_size == 0 and one.tokens]
         return whole[-1] if whole else None
 

@@ -67,7 +67,7 @@ class LineCalls:
         for route in routes:
             if isinstance(route.app, Endpoint) and route.app.in_batches:
                 # The tenant of a line is known, so the line needs no API key.
-                self._endpoints[route.path] = Endpoint("POST", route.app.handler, error_form=route.app.error_form)
+                self._endpoints[route.path] = Endpoint("POST", route.app.handler, None, error_form=route.app.error_form)
 
     @property
     def urls(self) -> tuple[str, ...]:

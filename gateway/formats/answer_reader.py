@@ -102,7 +102,7 @@ class AnswerReader:
 class ReadAnswerText(AnswerText):
     """Follows an answer that may hold reasoning and calls of tools. Stop strings are looked for in its content alone.
 
-    The ids of its calls are made of fields of ``parts``.
+    ``parts`` give each call of a tool its id.
     """
 
     __slots__ = ("_reader", "_visible")

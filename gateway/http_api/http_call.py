@@ -277,7 +277,8 @@ class Endpoint:
     Attributes:
         method: the only method that is allowed; GET allows HEAD too, "" allows any.
         handler: answers a call.
-        tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
+        tenant_of: finds the tenant by the Authorization header, before a body is read; None says that the page is open
+            to everybody, and so has to be given.
         body: the type that the handler reads a body as, for the API's description.
         error_form: how the page's errors are written.
         body_type: the body's content type, for the API's description.
@@ -288,7 +289,7 @@ class Endpoint:
 
     method: str
     handler: Callable[[HttpCall], Awaitable[None]]
-    tenant_of: Callable[[str], Tenant] | None = None
+    tenant_of: Callable[[str], Tenant] | None
     body: type | None = None
     error_form: ErrorForm = OPENAI_ERRORS
     body_type: str = JSON_TYPE.decode()
@@ -337,7 +338,7 @@ class Methods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        other = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler)
+        other = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler, None)
         await next((one for one in self.endpoints if one.method == method), other)(scope, receive, send)
 
 

@@ -58,12 +58,8 @@ ACCEPTED_AT_ONCE = 32
 EXHAUSTED_LOG_S = 60.0
 # The date in the headers of answers changes this often.
 DATE_INTERVAL_S = 1.0
-# These paths of OpenAI's, Jina's and vLLM's APIs need models of other kinds.
-NOT_OFFERED = frozenset(
-    f"{version}/{name}"
-    for version in ("", "/v1", "/v2")
-    for name in ("embeddings", "rerank", "score", "pooling", "classify")
-)
+# vLLM has this path, too; here each use of vectors has a path of its own.
+NOT_OFFERED = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
 # These paths of OpenAI's Responses need a server that stores conversations.
 STORED = "/v1/responses/"
 # An unknown path is most likely meant to be one that is so much like it: 1 is for the same path, 0 for no character of
@@ -208,7 +204,7 @@ class _Pages:
         call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
         said = f"there is no {path!r} here"
         if path in NOT_OFFERED:
-            said = f"{path} is not offered: the models here generate text"
+            said = f"{path} is not offered: ask /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
         elif path.startswith(STORED):
             said = (
                 f"{path} is not offered, because no response is stored here: send the whole conversation to"
@@ -240,7 +236,8 @@ class _Pages:
 
 
 def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> ASGIApp:
-    """Makes the application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
+    """Makes the application of the core's pages and OpenAI's, and of ``more_routes``, which are those of features.
+    Pages that need a key have ``tenant_of``; None says that a page is open.
 
     The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
     Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
@@ -248,14 +245,15 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     pages, tenant_of = _Pages(gateway, flags), gateway.tenant_of
     calls = ModelCalls(gateway, flags.strict_fields, flags.stream_ping_ms)
     routes = [
-        Route("/health", Endpoint("GET", pages.health, statuses=(503,))),
+        Route("/health", Endpoint("GET", pages.health, None, statuses=(503,))),
         Route(
             "/ping",
             Methods(
-                Endpoint("GET", pages.ping, statuses=(503,)), Endpoint("POST", pages.ping_posted, statuses=(403, 503))
+                Endpoint("GET", pages.ping, None, statuses=(503,)),
+                Endpoint("POST", pages.ping_posted, None, statuses=(403, 503)),
             ),
         ),
-        Route("/version", Endpoint("GET", pages.version)),
+        Route("/version", Endpoint("GET", pages.version, None)),
         Route("/load", Endpoint("GET", pages.load, tenant_of)),
         Route("/tokenizer_info", Endpoint("GET", pages.tokenizer_info, tenant_of)),
         Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
@@ -263,14 +261,14 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
         Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
         *openai_routes(calls),
-        Route("/", Endpoint("GET", pages.start)),
-        Route("/openapi.json", Endpoint("GET", pages.openapi)),
-        Route("/docs", Endpoint("GET", pages.docs)),
+        Route("/", Endpoint("GET", pages.start, None)),
+        Route("/openapi.json", Endpoint("GET", pages.openapi, None)),
+        Route("/docs", Endpoint("GET", pages.docs, None)),
     ]
     routes += more_routes(calls, tuple(routes))
     pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
-    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing, None))
     app = OwnPagesWrite(
         BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals, _own_hosts(flags)
     )

@@ -35,7 +35,8 @@ class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Ignored[Raw] = Raw()
 
     def shared(self, request_id: str) -> GenerateRequest:
-        """Returns what the requests of all texts have in common."""
+        """Returns a request without a text, with the model, salt, id and priority that the requests of all texts of
+        this body have."""
         return GenerateRequest(
             model=self.model, cache_salt=self.cache_salt or "", request_id=request_id, priority=self.priority
         )

@@ -70,9 +70,9 @@ def ui_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
         return []
     ui = UiApi(calls.gateway)
     return [
-        Route("/ui", Endpoint("GET", ui.page)),
+        Route("/ui", Endpoint("GET", ui.page, None)),
         Route("/ui/cluster", Endpoint("GET", ui.cluster, calls.gateway.tenant_of)),
-        Route("/ui/{name}", Endpoint("GET", ui.file)),
+        Route("/ui/{name}", Endpoint("GET", ui.file, None)),
     ]
 
 

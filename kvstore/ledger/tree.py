@@ -67,7 +67,7 @@ class BlockTree:
         return len(self.by_hash) - self.protected
 
     def order_by(self, plain: EvictionPolicy) -> None:
-        """Puts ``plain``, which knows the blocks that ``self.plain`` knows, in its place. Idempotent."""
+        """Replaces the eviction policy by ``plain``, which has to know the same blocks. Idempotent."""
         if self.policy is self.plain:
             self.policy = plain
         self.plain = plain

@@ -138,8 +138,9 @@ class NodeMemory:
         return ""
 
     async def answering(self, hello: AttachHello, reply: AttachReply, process: int) -> list[int]:
-        """Notes that a worker is about to be told of slots; ``process`` is
-        :attr:`pillion.kvstore.node.attach_server.PeerProcess.descriptor`. Returns more descriptors for the worker."""
+        """Runs before a worker's attach is answered; ``process`` is
+        :attr:`pillion.kvstore.node.attach_server.PeerProcess.descriptor`. Returns the descriptors that the worker gets
+        beside those of the pool: none here."""
         return []
 
     def ended(self, epoch: int) -> None:

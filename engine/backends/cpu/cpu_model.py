@@ -145,8 +145,9 @@ def plan_model(
     adapters: AdapterTable | None = None,
     ropes: tuple[CosSin, ...] = (),
 ) -> ModelPlan:
-    """Makes this process's program of the model of ``config``, which keeps the inputs of ``state_layers``, for steps
-    with ``adapters`` or without. ``ropes`` are the rotary tables of another plan of the model."""
+    """Lists the operations of a step of the model of ``config``, of which this process computes ``shard``, with
+    ``adapters`` or without. The inputs of the layers in ``state_layers`` are stored for an EAGLE head. ``ropes`` are
+    the rotary tables of another plan of the model."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
     growth = growth_table(config, max_model_len)

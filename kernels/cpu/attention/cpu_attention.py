@@ -332,7 +332,8 @@ class AttentionMerge(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """Names the groups begin .. end - 1 of a sequence that has ``last`` groups."""
+    """Names the groups of cached tokens that one work item attends to: begin .. end - 1, of ``last`` groups of the
+    sequence."""
 
     begin: Int
     end: Int

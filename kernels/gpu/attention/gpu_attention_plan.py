@@ -184,8 +184,8 @@ class GpuAttentionPlanner:
         self.partial_rows = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
-        """Returns where a record has the list of each program's first item for a window; the offset is the same in
-        every record."""
+        """Returns the offset, in words, at which each record has the list of every program's first work item, for
+        layers with this ``window``."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
     def counts_at(self, window: int) -> int:

@@ -58,6 +58,8 @@ NEAR = {
     "/chat/completions": "/v1/chat/completions",
     "/v1/chat/completion": "/v1/chat/completions",
     "/completions": "/v1/completions",
+    "/embeddings": "/v1/embeddings",
+    "/v2/classify": "/v1/classify",
     "/v1/completions/": "/v1/completions",
     "/v1/v1/messages": "/v1/messages",
     "/v1/message": "/v1/messages",
@@ -187,9 +189,9 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
         for path in ("/v2", "/v1", "/v1/completions/", "/v1/pooling", "/%00"):
             reply = await call(address, path)
             assert (reply.status, reply.error["code"]) == (404, "not_found")
-        for path in ("/embeddings", "/v2/classify", "/pooling", "/v1/pooling"):
+        for path in ("/pooling", "/v1/pooling"):
             refused = await call(address, path, {"model": "toy", "input": "x"})
-            message = f"{path} is not offered: the models here generate text"
+            message = f"{path} is not offered: ask /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
             assert (refused.status, refused.error["message"]) == (404, message)
         for path, near in NEAR.items():
             reply = await call(address, path, {})
