@@ -24,7 +24,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import Channels, ModelShard
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
-from pillion.kvstore.memory.shards import shares_of
+from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
     from pillion.engine.models.layer_weights import LayerWeights

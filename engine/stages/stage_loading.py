@@ -23,7 +23,7 @@ from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.memory.domain import CPU
-from pillion.kvstore.memory.shards import shares_of
+from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks what can be run does not need.

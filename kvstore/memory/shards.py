@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from pillion.errors import InvalidRequest
+from pillion.kvstore.memory.head_shares import shares_of
 from pillion.wire.attach import MAX_SHARDS
 
 
@@ -116,19 +116,3 @@ class Shards:
             block_at=heads.start * piece,
             block_pitch=self.heads * piece,
         )
-
-
-def shares_of(heads: int, count: int) -> tuple[range, ...]:
-    """Returns the heads of each of ``count`` parts. Shares differ by one head at most, and the larger ones come first;
-    or, where ``count`` is a multiple of ``heads``, each part has one head. Raises InvalidRequest where neither is
-    possible."""
-    if count > heads and (heads < 1 or count % heads):
-        raise InvalidRequest(
-            f"{heads} KV heads cannot be shared out to {count}: at most {heads}, or a multiple of that"
-        )
-    if count > heads:
-        sharers = count // heads
-        return tuple(range(part // sharers, part // sharers + 1) for part in range(count))
-    each, more = divmod(heads, count)
-    starts = [part * each + min(part, more) for part in range(count + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(starts))

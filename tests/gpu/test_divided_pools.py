@@ -20,7 +20,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.shards import shares_of
+from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
 from tests.gpu.test_ranks import parallel_answers
 from tests.support.families import SAME_AT_ANY_LENGTH, tokens_of

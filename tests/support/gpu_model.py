@@ -21,7 +21,7 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.shards import shares_of
+from pillion.kvstore.memory.head_shares import shares_of
 from tests.support.families import FAMILIES, make_model
 from tests.support.torch_model import BackendDriver
 

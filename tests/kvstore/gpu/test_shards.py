@@ -18,7 +18,7 @@ from pillion.kvstore.gpu import cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_memory import CudaMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
-from pillion.kvstore.memory import shards as divisions
+from pillion.kvstore.memory import head_shares
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.shards import Shards
 from pillion.wire.attach import MAX_SHARDS
@@ -73,9 +73,9 @@ def test_what_one_size_wrote_is_what_another_one_reads(
     for ranks in (writers, readers):
         if ranks > heads and ranks % heads:
             with pytest.raises(InvalidRequest, match="cannot be shared out"):
-                divisions.shares_of(heads, ranks)
+                head_shares.shares_of(heads, ranks)
         else:
-            assert divisions.shares_of(heads, ranks) == shares_of(heads, ranks)
+            assert head_shares.shares_of(heads, ranks) == shares_of(heads, ranks)
             assert Shards.divided(rows * heads * piece_bytes, rows, heads, ranks).piece_bytes == piece_bytes
             layouts.append(Shards(rows, heads, piece_bytes, shares_of(heads, ranks)))
     for ours in layouts:
