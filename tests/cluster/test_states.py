@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("own_cache")]
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), tokens_of(9, 5), [3]]
 WHOLE = [64, 48, 32, 0, 0]
 # The first two go on together for so many tokens.
-PARTING = 32
+PARTING, BLOCK = 32, 16
 # The chunks of a prefill range have two blocks, and a step computes one of them at a time.
 FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB")
 CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
@@ -138,8 +138,8 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
     ):
         answers = HybridAnswers(folder, cluster, adapter)
         first = answers.check(PROMPTS)
-        # One of the first two may come when the other has left a state where they part.
-        assert all(found in (0, PARTING) for found in cached(first)[:2])
+        # One of the first two may come when the other has left a state where they part, or where a step ended before.
+        assert all(found in (0, BLOCK, PARTING) for found in cached(first)[:2])
         assert cached(first)[2:] == [0] * 3
         if policy != "auto":
             assert prefilled(first)[2:] == [16, 0, 0]
@@ -147,7 +147,7 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
         again = cached(answers.check(PROMPTS))
         if policy == "auto":
             # The decode worker computes them all side by side, and keeps a state after a text where its stock has room.
-            assert all(found in (0, PARTING, whole) for found, whole in zip(again, WHOLE, strict=True))
+            assert all(found in (0, BLOCK, PARTING, whole) for found, whole in zip(again, WHOLE, strict=True))
         else:
             # Whichever of the first two texts came second left a state where they part, and has one at its end only
             # where its worker's stock had room for both.
