@@ -244,7 +244,7 @@ def run(
     wish: Wish | None,
     rule: ScalingRule = CHART_RULE,
 ) -> dict[str, Any]:
-    """Simulates one day; return the figures. Without ``wish`` the fleet stays as large as it is."""
+    """Simulates one day; returns the figures. Without ``wish`` the fleet stays as large as it is."""
     world = FleetWorld(fleet_config(args, sizes))
     fleet = ScaledFleet(world, start_s)
     held = {kind: RuleScaler(rule, 1, args.most) for kind in KINDS}
@@ -298,7 +298,7 @@ def compare(args: argparse.Namespace, seed: int, start_s: float) -> list[dict[st
 
 
 def days(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """Simulate every kind of fleet with every start-up time on the day of one seed, and return a row for each."""
+    """Simulates every kind of fleet with every start-up time on the day of one seed, and returns a row for each."""
     with ProcessPoolExecutor(args.jobs) as pool:
         found = pool.map(compare, *zip(*((args, seed, start_s) for start_s in args.start_s), strict=True))
         rows = [row for each in found for row in each]

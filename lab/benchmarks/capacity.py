@@ -270,7 +270,7 @@ class CapacityBench:
 
     @contextlib.contextmanager
     def turn_of(self, system: System) -> Iterator[RunningSystem]:
-        """Start or resume a system, warm it up, and end or pause it after the block."""
+        """Starts or resumes a system, warms it up, and ends or pauses it after the block."""
         with contextlib.ExitStack() as stack:
             running = self.running.get(system.name) or stack.enter_context(system.running())
             running.resume()

@@ -67,7 +67,7 @@ def one_turn(prompt: Sequence[int], output_tokens: int) -> LoadSession:
 
 
 async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int | None) -> Run:
-    """Send all sessions, ``concurrency`` at a time or each when it is due, and close the target.
+    """Sends all sessions, ``concurrency`` at a time or each when it is due, and closes the target.
 
     Raises RuntimeError for a request that failed, and for an answer of another length than requested, since rates
     would not compare then.

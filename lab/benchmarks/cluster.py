@@ -124,7 +124,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def main() -> None:
-    """Starts the cluster, measure, write results/cluster.json."""
+    """Starts the cluster, measures, and writes results/cluster.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=64)

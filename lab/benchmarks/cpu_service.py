@@ -57,7 +57,7 @@ def quick(load: ClosedLoad) -> ClosedLoad:
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
-    """Returns the systems that are installed and wanted; print which are left out."""
+    """Returns the systems that are installed and wanted; prints which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
     common, model = ("--dtype", dtype), args.model or str(folder)
@@ -94,7 +94,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
 
 
 def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int) -> dict[str, Figures]:
-    """Measures one round; return its figures by the load's name."""
+    """Measures one round; returns its figures by the load's name."""
     for load in WARM_UP:
         if system.takes(load):
             running.measure(load, seed - 1)
@@ -109,7 +109,7 @@ def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad],
 
 
 def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
-    """Starts a system until ``stack`` is closed, and pause it if it can be paused."""
+    """Starts a system until ``stack`` is closed, and pauses it if it can be paused."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
     running.pause()

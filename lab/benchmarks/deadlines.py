@@ -62,7 +62,7 @@ def arrivals(args: argparse.Namespace, rate: float) -> list[float]:
 
 
 def simulated(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Simulates the capacity and each load; return a row for each load."""
+    """Simulates the capacity and each load; returns a row for each load."""
     fleet = lab_fleet(0, args.workers, cost_s, cost_s, split_policy="colocated")
     each = args.input_tokens, args.output_tokens
     closed = [Request(number, 0.0, *each) for number in range(4 * args.concurrency)]
@@ -78,7 +78,7 @@ def simulated(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[
 
 
 async def served(args: argparse.Namespace, target: str) -> list[dict[str, Any]]:
-    """Measures the capacity and each load at a running cluster; return a row for each load."""
+    """Measures the capacity and each load at a running cluster; returns a row for each load."""
     closed = ClosedLoad(args.input_tokens, args.output_tokens, args.concurrency, 4 * args.concurrency)
     rates = []
     for seed in range(2):
@@ -118,7 +118,7 @@ def with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Simulates or measure, print, write results/deadlines.json or results/deadlines_served.json."""
+    """Simulates or measures, prints, and writes results/deadlines.json or results/deadlines_served.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--served", action="store_true", help="start a real cluster with the demo model")
     parser.add_argument("--model", default="demo")

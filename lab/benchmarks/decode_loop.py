@@ -64,7 +64,7 @@ class DecodeLoop:
             self.scheduler.add(sequence, 0.0)
 
     def step(self) -> dict[str, float]:
-        """Runs one step; return its seconds by phase. Commits are answered at once, outside of the phases."""
+        """Runs one step; returns its seconds by phase. Commits are answered at once, outside of the phases."""
         times = [time.perf_counter()]
         plan = self.scheduler.schedule(times[0])
         self.scheduler.flush(times[0])

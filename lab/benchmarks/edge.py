@@ -115,7 +115,7 @@ async def read_sse(address: str, tokens: int, stream: ReceivedStream) -> None:
 
 
 async def read_grpc(channel: grpc.aio.Channel, tokens: int, stream: ReceivedStream) -> None:
-    """Read one stream of gRPC messages and keep them serialized."""
+    """Reads one stream of gRPC messages and keeps them serialized."""
     sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     request = gateway_pb2.GenerateRequest(model=MODEL, text="hello", sampling=sampling)
     generate: Any = channel.unary_stream("/pillion.v1.Gateway/Generate")

@@ -49,7 +49,7 @@ class IdleKVNode(kvnode_pb2_grpc.KVNodeServicer):
         self._numbers = itertools.count(1)
 
     async def OpenSession(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Grant an epoch and keep the session open until the gateway ends."""
+        """Grants an epoch and keeps the session open until the gateway ends."""
         check_hello(request.hello)
         yield kvnode_pb2.SessionEvent(hello=hello_to_pb("kv-0"), epoch=next(self._numbers))
         await asyncio.Event().wait()

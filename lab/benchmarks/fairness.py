@@ -128,7 +128,7 @@ async def measure(target: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start a cluster with three tenants, measure, print, and write results/fairness.json."""
+    """Starts a cluster with three tenants, measures, prints, and writes results/fairness.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--max-num-seqs", type=int, nargs="+", default=[64, 8])

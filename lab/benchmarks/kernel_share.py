@@ -80,7 +80,7 @@ def processor_s() -> dict[str, float]:
 
 
 def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[str, float]:
-    """Runs a load; return its rate, the median time between tokens, and the cores that each process took."""
+    """Runs a load; returns its rate, the median time between tokens, and the cores that each process took."""
     before = processor_s()
     run = running.measure(load, seed)
     after = processor_s()
@@ -119,7 +119,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str
 
 
 def main() -> None:
-    """Measure all rounds, print a table, and write results/kernel_share.json."""
+    """Measures all rounds, prints a table, and writes results/kernel_share.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")

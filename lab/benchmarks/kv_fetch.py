@@ -115,7 +115,7 @@ async def measure_fetch(source: TicketDriver, reader: TicketDriver, source_pid: 
 
 
 async def longest_answer_s(source: TicketDriver) -> float:
-    """Asks the source for its status until this task is cancelled; return the longest time of an answer."""
+    """Asks the source for its status until this task is cancelled; returns the longest time of an answer."""
     longest_s = 0.0
     with contextlib.suppress(asyncio.CancelledError):
         while True:

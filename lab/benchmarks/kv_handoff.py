@@ -59,7 +59,7 @@ def exporting(delay_ms: int = EXPORT_DELAY_MS) -> Iterator[Receiver]:
 
 
 def main() -> None:
-    """Starts the cluster, send requests one after the other, write results/kv_handoff.json."""
+    """Starts the cluster, sends requests one after the other, and writes results/kv_handoff.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--input-len", type=int, default=33)

@@ -175,7 +175,7 @@ async def components(url: str) -> AsyncIterator[tuple[Index, IndexWriter, Regist
 
 
 async def register(registry: Registry, node_id: str, boot_epoch: int) -> bytes:
-    """Registers a node; return its entry."""
+    """Registers a node; returns its entry."""
     record = ComponentRecord(component_id=node_id, role="kvnode", address="x", node_id=node_id, boot_epoch=boot_epoch)
     return (await registry.heartbeat(record)).node_number + struct.pack(">I", boot_epoch)
 
@@ -188,7 +188,7 @@ def whole_chain() -> bytes:
 async def announce(
     writer: IndexWriter, entry: bytes, chain: bytes, blocks: int = PROMPT_BLOCKS, first: int = 0
 ) -> bytes:
-    """Announces the blocks ``first`` .. ``blocks`` of a chain to the index; return the chain."""
+    """Announces the blocks ``first`` .. ``blocks`` of a chain to the index; returns the chain."""
     hashes = split_hashes(chain)[:blocks]
     segments = [hashes[i // SEGMENT_BLOCKS * SEGMENT_BLOCKS] for i in range(len(hashes))]
     events = [IndexEvent(block, True, segment) for block, segment in zip(hashes, segments, strict=True)][first:]

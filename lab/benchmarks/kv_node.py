@@ -54,7 +54,7 @@ class TicketDriver:
         return chain_hashes(ROOT, [first, *range(blocks - 1)], 1)
 
     async def fill(self, hashes: bytes, batch: int) -> int:
-        """Opens a ticket, lease its slots and commit the chain, ``batch`` blocks a call; return the ticket's id."""
+        """Opens a ticket, leases its slots and commits the chain, ``batch`` blocks a call; returns the ticket's id."""
         count = len(hashes) // HASH_BYTES
         ticket = await self.client.open_ticket(self.session.epoch, hashes, count + 1)
         slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, count)).leased_slots
@@ -64,7 +64,7 @@ class TicketDriver:
         return ticket.ticket_id
 
     async def commit(self, ticket_id: int, slots: Sequence[int], hashes: bytes) -> float:
-        """Commits blocks after the ticket's tail; return the seconds of the call."""
+        """Commits blocks after the ticket's tail; returns the seconds of the call."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(
             self.worker.epoch, [CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=hashes)]
@@ -80,7 +80,7 @@ class TicketDriver:
 
 
 def main() -> None:
-    """Print a table and write results/kv_node.json."""
+    """Prints a table and writes results/kv_node.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()

@@ -79,7 +79,7 @@ def kernel_way(pid: int, pool_address: int, own: MappedPool) -> Way:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures all request sizes; return one row per size."""
+    """Measures all request sizes; returns one row per size."""
     from lab.testbed.plane_source import NAMESPACE, chain_of, running_source
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
@@ -116,7 +116,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def measure_size(
     kib: int, blocks: int, num_slots: int, ways: dict[str, Way], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measures one size; return medians over rounds. The ratio is the median of the rounds' ratios."""
+    """Measures one size; returns medians over rounds. The ratio is the median of the rounds' ratios."""
     chooser = random.Random(kib)
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(max(args.rounds, min(args.most_rounds, args.round_mib * KIB // kib))):

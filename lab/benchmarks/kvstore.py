@@ -13,7 +13,7 @@ NAMES = ("kv_node", "kv_handoff", "kv_index", "kv_plane", "kv_fetch")
 
 
 def main() -> None:
-    """Runs the benchmarks; end with the first one that fails."""
+    """Runs the benchmarks; ends with the first one that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     for name in parser.parse_args().only:

@@ -81,7 +81,8 @@ def first_token_s(client: Client, prompt: Sequence[int]) -> tuple[float, int]:
 
 
 def write_prompts(cluster: Hosts, loads: Sequence[LinkLoad], pool: str) -> None:
-    """Compute all prompts on the first host, whose node keeps their blocks, and stop the worker that computed them."""
+    """Computes all prompts on the first host, whose node keeps their blocks, and stops the worker that computed
+    them."""
     cluster.node(SOURCE, "--kv-pool-bytes", pool, "--kv-transport", "grpc")
     writer = cluster.worker("decode", SOURCE)
     target = cluster.gateway("--split-policy", "colocated", name="gateway-writer")

@@ -33,7 +33,7 @@ class Greedy:
         self.sampler = api.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Generates an answer; return the times of the request and of each token, in seconds of one clock."""
+        """Generates an answer; returns the times of the request and of each token, in seconds of one clock."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         asked, times = time.perf_counter(), []
         for start in range(0, len(prompt), self.batch_tokens):

@@ -68,7 +68,7 @@ def stages(
 
 
 async def run_stage(plan: BenchPlan) -> dict[str, Any]:
-    """Runs one stage; return its result."""
+    """Runs one stage; returns its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]
 
@@ -95,7 +95,7 @@ def pids(cluster: ServedCluster) -> dict[str, int | None]:
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
-    """Waits until everything is released, then prove the node's integrity; return what is wrong."""
+    """Waits until everything is released, then proves the node's integrity; returns what is wrong."""
     deadline, found = time.monotonic() + IDLE_TIMEOUT_S, ["never looked"]
     with Client(cluster.target) as client:
         while found and time.monotonic() < deadline:
@@ -133,7 +133,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs all stages on a running cluster; return their rows, and everything that is wrong."""
+    """Runs all stages on a running cluster; returns their rows, and everything that is wrong."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, TRACE_MIX))
     rows, wrong, before = [], [], pids(cluster)
@@ -162,7 +162,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Starts the cluster, load it, write results/load_test.json; 1 where anything was wrong."""
+    """Starts the cluster, loads it, and writes results/load_test.json; 1 where anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the arrivals of each stage")
     parser.add_argument("--quiet", action="store_true", help="no tables")

@@ -167,7 +167,7 @@ def draw(path: pathlib.Path, samples: Sequence[Seen], by_position: Sequence[tupl
 
 
 def main() -> None:
-    """Computes one prompt, print, write results/NAME.json and docs/long-context.svg."""
+    """Computes one prompt, prints, and writes results/NAME.json and docs/long-context.svg."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.long_context", description=__doc__)
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of the prompt")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk")

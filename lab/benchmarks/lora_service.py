@@ -90,7 +90,7 @@ async def beside(target: str, models: Sequence[str], seed: int, versions: Sequen
 def service(
     model: str, dtype: str, rank: int, adapters: int, rounds: int, folder: pathlib.Path
 ) -> list[dict[str, Any]]:
-    """Start both clusters, measure all rounds, and return a row for each comparison."""
+    """Starts both clusters, measures all rounds, and returns a row for each comparison."""
     config = load_config(prepare(ModelFlags(model=model, dtype=dtype)).folder)
     root = folder / "adapters"
     names = [f"a{number}" for number in range(adapters)]

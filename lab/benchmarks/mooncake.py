@@ -245,7 +245,7 @@ def described(trace: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write a trace to a file, and print its numbers."""
+    """Writes a trace to a file, and prints its numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="conversation")

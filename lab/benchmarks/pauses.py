@@ -173,7 +173,7 @@ def one_fault(
     seed: int,
     standby: bool,
 ) -> dict[str, Any] | None:
-    """Has one fault happen; return its pauses and milestones, None where its point was not passed."""
+    """Has one fault happen; returns its pauses and milestones, None where its point was not passed."""
     chance = random.Random(f"{role} {number} {seed}")
     point = chance.choice([point for point in POINTS if point.role == role and point.passed != AT_START])
     board.clear()
@@ -318,7 +318,7 @@ def table_of(shape: str, cases: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measure both shapes and print the table."""
+    """Measures both shapes and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.pauses", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", type=int, default=5, help="faults of each case")

@@ -168,7 +168,7 @@ def vllm_system(
 def serving_vllm(
     program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], log: pathlib.Path, isa: str = ""
 ) -> Iterator[tuple[str, str, int]]:
-    """Runs `vllm serve` until the block ends; yield its URL, its version, and its process group's number.
+    """Runs `vllm serve` until the block ends; yields its URL, its version, and its process group's number.
 
     It serves the model as "peer" and writes to ``log``, whose end is shown where something fails. ``isa``: a key of
     PEER_ISAS.

@@ -103,7 +103,7 @@ class PersistentConnection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Sends a call; yield each event of its answer, or its whole body. Raises RuntimeError for another status than
+        """Sends a call; yields each event of its answer, or its whole body. Raises RuntimeError for another status than
         200."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, int(self._port))

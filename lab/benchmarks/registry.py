@@ -122,7 +122,7 @@ async def rounds(
     work: Callable[[], Awaitable[None]],
     clock_s: Callable[[], float] = time.thread_time,
 ) -> dict[str, float]:
-    """Time ``work`` alone; return milliseconds of a call, the spread over ten rounds' medians."""
+    """Time ``work`` alone; returns milliseconds of a call, the spread over ten rounds' medians."""
     medians = []
     for _ in range(10):
         taken = []

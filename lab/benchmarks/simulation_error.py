@@ -130,7 +130,7 @@ def fits(row: TraceRequest) -> bool:
 async def replay(
     target: str, redis_url: str, sessions: Sequence[LoadSession], concurrency: int | None
 ) -> tuple[tuple[Record, ...], dict[str, tuple[float, ...]]]:
-    """Sends sessions; return the clients' records, and the workers' costs meanwhile. Raises RuntimeError as
+    """Sends sessions; returns the clients' records, and the workers' costs meanwhile. Raises RuntimeError as
     :func:`lab.benchmarks.closed_loop.measure` does."""
     sampler = CostSampler(redis_url)
     async with sampler.sampling():
@@ -199,7 +199,7 @@ def keep(folder: pathlib.Path, row: dict[str, Any], path: pathlib.Path, records:
 
 
 def measure_configuration(args: argparse.Namespace, name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Starts a cluster, calibrate, and compare each load; return a row for each."""
+    """Starts a cluster, calibrates, and compares each load; returns a row for each."""
     from lab.testbed.cluster import served
 
     flags, rows, seeds = CONFIGURATIONS[name][0], [], itertools.count()
@@ -257,7 +257,7 @@ def compare_load(
 
 
 def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Prints every figure; return for each metric the median and the largest error by size, of the simulation and of
+    """Prints every figure; returns for each metric the median and the largest error by size, of the simulation and of
     the cluster's last run against its first."""
     table = Table(title="measured | simulated (error)")
     table.add_column("configuration, rate/s")

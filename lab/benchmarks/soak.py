@@ -123,7 +123,7 @@ class Watch:
 
 
 async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[Watch, list[str], int]:
-    """Loads the cluster and watch it; return the watch, the failures, and the number of requests."""
+    """Loads the cluster and watches it; returns the watch, the failures, and the number of requests."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, Mix(system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500)))
     plans = list(stages(cluster.target, http, trace, STAGE_S, args.rate, tuple(args.token_range)))
@@ -190,7 +190,7 @@ def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
 
 
 def main() -> int:
-    """Starts the cluster, soak it, write results/soak.json; 1 where a request failed or something grew."""
+    """Starts the cluster, soaks it, and writes results/soak.json; 1 where a request failed or something grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")

@@ -39,7 +39,7 @@ def shapes() -> list[tuple[str, tuple[int, int], Features]]:
 
 
 def fit(bench: CpuStepBench, repeats: int) -> tuple[StepCost, list[dict[str, Any]]]:
-    """Fits the model; return it, and a row for each shape."""
+    """Fits the model; returns it, and a row for each shape."""
     cost, rows = StepCost(FADING), []
     measured = []
     for kind, numbers, scaled in shapes():

@@ -331,7 +331,7 @@ def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
 
 
 def step_ms(times: Sequence[tuple[float, float, float]], forward_ms: float, way: str) -> float:
-    """Runs a simulated clock of a device and its host; return the mean milliseconds of a step.
+    """Runs a simulated clock of a device and its host; returns the mean milliseconds of a step.
 
     ``way``: "without" masks; "ahead", where the forward pass is launched before the tokens of the step before are
     known, and the choice is begun when they are; "waiting", where the whole step is launched when they are.

@@ -152,7 +152,7 @@ class Tiers:
 
 
 def run(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Tiers, int]:
-    """Measures everything; return it with the bytes of a block."""
+    """Measures everything; returns it with the bytes of a block."""
     most = max(args.lengths)
     model = long_model(folder / "model", most)
     with s3_service(folder / "s3") as service:

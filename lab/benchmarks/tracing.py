@@ -56,7 +56,7 @@ def clusters() -> Iterator[tuple[str, str, list[int]]]:
 
 
 def main() -> None:
-    """Measures rounds that alternate, write results/tracing.json."""
+    """Measures rounds that alternate, and writes results/tracing.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--streams", type=int, default=8)

@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path, released: pathlib.Pa
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measures and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.upgrade", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="upgrades to this version and back")
     parser.add_argument("--only", nargs="+", help="such as decode-kv-a and redis; without it all, one by one")

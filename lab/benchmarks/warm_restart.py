@@ -59,7 +59,7 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
 
 
 def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
-    """Kills a component; return the milestones of its next process, and the CPU seconds that this took until then."""
+    """Kills a component; returns the milestones of its next process, and the CPU seconds that this took until then."""
     began_s, written = time.monotonic(), len(cluster.log.read_text())
     # Log lines have milliseconds, which are cut and not rounded.
     at_s = time.time() - 0.001
@@ -141,7 +141,7 @@ def table_of(results: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measure both modes and print the table."""
+    """Measures both modes and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.warm_restart", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=10, help="of each component")

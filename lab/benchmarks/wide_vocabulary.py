@@ -19,7 +19,7 @@ TABLE = "model.embed_tokens.weight"
 
 
 def save_wide_model(source: pathlib.Path, folder: pathlib.Path, vocab_size: int) -> pathlib.Path:
-    """Writes the model of ``source``, a Hugging Face folder, with ``vocab_size`` tokens to ``folder``; return that."""
+    """Writes the model of ``source``, a Hugging Face folder, with ``vocab_size`` tokens to ``folder``; returns that."""
     folder.mkdir(parents=True)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(source / name, folder)

@@ -91,8 +91,8 @@ async def within(
 
 
 def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
-    """Returns what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when the
-    call does not end in time."""
+    """Returns what another thread's call returns, or raises what it raises. Raises AssertionError with ``what`` when
+    the call does not end in time."""
     try:
         return future.result(timeout_s)
     except TimeoutError:

@@ -16,7 +16,7 @@ ADDED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathlib.Path:
-    """Writes a model of the first ``layers`` of that in ``folder``, with its tokenizer; return ``into``."""
+    """Writes a model of the first ``layers`` of that in ``folder``, with its tokenizer; returns ``into``."""
     config, tensors = _read(folder, into)
     kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
     config["num_hidden_layers"] = layers
@@ -28,7 +28,7 @@ def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathl
 
 def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, factor: float) -> pathlib.Path:
     """Writes the model of ``folder`` with the outputs of each layer after the first ``loud`` ones scaled by ``factor``,
-    so that a draft of the first layers drafts most tokens right; return ``into``."""
+    so that a draft of the first layers drafts most tokens right; returns ``into``."""
     config, tensors = _read(folder, into)
     for name, tensor in tensors.items():
         if _layer(name) >= loud and name.endswith(ADDED):

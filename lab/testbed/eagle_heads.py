@@ -105,7 +105,7 @@ def save_head(
     embedding: bool = False,
     seed: int = 0,
 ) -> pathlib.Path:
-    """Writes a head for the model in ``main``; return ``folder``."""
+    """Writes a head for the model in ``main``; returns ``folder``."""
     config = head_config(
         json.loads((main / "config.json").read_text()), model_type, draft_vocab_size, state_layers, norm_before_residual
     )

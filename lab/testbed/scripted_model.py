@@ -67,7 +67,7 @@ def called(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]]) -> pathlib.Path:
-    """Writes a Llama that gives the answers of each part of ``script``, which is named by its key; return ``folder``.
+    """Writes a Llama that gives the answers of each part of ``script``, which is named by its key; returns ``folder``.
 
     A part is for conversations with a tool of its name, the first part that there is. Its last answer is given again
     where a conversation goes on. No piece between two cuts stands twice in the script.

@@ -26,7 +26,7 @@ def byte_prompt(seed: int, length: int) -> list[int]:
 
 
 def save_tokenizer(folder: pathlib.Path, template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> int:
-    """Writes a byte-level tokenizer without merges; return its vocabulary size, 258 and one for each of ``marks``."""
+    """Writes a byte-level tokenizer without merges; returns its vocabulary size, 258 and one for each of ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -56,7 +56,7 @@ def save_model(
     without: tuple[str, ...] = (),
     **overrides: Any,
 ) -> pathlib.Path:
-    """Writes a random model of ``model_type`` with two layers and GQA; return ``folder``.
+    """Writes a random model of ``model_type`` with two layers and GQA; returns ``folder``.
 
     It has the chat ``template``, and a token for each of ``marks``. Its config has no key of ``without``.
 

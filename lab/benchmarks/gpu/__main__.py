@@ -31,7 +31,7 @@ END_TIMEOUT_S = 20.0
 
 
 def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[str, Any]:
-    """Runs a section; return its rows, its seconds, and the error that ended it early ("" without one)."""
+    """Runs a section; returns its rows, its seconds, and the error that ended it early ("" without one)."""
     rows = folder / f"{name}.jsonl"
     command = [sys.executable, "-m", "lab.benchmarks.gpu.section", name, "--rows", str(rows)]
     environment = dict(os.environ)

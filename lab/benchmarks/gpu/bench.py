@@ -87,7 +87,7 @@ class Bench:
         torch.manual_seed(0)
 
     def report(self, row: Row) -> None:
-        """Write and print a row. Rows of a smoke run have no target."""
+        """Writes and prints a row. Rows of a smoke run have no target."""
         if self.smoke:
             row = replace(row, target="")
         with self._rows.open("a", encoding="utf-8") as file:

@@ -141,7 +141,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _ask_all(target: str, load: ClusterLoad, seed: int) -> list[tuple[float, list[float]]]:
-    """Runs a load; return each request's seconds to its first token and between tokens."""
+    """Runs a load; returns each request's seconds to its first token and between tokens."""
     from pillion import AsyncClient
 
     found: list[tuple[float, list[float]]] = []

@@ -98,7 +98,7 @@ class EngineLoop:
         self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> float:
-        """Runs the load; return its seconds."""
+        """Runs the load; returns its seconds."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()

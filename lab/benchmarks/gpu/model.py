@@ -122,7 +122,7 @@ class RunningBackend:
         self.backend, self.tables, self._bench = backend, tables, bench
 
     def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
-        """Runs the batches in order, each launched before the one before has landed; return their times."""
+        """Runs the batches in order, each launched before the one before has landed; returns their times."""
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0

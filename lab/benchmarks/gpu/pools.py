@@ -80,7 +80,7 @@ class AttentionPool:
         self._device = bench.device
 
     def attend(self, entries: list[BatchEntry]) -> Attended:
-        """Plan the attention of a step and send the plan to the device."""
+        """Plans the attention of a step and sends the plan to the device."""
         shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,

@@ -34,7 +34,7 @@ def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
 
 
 def search(bench: Bench, name: str, tunable: Tunable, arch: int, until_s: float, say: Say) -> dict[str, Any] | None:
-    """Searches a kernel's constants; return the entry for the file, or None where no candidate worked."""
+    """Searches a kernel's constants; returns the entry for the file, or None where no candidate worked."""
     now = tuned(tunable.kernel, arch, **tunable.facts)
     candidates = [now, *(use for use in tunable.candidates(now) if use != now)]
     if bench.smoke:

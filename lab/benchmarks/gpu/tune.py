@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Search and write; returns 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
+    """Searches and writes; returns 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
     args = arguments()
     if args.smoke:
         # Triton reads this when kernels are defined.
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def tune(args: argparse.Namespace, names: list[str]) -> int:
-    """Search kernel by kernel, and write the file after each."""
+    """Searches kernel by kernel, and writes the file after each."""
     from lab.benchmarks.gpu.bench import Bench
     from lab.benchmarks.gpu.search import dump, put, search
     from lab.benchmarks.gpu.tunables import TUNABLES

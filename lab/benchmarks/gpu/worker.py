@@ -43,7 +43,7 @@ class Work:
         self._chunks = {"decode": 0, "prefill": chunk, "mixed": small}
 
     def run(self, role: str, seconds: float) -> dict[str, object]:
-        """Runs steps of ``role``; return their times in ms, and the tokens of prompts."""
+        """Runs steps of ``role``; returns their times in ms, and the tokens of prompts."""
         batches, chunk = self._batches[role], self._chunks[role]
         rows = [sampled_rows(len(batch.sample_rows)) for batch in batches]
         began_s, times, steps = time.perf_counter(), list[float](), 0
