@@ -84,7 +84,7 @@ class RuleScaler:
         self._changes: deque[tuple[float, int]] = deque()
 
     def take(self, now: float, wish: int, present: int) -> int:
-        """How many there should be, where there are ``present``, those that start included."""
+        """Returns how many there should be, where there are ``present``, those that start included."""
         rule = self._rule
         longest = max(rule.up_window_s, rule.down_window_s)
         self._wishes.append((now, wish))
@@ -178,7 +178,7 @@ class ChartQueries:
 def bent(
     trace: Sequence[TraceRequest], swing: float, bursts: Sequence[tuple[float, float]], factor: float
 ) -> list[TraceRequest]:
-    """The requests of ``trace`` at other times.
+    """Returns the requests of ``trace`` at other times.
 
     Their rate is a sine from 1 - ``swing`` to 1 + ``swing`` times the mean, lowest at both ends, and ``factor`` times
     that in ``bursts``. A burst begins at a share of the day and lasts so many seconds."""
@@ -210,7 +210,7 @@ def load_of(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def fleet_config(args: argparse.Namespace, sizes: tuple[int, int]) -> FleetConfig:
-    """The fleet at its start, with so many prefill and decode workers."""
+    """Makes the fleet at its start, with so many prefill and decode workers."""
     flags = ServeFlags(
         prefill_workers=sizes[0],
         decode_workers=sizes[1],
@@ -283,7 +283,7 @@ def run(
 
 
 def add_run(args: argparse.Namespace, seed: int, fleet: str, start_s: float, sizes: tuple[int, int]) -> dict[str, Any]:
-    """The row of one kind of fleet, which begins with some prefill and decode workers."""
+    """Returns the row of one kind of fleet, which begins with some prefill and decode workers."""
     wish = ChartQueries() if fleet == SCALED else None
     row = {"seed": seed, "fleet": fleet, "start_s": start_s} | run(args, load_of(args, seed), sizes, start_s, wish)
     Console().print({name: value for name, value in row.items() if name != "sizes"})
@@ -307,7 +307,7 @@ def days(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The medians over the seeds, by kind of fleet and start-up time."""
+    """Returns the medians over the seeds, by kind of fleet and start-up time."""
     figures = ("good_share", "worker_s", "mean_workers", "ttft_p50_s", "ttft_p99_s")
     found = []
     for fleet, start_s in dict.fromkeys((row["fleet"], row["start_s"]) for row in rows):

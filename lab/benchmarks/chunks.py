@@ -55,7 +55,7 @@ DOCUMENT_TOKENS, EACH_DOCUMENT, LONGEST_PROMPT = 16_000, 8, 65_536
 
 
 def h100_cost() -> tuple[float, ...]:
-    """What a step of Llama 3 8B is expected to cost on an H100."""
+    """Returns what a step of Llama 3 8B is expected to cost on an H100."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA_3_8B))
         prepared = PreparedModel(
@@ -98,7 +98,7 @@ def fleet(cost_s: tuple[float, ...], tokens: int, target_itl_ms: float | str) ->
 
 
 def figures(records: Sequence[ClientRecord], seconds: float) -> dict[str, float]:
-    """The table's columns."""
+    """Returns the table's columns."""
     gaps_ms = [gap * 1000 for record in records for gap in record.gaps_s]
     ttfts_ms = [record.ttft_s * 1000 for record in records]
     tokens = sum(record.request.prompt_tokens + record.request.answer_tokens for record in records)

@@ -59,8 +59,8 @@ class Answered:
     prompt_tokens: int
 
     def from_tail(self) -> Answered:
-        """The text as a head sees it: whole, or, every other time, from somewhere in its prompt on. The part of a
-        prompt that comes from the cache, or from another worker, has no states."""
+        """Returns the text as a head sees it: whole, or, every other time, from somewhere in its prompt on. The part of
+        a prompt that comes from the cache, or from another worker, has no states."""
         first = random.randrange(2 * self.prompt_tokens) - self.prompt_tokens
         if first <= 0:
             return self
@@ -95,7 +95,7 @@ class TrainedHead(nn.Module):
         self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(one) for name, one in weights.items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The trained weights by their names in files."""
+        """Returns the trained weights by their names in files."""
         return {f"{name.replace('/', '.')}.weight": one.detach().bfloat16() for name, one in self.weights.items()}
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,8 @@ def seen(entries: int, number: int, context: int) -> torch.Tensor:
 def answered(
     folder: pathlib.Path, model: str, texts: int, tokens: int, temperatures: Sequence[float], threads: int
 ) -> list[Answered]:
-    """The model's answers to ``texts`` prompts, with one temperature after the other, and what it computes for them."""
+    """Returns the model's answers to ``texts`` prompts, with one temperature after the other, and what it computes for
+    them."""
     params = [
         SamplingParams(
             temperature=temperatures[number % len(temperatures)], seed=number, max_tokens=tokens, ignore_eos=True
@@ -181,7 +182,7 @@ def answered(
 
 
 def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: int, first: int) -> torch.Tensor:
-    """The draft tokens of the text's tokens from ``first`` on, as a worker chooses them by a head's logits."""
+    """Returns the draft tokens of the text's tokens from ``first`` on, as a worker chooses them by a head's logits."""
     wide = torch.full((len(logits), vocab_size), -torch.inf)
     wide[:, ids] = logits
     count = len(logits)
@@ -193,7 +194,7 @@ def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: 
 def right_draft_tokens(
     head: TrainedHead, ids: torch.Tensor, texts: list[Answered], context: int, passes: int
 ) -> list[float]:
-    """The share of an answer's tokens at each place of a draft that are right, given those before them."""
+    """Returns the share of an answer's tokens at each place of a draft that are right, given those before them."""
     right, tried = [0] * passes, [0] * passes
     with torch.inference_mode():
         for text in texts:
@@ -212,7 +213,8 @@ def right_draft_tokens(
 
 
 def loss_of(head: TrainedHead, target_rows: torch.Tensor, text: Answered, passes: int) -> torch.Tensor:
-    """How far the head's draft tokens at each place are from what the model expects there; later places count less."""
+    """Returns how far the head's draft tokens at each place are from what the model expects there; later places count
+    less."""
     expected = (text.outputs @ target_rows.T).float().softmax(-1)
     with torch.autocast("cpu", torch.bfloat16):
         states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())

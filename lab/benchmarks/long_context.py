@@ -56,7 +56,7 @@ class Seen:
 
 
 def scaled_model(folder: pathlib.Path, tokens: int) -> str:
-    """The demo model in ``folder``, with Llama 3's scaling for texts of ``tokens`` tokens."""
+    """Makes the demo model in ``folder``, with Llama 3's scaling for texts of ``tokens`` tokens."""
     shutil.copytree(plain_folder(), folder, copy_function=os.symlink)
     path = folder / "config.json"
     settings = json.loads(path.read_text())

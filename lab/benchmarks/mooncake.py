@@ -40,12 +40,12 @@ class Halves:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """The next one."""
+        """Draws the next one."""
         step = rng.gauss(0.0, 1.0)
         return min(self.most, self.median * math.exp(step * (self.low if step < 0 else self.high)))
 
     def tokens(self, rng: random.Random) -> int:
-        """The next one as a number of tokens."""
+        """Draws the next one as a number of tokens."""
         return max(1, round(self.draw(rng)))
 
 

@@ -90,7 +90,8 @@ class StreamLoad:
             thread.start()
 
     def first_tokens_s(self) -> list[float]:
-        """How long the first tokens of all streams took so far, but for those that began together with the load."""
+        """Returns how long the first tokens of all streams took so far, but for those that began together with the
+        load."""
         return [one.token_s[0] - one.asked_s for one in self.streams[STREAMS:] if one.token_s]
 
     def close(self) -> None:
@@ -230,13 +231,13 @@ def until(failure: str, reached: Callable[[], bool]) -> None:
 
 
 def whole(cluster: ServedCluster, standby: bool) -> bool:
-    """Whether all components serve, and all standbys are ready."""
+    """Returns whether all components serve, and all standbys are ready."""
     workers = sum(len(cluster.components(role)) for role in ("prefill", "decode", "kvnode"))
     return cluster.serving() and (not standby or cluster.standbys() >= workers)
 
 
 def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The pauses of all faults of a case, and the median of each phase's share."""
+    """Returns the pauses of all faults of a case, and the median of each phase's share."""
     return {
         "faults": len(faults),
         "points": [fault["point"] for fault in faults],
@@ -247,7 +248,7 @@ def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(seconds: Iterable[float]) -> dict[str, Any]:
-    """How many streams waited, and the middle, the 99th percentile and the longest of their times."""
+    """Returns how many streams waited, and the middle, the 99th percentile and the longest of their times."""
     every = sorted(seconds)
     if not every:
         return {"streams": 0}
@@ -256,7 +257,7 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The median length of each phase: from the milestone before it that was reached."""
+    """Returns the median length of each phase: from the milestone before it that was reached."""
     lengths: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for fault in faults:
         if not fault["pauses_s"]:

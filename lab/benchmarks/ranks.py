@@ -76,7 +76,7 @@ class RankBench:
         self._width = model.config.hidden_size
 
     def cases(self) -> dict[str, StepBatch]:
-        """The steps, by name."""
+        """Returns the steps, by name."""
         found = {f"decode {batch}": self.steps.decode(batch, CONTEXT_TOKENS) for batch in (1, 16)}
         return found | {f"chunk {tokens}": self.steps.chunk(tokens, 0) for tokens in (64, 256)}
 
@@ -109,7 +109,7 @@ def rank_builder(model: CpuModel) -> OperationBuilder:
 
 
 def least_us(call: Callable[[], None], rounds: int) -> float:
-    """The least microseconds of one sum."""
+    """Returns the least microseconds of one sum."""
     return min(timed(call) for _ in range(rounds)) / SUMS_EACH * 1e6
 
 

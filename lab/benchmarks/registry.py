@@ -176,7 +176,7 @@ def record(number: int, nodes: int) -> ComponentRecord:
 
 
 def plan_one(cluster: Cluster, number: int, nodes: int) -> None:
-    """What a gateway does for one request between its arrival and its plan, the questions to Redis left out."""
+    """Returns what a gateway does for one request between its arrival and its plan, the questions to Redis left out."""
     hits = {f"kvnode-{(number * 7 + n) % nodes}": 10 * n for n in range(1, HIT_NODES)}
     cluster.request_slots("m")
     max(cluster.pools_tokens("m"))

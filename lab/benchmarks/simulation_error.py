@@ -75,7 +75,7 @@ class MeasuredCluster:
     noise: float
 
     def fleet(self, name: str) -> FleetConfig:
-        """The fleet that stands for a configuration."""
+        """Makes the fleet that stands for a configuration."""
         _, (prefills, decodes, cores), policy = CONFIGURATIONS[name]
         decode = self.cost_s["decode"]
         prefill = self.cost_s.get("prefill") or decode
@@ -102,7 +102,7 @@ class CostSampler:
             await self._registry.aclose()
 
     def mean(self) -> dict[str, tuple[float, ...]]:
-        """The mean of what workers of each role told; a role that told nothing has none."""
+        """Returns the mean of what workers of each role told; a role that told nothing has none."""
         return {role: tuple(np.mean(found, axis=0).tolist()) for role, found in self._seen.items() if found}
 
     async def _sample(self) -> None:
@@ -123,7 +123,7 @@ def scaled_trace(path: pathlib.Path, rate: float, seconds: float, seed: int) -> 
 
 
 def fits(row: TraceRequest) -> bool:
-    """Whether the cluster can serve a row."""
+    """Returns whether the cluster can serve a row."""
     return row.input_length + row.output_length <= MAX_MODEL_LEN - 64
 
 
@@ -139,7 +139,7 @@ async def replay(
 
 
 def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[float, ...]]) -> MeasuredCluster:
-    """What lone requests show: they are simulated too, and the difference is what happens outside of steps."""
+    """Returns what lone requests show: they are simulated too, and the difference is what happens outside of steps."""
     machine = MeasuredCluster(cost_s, 0.0, (), 0.0)
     requests = [Request(n, 0.0, one.prompt_tokens, one.asked_tokens) for n, one in enumerate(records)]
     alone, _ = simulate_closed(machine.fleet(name), requests, 1)
@@ -160,7 +160,7 @@ def simulated(machine: MeasuredCluster, name: str, path: pathlib.Path) -> list[R
 
 
 def metrics(runs: Sequence[Sequence[Record]], slo: str) -> dict[str, float]:
-    """The figures that are compared, of all requests of some runs of one load."""
+    """Returns the figures that are compared, of all requests of some runs of one load."""
     records = [record for run in runs for record in run]
     seconds = sum(max(record.due_s for record in run) for run in runs)
     found = summarize(records, seconds)
@@ -186,7 +186,7 @@ def compared(measured: dict[str, float], made: dict[str, float]) -> dict[str, di
 
 
 def mean_costs(costs: Sequence[dict[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
-    """The mean of what workers of each role told in some runs."""
+    """Returns the mean of what workers of each role told in some runs."""
     roles = {role for cost_s in costs for role in cost_s}
     return {role: tuple(np.mean([one[role] for one in costs if role in one], axis=0).tolist()) for role in roles}
 

@@ -69,7 +69,7 @@ def chunks(lengths: Sequence[int], tokens: int) -> Iterator[list[Piece]]:
 
 
 def batch_of(step: Sequence[Piece]) -> StepBatch:
-    """The batch of a step; two prompts beside each other have blocks of their own."""
+    """Makes the batch of a step; two prompts beside each other have blocks of their own."""
     per_prompt = -(-LONGEST_TOKENS // BLOCK_SIZE)
     firsts = [number % 8 * per_prompt for number, _, _ in step]
     tables = np.array([np.arange(first, first + per_prompt) for first in firsts], np.int32)

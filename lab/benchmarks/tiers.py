@@ -56,7 +56,7 @@ class Measured:
 
 
 def long_model(folder: pathlib.Path, tokens: int) -> str:
-    """The demo model in ``folder``, whose configuration allows prompts of ``tokens`` tokens."""
+    """Makes the demo model in ``folder``, whose configuration allows prompts of ``tokens`` tokens."""
     shutil.copytree(plain_folder(), folder, copy_function=os.symlink)
     path = folder / "config.json"
     settings = json.loads(path.read_text())

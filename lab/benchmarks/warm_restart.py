@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The spread of a role's times until it was ready, and the medians of phases and CPU seconds."""
+    """Returns the spread of a role's times until it was ready, and the medians of phases and CPU seconds."""
     ready = [kill["milestones_s"]["ready"] for kill in kills]
     return {
         "ready_s": {"min": min(ready), "median": statistics.median(ready), "max": max(ready)},
@@ -112,7 +112,7 @@ def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def phase_seconds(kills: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The median length of each phase that a role has, from the one before it."""
+    """Returns the median length of each phase that a role has, from the one before it."""
     for number, phase in enumerate(PHASES):
         lengths = []
         for kill in kills:

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without a target or a figure."""
+        """Gives whether the target is met; None without a target or a figure."""
         if not self.target or self.share is None:
             return None
         sense, bound = self.target.split()

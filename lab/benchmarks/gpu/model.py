@@ -70,13 +70,13 @@ class RandomModel:
 
     @property
     def layout(self) -> KVLayout:
-        """The pool's layout."""
+        """Gives the pool's layout."""
         shape = self.shape
         return KVLayout("bench", shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, "bfloat16")
 
     @property
     def kv_token_bytes(self) -> int:
-        """The bytes of K and V of one token in all layers."""
+        """Gives the bytes of K and V of one token in all layers."""
         return self.shape.layers * self.shape.kv_bytes
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:

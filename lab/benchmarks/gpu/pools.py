@@ -56,7 +56,7 @@ class Attended:
 
     @property
     def read_bytes(self) -> float:
-        """The fewest bytes that a layer's attention moves: K and V once, queries and results."""
+        """Gives the fewest bytes that a layer's attention moves: K and V once, queries and results."""
         context = int(self.batch.context_lens.sum())
         return context * self.token_bytes + 2 * self.queries.numel() * self.queries.element_size()
 

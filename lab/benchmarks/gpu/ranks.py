@@ -54,7 +54,7 @@ def run(bench: Bench) -> None:
 
 
 def _measured(bench: Bench, rank: int, rendezvous: int) -> list[tuple[int, float]]:
-    """What both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
+    """Returns what both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
     shape = shape_of(bench.smoke)
     shard = RankShard.of(parse_config(shape.config()), rank, RANKS)
     group = GpuRankGroup.join(shard, rendezvous, bench.device, own_device=False)

@@ -49,7 +49,7 @@ class LlamaShape:
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of K and V of one token in one layer, in bfloat16."""
+        """Gives the bytes of K and V of one token in one layer, in bfloat16."""
         return 2 * self.kv_heads * self.head_dim * 2
 
     @property
