@@ -56,7 +56,7 @@ demo: setup ## Start the real cluster, ask it a few things, show the table, stop
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
-test: setup-dev ## Set-up, checks and all tests but the long ones: what a change may break, in ten minutes
+test: setup-dev ## Set-up, checks and all tests but the long ones: a part of what a change may break, in eight minutes
 	@# One core reads types while the other checks are made, and the tests start.
 	@$(MAKE) --no-print-directory --jobs=2 check short
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -90,6 +91,32 @@ LONGEST = (
     "tests/gpu/test_divided_pools.py",
     "tests/faults/test_fault_runs.py",
 )
+# The cases of a test in these files differ in a model, a format, a shape or a spelling. `make test` runs the first of
+# each four and `make test-long` the others.
+MATRICES = (
+    "tests/engine/adapters/",
+    "tests/engine/backends/",
+    "tests/engine/checkpoints/test_saved_forms.py",
+    "tests/engine/drafts/",
+    "tests/engine/encoders/",
+    "tests/engine/models/test_families.py",
+    "tests/engine/partial_blocks/test_next_turns.py",
+    "tests/engine/quantized/",
+    "tests/engine/ranks/test_ranks.py",
+    "tests/engine/states/",
+    "tests/gateway/formats/test_answer_reader.py",
+    "tests/gateway/grammars/test_tool_pieces.py",
+    "tests/gateway/http_api/test_request_bodies.py",
+    "tests/gateway/http_api/test_vllm_fields.py",
+    "tests/gateway/tokens/",
+    "tests/gpu/",
+    "tests/kernels/",
+    "tests/kvstore/exchange/",
+    "tests/lab/fleets/",
+    "tests/pillion/cli/test_serve_flags.py",
+    "tests/pillion/offline/test_offline_adapters.py",
+)
+CASES_PER_SHORT_ONE = 4
 # The longest one first.
 COMPUTATIONS = (
     "tests/engine/models/test_families.py",
@@ -124,7 +151,15 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Stable: within a file, and among files of equal place, the order stays."""
+    """Marks what is long of matrices, and sorts files. Stable: within a file, and among files of equal place, the order
+    stays."""
+    cases = Counter[str]()
+    for item in items:
+        test, case, _ = item.nodeid.partition("[")
+        if case and test.startswith(MATRICES) and item.get_closest_marker("long") is None:
+            if cases[test] % CASES_PER_SHORT_ONE:
+                item.add_marker(pytest.mark.long)
+            cases[test] += 1
     files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
     clusters = [file for file in files if file.startswith(CLUSTERS)]
     places = {
