@@ -69,6 +69,8 @@ RARE = (
     "quantized_fp8_128-128",
     "quantized_uint4_128-16",
     "quantized_uint4_128_*",
+    "route-*_fp32-*",
+    "route-[!q]*",
     "sample_*_bf16*",
     "state_space-granite-fp32",
     "state_space-nemotron-*",

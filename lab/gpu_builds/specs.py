@@ -10,6 +10,8 @@ from typing import Any
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
+from pillion.kernels.gpu.experts import expert_routing, expert_sums, pair_sorting
+from pillion.kernels.gpu.experts.expert_routing import RouteOptions
 from pillion.kernels.gpu.products import low_rank_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
@@ -343,6 +345,73 @@ def _quantized_product_spec(name: str, kind: PackedKind, shifted: bool, dtype: s
     )
 
 
+def expert_specs() -> list[BuildSpec]:
+    """Lists routers, sorting and sums of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek V2 Lite and DeepSeek V3."""
+    routers: tuple[tuple[str, RouteOptions, int, str, dict[str, bool]], ...] = (
+        ("qwen3", RouteOptions(128, 8, True), 2048, "bf16", {}),
+        ("gpt_oss", RouteOptions(32, 4, True), 2880, "bf16", {"BIAS": True}),
+        ("deepseek_lite", RouteOptions(64, 6, False), 2048, "bf16", {}),
+        (
+            "deepseek_v3",
+            RouteOptions(256, 8, True, sigmoid=True, exact=True, scale=2.5, groups=8, kept_groups=4),
+            7168,
+            "bf16",
+            {"CHOICE_BIAS": True},
+        ),
+        ("qwen3_next", RouteOptions(512, 10, True), 2048, "bf16", {}),
+        ("sparse", RouteOptions(16, 2, False, sparse=0.02), 4096, "bf16", {}),
+        ("qwen3_fp32", RouteOptions(128, 8, True), 2048, "fp32", {}),
+    )
+    specs = [
+        _route_spec(f"{name}-{tokens}", how, hidden, dtype, flags, tokens, arch)
+        for name, how, hidden, dtype, flags in routers
+        for tokens in (16, 2048)
+        for arch in ARCHITECTURES
+    ]
+    use, columns = tuned("sort_pairs", _ARCH), {"EXPERTS": 128}
+    compared, block = {"COMPARED": pair_sorting.COMPARED}, {"BLOCK_PAIRS": pair_sorting.BLOCK_PAIRS}
+    few = {"PAIRS": pair_sorting.FEW_PAIRS, "num_warps": use["few_warps"]}
+    summed = {"SUMMED": pair_sorting.SUMMED_COUNTS // 128, "num_warps": use["sum_warps"]}
+    warps = {"num_warps": use["num_warps"]}
+    sorting: tuple[tuple[Any, str, dict[str, int]], ...] = (
+        (pair_sorting._sort_few, "*i32:16, *i32:16, *i32:16, *i32:16, i32, i32", {**compared, **few}),
+        (pair_sorting._count, "*i32:16, *i32:16, i32", {**block, **warps}),
+        (pair_sorting._sum_up, "*i32:16, *i32:16, *i32:16, i32, i32", summed),
+        (pair_sorting._place, "*i32:16, *i32:16, *i32:16, i32, i32", {**block, **compared, **warps}),
+    )
+    return [
+        *specs,
+        *(
+            BuildSpec(
+                name=f"pairs{kernel.__name__}", kernel=kernel, signature=signature, constants={**columns, **constants}
+            )
+            for kernel, signature, constants in sorting
+        ),
+        BuildSpec(
+            name="expert_sums",
+            kernel=expert_sums._add_up,
+            signature="*bf16:16, *fp32:16, *i32:16, *bf16:16, i32:16, i32",
+            constants=expert_sums.sum_constants(8, _ARCH),
+            max_registers=64,
+        ),
+    ]
+
+
+def _route_spec(
+    name: str, how: RouteOptions, hidden: int, dtype: str, flags: dict[str, bool], tokens: int, arch: int
+) -> BuildSpec:
+    constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
+    rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
+    types = [rows, rows, wide, wide, wide, whole, wide, whole, wide, whole, "i32", "i32", "i32:16", "fp32", "fp32"]
+    return BuildSpec(
+        name=f"route-{name}",
+        kernel=expert_routing._route,
+        signature=", ".join(types),
+        constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, **flags, **constants},
+        architectures=(arch,),
+    )
+
+
 def embedding_specs() -> list[BuildSpec]:
     """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
@@ -589,6 +658,7 @@ def build_specs() -> list[BuildSpec]:
         blocks_specs,
         low_rank_product_specs,
         quantized_product_specs,
+        expert_specs,
         embedding_specs,
         gated_specs,
         norms_specs,

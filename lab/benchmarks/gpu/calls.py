@@ -53,6 +53,9 @@ class Maker:
 
 
 TOKEN_ROWS = (1, 64, 256, 2048)
+MIXED_ROWS = (1, 32, 2048)
+# Qwen3-30B-A3B has so many experts, and chooses so many of them for a row.
+EXPERTS, PER_TOKEN = 128, 8
 SAMPLED_ROWS = (1, 64, 256)
 BLOCK_ROWS = (1, 16, 256)
 
@@ -114,6 +117,65 @@ def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         _close(out[0], reference.gated(both[0], "silu"))
 
     return KernelCase([_bound(gated, b, o, "silu") for b, o in zip(both, out, strict=True)], size, verify)
+
+
+def route_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
+    """Makes a case of a router's product and its choice."""
+    from pillion.kernels.gpu.experts.expert_routing import ExpertRouter, RouteOptions
+
+    how = RouteOptions(EXPERTS, PER_TOKEN, True, exact=True)
+    size = 2 * shape.hidden * (rows + EXPERTS)
+    copies = rotations(size, bench.smoke)
+    values, routers = ([_random(bench, each, shape.hidden) for _ in range(copies)] for each in (rows, EXPERTS))
+    route = ExpertRouter(how.columns, shape.hidden, rows, bench.device)
+    count = torch.full((1,), rows, dtype=torch.int32, device=bench.device)
+    scores = torch.empty(rows, PER_TOKEN, device=bench.device)
+    chosen = torch.empty_like(scores, dtype=torch.int32)
+
+    def one(left: torch.Tensor, router: torch.Tensor) -> None:
+        route(left, router, how, count, scores, chosen)
+
+    def verify() -> None:
+        one(values[0], routers[0])
+        best = (values[0].float() @ routers[0].float().T).topk(PER_TOKEN, -1).values.softmax(-1)
+        torch.testing.assert_close(scores, best, rtol=RTOL, atol=ATOL)
+
+    return KernelCase([_bound(one, *each) for each in zip(values, routers, strict=True)], size, verify)
+
+
+def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
+    """Makes a case of sorting pairs of rows and random experts."""
+    from pillion.kernels.gpu.experts.pair_sorting import PairSorter, most_tiles, tile_rows_of
+
+    pairs = rows * PER_TOKEN
+    tile_rows = tile_rows_of(EXPERTS, pairs)
+    chosen = torch.rand(rows, EXPERTS, device=bench.device).argsort(1)[:, :PER_TOKEN].int().contiguous()
+    order, count = (torch.empty(size, dtype=torch.int32, device=bench.device) for size in (pairs, 1))
+    tiles = torch.empty(most_tiles(EXPERTS, pairs, tile_rows), 3, dtype=torch.int32, device=bench.device)
+    sort = PairSorter(EXPERTS, pairs, bench.device)
+
+    def verify() -> None:
+        sort(chosen, order, tiles, count, tile_rows)
+        assert torch.equal(order.long(), chosen.flatten().argsort(stable=True))
+
+    return KernelCase([_bound(sort, chosen, order, tiles, count, tile_rows)], 8.0 * pairs, verify)
+
+
+def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
+    """Makes a case of the sums of what rows' experts have found."""
+    from pillion.kernels.gpu.experts.expert_sums import add_up
+
+    size = 2 * rows * (PER_TOKEN + 1) * shape.hidden
+    scores = torch.rand(rows, PER_TOKEN, device=bench.device)
+    chosen, out = torch.zeros_like(scores, dtype=torch.int32), _random(bench, rows, shape.hidden)
+    found = [_random(bench, rows * PER_TOKEN, shape.hidden) for _ in range(rotations(size, bench.smoke))]
+
+    def verify() -> None:
+        add_up(found[0], scores, chosen, out)
+        terms = found[0].float().view(rows, PER_TOKEN, -1) * scores[..., None]
+        _close(out, terms.sum(1).bfloat16())
+
+    return KernelCase([_bound(add_up, each, scores, chosen, out) for each in found], size, verify)
 
 
 def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
@@ -248,6 +310,9 @@ CASES: dict[str, Maker] = {
     "kv_write": Maker(kv_write_case, TOKEN_ROWS),
     "add_rms_norm": Maker(norm_case, TOKEN_ROWS),
     "gated": Maker(gated_case, TOKEN_ROWS),
+    "route experts": Maker(route_case, MIXED_ROWS),
+    "sort pairs": Maker(sort_case, MIXED_ROWS),
+    "sum experts": Maker(sums_case, MIXED_ROWS),
     "blocks, gathered": Maker(_blocks_case("gathered"), BLOCK_ROWS),
     "blocks, scattered": Maker(_blocks_case("scattered"), BLOCK_ROWS),
     "blocks, copied": Maker(_blocks_case("copied"), BLOCK_ROWS),

@@ -140,6 +140,22 @@ TUNABLES: dict[str, Tunable] = {
     ),
     "embed": Tunable("embed", _small(("embed", 64), ("embed", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
     "gated": Tunable("gated", _small(("gated", 64), ("gated", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
+    "route_experts": Tunable(
+        "route_experts",
+        _small(("route experts", 1), ("route experts", 32), ("route experts", 2048)),
+        {"inputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        {"bytes": 2},
+    ),
+    "sort_pairs": Tunable(
+        "sort_pairs",
+        _small(("sort pairs", 32), ("sort pairs", 2048)),
+        {"few_warps": (4, 8, 16), "num_warps": (4, 8), "sum_warps": (4, 8)},
+    ),
+    "expert_sums": Tunable(
+        "expert_sums",
+        _small(("sum experts", 32), ("sum experts", 2048)),
+        {"block": (256, 512, 1024, 2048), "num_warps": (1, 2, 4)},
+    ),
     "norms": Tunable(
         "norms",
         _small(("add_rms_norm", 64), ("add_rms_norm", 2048)),

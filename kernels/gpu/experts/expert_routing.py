@@ -1,0 +1,365 @@
+"""Chooses the experts of each row: the router's product, scores, and the best experts, in one launch.
+
+    rows [T, H] --router [E, H]--> products --softmax or sigmoid--> scores --best k--> scores [T, k], chosen [T, k]
+
+The router is small, so the product of few rows waits for latency, not for memory: its inputs are cut into PARTS, and
+its experts into blocks, and each is a program's. The program that arrives last at its tile of 16 rows, which a ticket
+tells it, adds up the parts in order, and chooses. Of many rows there are as many tiles as the device has room for, and
+a program computes all parts of its tile itself, and adds them up in the same order. So a row's bits depend on the
+router's shape alone. The router is the left operand of the products of tiles, as in
+:mod:`pillion.kernels.gpu.products.quantized_product`.
+
+The last program of a tile resets its ticket, so a graph that is replayed finds it as it was. Of equal scores that of
+the lowest expert wins, which torch.topk does not promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A tile has this many rows, the least that tensor cores multiply.
+ROWS = 16
+# Launches of at most this many rows share the parts of the product among programs.
+SHARED_ROWS = 256
+# The inputs are cut into at most so many parts, of a multiple of so many inputs.
+MOST_PARTS, PART_UNIT = 8, 128
+# A block of a product has at most this many experts.
+BLOCK_EXPERTS = 64
+# So many experts' scores of 16 rows fit into a program's registers.
+MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """Says how experts are chosen.
+
+    Attributes:
+        experts, per_token: how many there are, and how many of them a row gets.
+        normalize: whether the scores of a row's experts are scaled to a sum of 1.
+        sigmoid: whether scores are sigmoids of the router's products, not their softmax.
+        exact: whether the products are not rounded to the type of the rows.
+        scale: the factor of the scores.
+        groups, kept_groups, group_best: the number of groups of neighbouring experts, of which a row's best
+            ``kept_groups`` are left, by the sum of the best ``group_best`` scores of each.
+        sparse: where it is set, experts are chosen one by one, and each is scored among those left that are near it:
+            (best - product) / max(|product|, best) is at most this. Nothing of the above is then applied.
+    """
+
+    experts: int
+    per_token: int
+    normalize: bool
+    sigmoid: bool = False
+    exact: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
+    sparse: float | None = None
+
+    @property
+    def group_columns(self) -> int:
+        """Returns the columns of a group in the kernel's tile, a power of 2."""
+        return int(triton.next_power_of_2(self.experts // self.groups))
+
+    @property
+    def columns(self) -> int:
+        """Returns the columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
+        return max(ROWS, self.group_columns * int(triton.next_power_of_2(self.groups)))
+
+
+@triton.jit
+def _expert_of(column, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr):
+    """Returns the expert of each column, and whether there is one: groups begin at multiples of GROUP_COLUMNS."""
+    size: tl.constexpr = EXPERTS // GROUPS
+    group, place = column // GROUP_COLUMNS, column % GROUP_COLUMNS
+    real = (place < size) & (group < GROUPS)
+    return tl.where(real, group * size + place, 0), real
+
+
+@triton.jit
+def _part(rows, router, row, expert, begin, end, hidden, BLOCK_INPUTS: tl.constexpr):
+    """Sums inputs ``begin`` .. ``end`` - 1 of the products: float32 [experts, rows]."""
+    inputs = tl.arange(0, BLOCK_INPUTS)
+    acc = tl.zeros((expert.shape[0], row.shape[0]), tl.float32)
+    left = router + expert[:, None] * hidden + inputs[None, :]
+    right = rows + row.to(tl.int64)[None, :] * hidden + inputs[:, None]
+    for at in range(begin, end, BLOCK_INPUTS):
+        here = at + inputs < end
+        weights = tl.load(left + at, mask=here[None, :], other=0.0)
+        values = tl.load(right + at, mask=here[:, None], other=0.0)
+        acc = dot(weights, values, acc)
+    return acc
+
+
+@triton.jit
+def _best(values, place):
+    """Returns the greatest values along the last axis, and a mask of the first place of each. ``place`` counts along
+    that axis."""
+    best, at = tl.max(values, 2, return_indices=True)
+    return best, place == at[:, :, None]
+
+
+@triton.jit
+def _of_best_groups(
+    choices, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+):  # fmt: skip
+    """Returns scores [ROWS, COLUMNS] in which those of experts outside of a row's best groups are -inf."""
+    width: tl.constexpr = COLUMNS // GROUP_COLUMNS
+    grouped = tl.reshape(choices, (ROWS, width, GROUP_COLUMNS))
+    place = tl.arange(0, GROUP_COLUMNS)[None, None, :]
+    left = grouped
+    total = tl.zeros((ROWS, width), tl.float32)
+    for _ in tl.static_range(GROUP_BEST):
+        best, first = _best(left, place)
+        total += best
+        left = tl.where(first, float("-inf"), left)
+    group = tl.arange(0, width)[None, :]
+    total = tl.where(group < GROUPS, total, float("-inf"))
+    kept = group < 0
+    for _ in tl.static_range(KEPT_GROUPS):
+        _, at = tl.max(total, 1, return_indices=True)
+        here = group == at[:, None]
+        kept = kept | here
+        total = tl.where(here, float("-inf"), total)
+    kept = tl.broadcast_to(kept[:, :, None], grouped.shape)
+    return tl.reshape(tl.where(kept, grouped, float("-inf")), (ROWS, COLUMNS))
+
+
+# fmt: off
+@triton.jit
+def _choose(
+    products, expert, real, choice_bias, limit,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
+    PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
+):
+    # fmt: on
+    """Returns the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [ROWS, COLUMNS] are -inf
+    where no expert is ``real``."""
+    column, place = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PLACES)[None, :]
+    if SPARSE:
+        every = products
+    elif SIGMOID:
+        every = tl.sigmoid(products)
+    else:
+        every = tl.exp(products - tl.max(products, 1)[:, None])
+        every = every / tl.sum(every, 1)[:, None]
+    choices = every
+    if CHOICE_BIAS:
+        choices += tl.load(choice_bias + expert)
+    choices = tl.where(real, choices, float("-inf"))
+    if GROUPS > 1:
+        choices = _of_best_groups(choices, ROWS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS, GROUP_BEST)
+    scores = tl.zeros((ROWS, PLACES), tl.float32)
+    numbers = tl.full((ROWS, PLACES), 0, tl.int32)
+    for turn in tl.static_range(PER_TOKEN):
+        best, at = tl.max(choices, 1, return_indices=True)
+        here = column == at[:, None]
+        if SPARSE:
+            # A product that is -inf adds 0: that of an expert which was chosen, or of none.
+            far = (best[:, None] - products) / tl.maximum(tl.abs(products), best[:, None]) > limit
+            score = 1.0 / tl.sum(tl.where(far, 0.0, tl.exp(choices - best[:, None])), 1)
+        elif CHOICE_BIAS:
+            score = tl.sum(tl.where(here, every, 0.0), 1)
+        else:
+            score = best
+        number = at // GROUP_COLUMNS * (EXPERTS // GROUPS) + at % GROUP_COLUMNS
+        scores = tl.where(place == turn, score[:, None], scores)
+        numbers = tl.where(place == turn, number[:, None], numbers)
+        choices = tl.where(here, float("-inf"), choices)
+    return scores, numbers
+
+
+# fmt: off
+@triton.jit
+def _settle(
+    mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, plane, limit, scale,
+    TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
+    PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
+    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr,
+):
+    # fmt: on
+    """Adds up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    expert, real = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
+    counted = (row + first < tl.load(count))[:, None]
+    products = tl.zeros((row.shape[0], COLUMNS), tl.float32)
+    for part in tl.static_range(PARTS):
+        # Other programs wrote them, so the processor's own cache may not be asked.
+        products += tl.load(mine[:, None] + part * plane + column, mask=counted, other=0.0, cache_modifier=".cg")
+    kind: tl.constexpr = tl.float32 if EXACT else TYPE
+    if BIAS:
+        products += tl.load(bias + expert).to(kind).to(tl.float32)
+    products = tl.where(real, products.to(kind).to(tl.float32), float("-inf"))
+    found, numbers = _choose(
+        products, expert, real, choice_bias, limit, row.shape[0], COLUMNS, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS,
+        GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, CHOICE_BIAS,
+    )  # fmt: skip
+    if NORMALIZE:
+        found = found / tl.sum(found, 1)[:, None]
+    if FACTORS:
+        found *= tl.load(factors + numbers)
+    if not SPARSE:
+        found *= scale
+    place = tl.arange(0, PLACES)[None, :]
+    kept = (row < tokens)[:, None] & (place < PER_TOKEN)
+    at = row.to(tl.int64)[:, None] * PER_TOKEN + place
+    tl.store(scores + at, tl.where(counted, found, 0.0), mask=kept)
+    tl.store(chosen + at, tl.where(counted, numbers, -1), mask=kept)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["tokens", "first"])
+def _route(
+    rows, router, bias, choice_bias, factors, count, parts, tickets, scores, chosen, tokens, first, hidden, limit,
+    scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
+    SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):
+    # fmt: on
+    """Computes one tile of rows; with SHARED one part and one block of experts of its product."""
+    blocks: tl.constexpr = COLUMNS // BLOCK_EXPERTS
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    read = tl.minimum(row, tokens - 1)
+    # Products lie as [parts, rows of all tiles, COLUMNS].
+    mine = parts + row.to(tl.int64) * COLUMNS
+    ended = True
+    if SHARED:
+        part, block = tl.program_id(1), tl.program_id(2)
+        column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+        expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
+        begin = part * DEPTH
+        acc = _part(rows, router, read, expert, begin, tl.minimum(begin + DEPTH, hidden), hidden, BLOCK_INPUTS)
+        tl.store(mine[None, :] + part * tiles * ROWS * COLUMNS + column[:, None], acc)
+        tl.debug_barrier()
+        ended = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == PARTS * blocks - 1
+    else:
+        for block in range(blocks):
+            column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+            expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
+            total = tl.zeros((BLOCK_EXPERTS, ROWS), tl.float32)
+            for begin in range(0, PARTS * DEPTH, DEPTH):
+                end = tl.minimum(begin + DEPTH, hidden)
+                total += _part(rows, router, read, expert, begin, end, hidden, BLOCK_INPUTS)
+            tl.store(mine[None, :] + column[:, None], total)
+        tl.debug_barrier()
+    if ended:
+        if SHARED:
+            tl.store(tickets + tile, 0)
+        _settle(
+            mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS, limit,
+            scale, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS, GROUP_BEST, PER_TOKEN,
+            PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS, PARTS if SHARED else 1,
+        )  # fmt: skip
+
+
+def parts_of(hidden: int) -> tuple[int, int]:
+    """Returns into how many parts a router's inputs are cut, and how many inputs a part has."""
+    depth = triton.cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
+    return triton.cdiv(hidden, depth), depth
+
+
+class ExpertRouter:
+    """Chooses experts, for all layers of a model. Owns the workspace: products, and tickets of tiles.
+
+    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
+    """
+
+    def __init__(self, columns: int, hidden: int, max_rows: int, device: torch.device) -> None:
+        """Reserves the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
+        tiles = triton.cdiv(max_rows, ROWS)
+        shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
+        self._parts = torch.zeros(max(tiles, shared) * ROWS * columns, dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(SHARED_ROWS // ROWS, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        router: torch.Tensor,
+        how: RouteOptions,
+        count: torch.Tensor,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        first: int = 0,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> None:
+        """Writes ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
+        router [E, H] of their type.
+
+        count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
+        the first row in its step. bias, choice_bias, factors: float32 [E], or None: what is added to products, what is
+        added to scores where experts are chosen, and what multiplies scores. Raises Internal for misshapen tensors.
+        """
+        tokens, hidden = rows.shape
+        vector, pairs = (how.experts,), (tokens, how.per_token)
+        check_tensor("rows", rows, (None, None), DTYPES)
+        check_tensor("router", router, (how.experts, hidden), rows.dtype, rows.device)
+        check_tensor("count", count, (1,), torch.int32, rows.device)
+        check_tensor("scores", scores, pairs, torch.float32, rows.device)
+        check_tensor("chosen", chosen, pairs, torch.int32, rows.device)
+        for name, tensor in (("bias", bias), ("choice_bias", choice_bias), ("factors", factors)):
+            if tensor is not None:
+                check_tensor(name, tensor, vector, torch.float32, rows.device)
+        check(tokens > 0 and how.experts <= MAX_EXPERTS, f"{tokens} rows and {how.experts} experts")
+        check(how.per_token <= how.experts // how.groups * how.kept_groups, f"{how} has too few experts left")
+        constants = route_constants(how, hidden, tokens, rows.element_size(), arch_of(rows.device))
+        flags = {"BIAS": bias is not None, "CHOICE_BIAS": choice_bias is not None, "FACTORS": factors is not None}
+        tiles, shared = triton.cdiv(tokens, ROWS), constants["SHARED"]
+        parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"]
+        needed = tiles * ROWS * how.columns * (parts if shared else 1)
+        check(needed <= len(self._parts), "more rows than the workspace holds")
+        # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
+        optional = (scores if tensor is None else tensor for tensor in (bias, choice_bias, factors))
+        outs = self._parts, self._tickets, scores, chosen
+        numbers = tokens, first, hidden, how.sparse or 0.0, how.scale
+        _route[(tiles, parts, blocks) if shared else (tiles,)](
+            rows, router, *optional, count, *outs, *numbers, **constants, **flags
+        )
+
+
+def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int, arch: int) -> dict[str, Any]:
+    """Returns the kernel's constants, without those that say which vectors there are."""
+    use = tuned("route_experts", arch, bytes=item_bytes)
+    parts, depth = parts_of(hidden)
+    sparse = how.sparse is not None
+    return {
+        "EXPERTS": how.experts,
+        "GROUPS": 1 if sparse else how.groups,
+        "GROUP_COLUMNS": how.group_columns,
+        "COLUMNS": how.columns,
+        "KEPT_GROUPS": how.kept_groups,
+        "GROUP_BEST": how.group_best,
+        "PER_TOKEN": how.per_token,
+        "PLACES": int(triton.next_power_of_2(how.per_token)),
+        "SIGMOID": how.sigmoid,
+        "SPARSE": sparse,
+        "NORMALIZE": how.normalize and not sparse,
+        "EXACT": how.exact,
+        "PARTS": parts,
+        "DEPTH": depth,
+        "SHARED": tokens <= SHARED_ROWS,
+        "ROWS": ROWS,
+        "BLOCK_EXPERTS": min(BLOCK_EXPERTS, how.columns),
+        "BLOCK_INPUTS": use["inputs"],
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+    }

@@ -1,0 +1,50 @@
+"""Adds up what a row's experts have found: out[t] = sum of scores[t, i] * found[t * k + i], in the order of choices.
+
+Sums are in float32, with scores as the router has them, and the result is rounded once. transformers rounds each score
+and each product to the rows' type, and mostly each sum, too: so results differ from its own by some units of that type,
+and are nearer to exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+
+@triton.jit
+def _add_up(found, scores, chosen, out, hidden, parts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(PER_TOKEN):
+        pair = row * PER_TOKEN + choice
+        counted = tl.load(chosen + pair) >= 0
+        values = tl.load(found + pair * hidden + columns, mask=inside & counted, other=0.0)
+        total += tl.load(scores + pair) * values.to(tl.float32)
+    tl.store(out + row * hidden + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_up(found: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes into ``out`` [T, H] the sums of each row's results ``found`` [T * k, H], of the same type, weighed by
+    ``scores`` float32 [T, k], without those whose ``chosen`` int32 [T, k] is -1. Raises Internal for misshapen
+    tensors."""
+    check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
+    tokens, hidden = out.shape
+    check_tensor("scores", scores, (tokens, None), torch.float32, out.device)
+    check_tensor("chosen", chosen, tuple(scores.shape), torch.int32, out.device)
+    check_tensor("found", found, (scores.numel(), hidden), out.dtype, out.device)
+    check(tokens > 0 and hidden > 0, "no rows to add up")
+    constants = sum_constants(scores.shape[1], arch_of(out.device))
+    parts = triton.cdiv(hidden, constants["BLOCK"])
+    _add_up[(tokens * parts,)](found, scores, chosen, out, hidden, parts, **constants)
+
+
+def sum_constants(per_token: int, arch: int) -> dict[str, int]:
+    """Returns the kernel's constants."""
+    use = tuned("expert_sums", arch)
+    return {"PER_TOKEN": per_token, "BLOCK": use["block"], "num_warps": use["num_warps"]}

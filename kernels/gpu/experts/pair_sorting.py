@@ -1,0 +1,176 @@
+"""Sorts pairs of a row and one of its experts by expert, and cuts those of each expert into tiles.
+
+    chosen [T, k] --> order [P]: numbers of pairs, by expert, and by number within one; P = T * k
+                  --> tiles [C, 3]: expert, first place in ``order``, rows;  count [1]: tiles that are in use
+
+Pair t * k + i is row t and its choice i. Pairs with expert -1 are in no tile. A tile has at most B pairs of one expert,
+so there are at most min(E, P) + P // B tiles: a capacity that the shape fixes, so that launches over tiles do not ask
+how many there are.
+
+Up to FEW_PAIRS one program sorts: a pair's place is the number of smaller keys, (expert, pair). More are sorted in
+three launches: each block of pairs counts its experts, one program sums the counts up over blocks and experts, and each
+block puts its pairs to their places. Places are sums of counts, never the order in which programs come, so a row finds
+the same neighbours in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+from pillion.kernels.gpu.tuned import tuned
+
+# So many pairs one program sorts.
+FEW_PAIRS = 512
+# Keys are compared with so many others at a time.
+COMPARED = 32
+# A block of pairs that counts and places, and the sizes of the tile in which counts are summed up.
+BLOCK_PAIRS = 256
+SUMMED_COUNTS = 4096
+# A tile has three words: the expert, its first place, its rows.
+TILE_WORDS = 3
+
+
+@triton.jit
+def _cut(totals, expert, tiles, count, tile_rows):
+    """Writes the tiles of experts [EXPERTS] that have ``totals`` pairs; returns the first place of each."""
+    first = tl.cumsum(totals, 0) - totals
+    needed = (totals + tile_rows - 1) // tile_rows
+    number = tl.cumsum(needed, 0) - needed
+    for turn in range(tl.max(needed, 0)):
+        mine = turn < needed
+        at, done = tiles + (number + turn) * 3, turn * tile_rows
+        tl.store(at, expert, mask=mine)
+        tl.store(at + 1, first + done, mask=mine)
+        tl.store(at + 2, tl.minimum(totals - done, tile_rows), mask=mine)
+    tl.store(count, tl.sum(needed, 0))
+    return first
+
+
+@triton.jit(do_not_specialize=["pairs", "tile_rows"])
+def _sort_few(
+    chosen, order, tiles, count, pairs, tile_rows,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, PAIRS)
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    counted = expert >= 0
+    _cut(tl.histogram(expert, EXPERTS, mask=counted), tl.arange(0, EXPERTS), tiles, count, tile_rows)
+    place = tl.zeros((PAIRS,), tl.int32)
+    for begin in range(0, pairs, COMPARED):
+        other = begin + tl.arange(0, COMPARED)
+        theirs = tl.load(chosen + other, mask=other < pairs, other=-1)
+        before = (theirs[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
+        before = before | ((theirs[None, :] < expert[:, None]) & (theirs >= 0)[None, :])
+        place += tl.sum(before.to(tl.int32), 1)
+    tl.store(order + place, pair, mask=counted)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(chosen, counts, pairs, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Counts the pairs of each expert in one block: int32 [blocks, EXPERTS]."""
+    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    found = tl.histogram(expert, EXPERTS, mask=expert >= 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), found)
+
+
+@triton.jit(do_not_specialize=["blocks", "tile_rows"])
+def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMMED: tl.constexpr):
+    """Turns counts [blocks, EXPERTS] into the place of each block's first pair of each expert, and writes tiles."""
+    expert = tl.arange(0, EXPERTS)
+    cell = tl.arange(0, SUMMED)[:, None] * EXPERTS + expert[None, :]
+    totals = tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, blocks, SUMMED):
+        inside = (begin + tl.arange(0, SUMMED) < blocks)[:, None]
+        found = tl.load(counts + begin * EXPERTS + cell, mask=inside, other=0)
+        tl.store(counts + begin * EXPERTS + cell, totals[None, :] + tl.cumsum(found, 0) - found, mask=inside)
+        totals += tl.sum(found, 0)
+    first = _cut(totals, expert, tiles, count, tile_rows)
+    # The places of experts lie behind the counts.
+    tl.store(counts + blocks * EXPERTS + expert, first)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _place(
+    chosen, counts, order, pairs, blocks, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPARED: tl.constexpr
+):
+    """Puts the pairs of one block to their places."""
+    begin = tl.program_id(0) * BLOCK_PAIRS
+    pair = begin + tl.arange(0, BLOCK_PAIRS)
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    counted = expert >= 0
+    place = tl.load(counts + blocks * EXPERTS + expert, mask=counted, other=0)
+    place += tl.load(counts + tl.program_id(0) * EXPERTS + expert, mask=counted, other=0)
+    for turn in range(0, BLOCK_PAIRS, COMPARED):
+        other = begin + turn + tl.arange(0, COMPARED)
+        theirs = tl.load(chosen + other, mask=other < pairs, other=-1)
+        before = (theirs[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
+        place += tl.sum(before.to(tl.int32), 1)
+    tl.store(order + place, pair, mask=counted)
+
+
+def tile_rows_of(experts: int, pairs: int) -> int:
+    """Returns how many rows a tile has at most: as many as an expert has on average of so many pairs, with padding."""
+    return next((rows for rows in ROW_TILES if pairs <= rows * experts), ROW_TILES[-1])
+
+
+def most_tiles(experts: int, pairs: int, tile_rows: int) -> int:
+    """Returns how many tiles of ``tile_rows`` pairs there are at most."""
+    return min(experts, pairs) + pairs // tile_rows
+
+
+class PairSorter:
+    """Sorts pairs by expert. Owns the workspace: counts of blocks.
+
+    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
+    """
+
+    def __init__(self, experts: int, max_pairs: int, device: torch.device) -> None:
+        """Reserves the workspace for at most ``max_pairs`` pairs of at most ``experts`` experts."""
+        self._experts, self._columns = experts, _columns(experts)
+        blocks = 0 if max_pairs <= FEW_PAIRS else triton.cdiv(max_pairs, BLOCK_PAIRS) + 1
+        self._counts = torch.zeros(blocks * self._columns, dtype=torch.int32, device=device)
+
+    def __call__(
+        self, chosen: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, count: torch.Tensor, tile_rows: int
+    ) -> None:
+        """Sorts ``chosen`` int32 [T, k], numbers of experts or -1, into ``order`` int32 [P], ``tiles`` int32 [C, 3] of
+        at most ``tile_rows`` pairs, and ``count`` int32 [1]. What is behind the last pair and the last tile is left as
+        it was. Raises Internal for misshapen tensors."""
+        pairs = chosen.numel()
+        check_tensor("chosen", chosen, (None, None), torch.int32)
+        check_tensor("order", order, (pairs,), torch.int32, chosen.device)
+        check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, chosen.device)
+        check_tensor("count", count, (1,), torch.int32, chosen.device)
+        check(pairs > 0 and tile_rows > 0, f"{pairs} pairs in tiles of {tile_rows} rows")
+        check(len(tiles) >= most_tiles(self._experts, pairs, tile_rows), f"{len(tiles)} tiles are too few")
+        use = tuned("sort_pairs", arch_of(chosen.device))
+        sizes = {"EXPERTS": self._columns, "COMPARED": COMPARED}
+        if pairs <= FEW_PAIRS:
+            _sort_few[(1,)](
+                chosen, order, tiles, count, pairs, tile_rows, PAIRS=FEW_PAIRS, **sizes, num_warps=use["few_warps"]
+            )
+            return
+        blocks, warps = triton.cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
+        check((blocks + 1) * self._columns <= len(self._counts), "more pairs than the workspace holds")
+        own = {"EXPERTS": self._columns, "BLOCK_PAIRS": BLOCK_PAIRS, "num_warps": warps}
+        _count[(blocks,)](chosen, self._counts, pairs, **own)
+        _sum_up[(1,)](
+            self._counts, tiles, count, blocks, tile_rows, EXPERTS=self._columns, SUMMED=_summed(self._columns),
+            num_warps=use["sum_warps"],
+        )  # fmt: skip
+        _place[(blocks,)](chosen, self._counts, order, pairs, blocks, COMPARED=COMPARED, **own)
+
+
+def _columns(experts: int) -> int:
+    """Returns the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
+    return max(32, int(triton.next_power_of_2(experts)))
+
+
+def _summed(columns: int) -> int:
+    """Returns how many blocks' counts are summed up at a time."""
+    return max(1, SUMMED_COUNTS // columns)

@@ -1,0 +1,148 @@
+"""The router's kernel against :func:`pillion.engine.models.layers.route`, with ties that the lowest expert wins."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, add_up_in_one_order  # isort: skip  (before the kernels)
+
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pillion.engine.models.layers import RouterBiases, route
+from pillion.errors import Internal
+from pillion.kernels.gpu.experts import expert_routing
+from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
+from tests.support.families import mixed
+from tests.support.guarded import Guarded
+
+# Exponentials of -inf, and the place of a greatest value of nothing but -inf.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+Found = namedtuple("Found", "values indices")
+
+CASES = {
+    "softmax": RouteOptions(7, 3, False),
+    "normalized": RouteOptions(128, 8, True, scale=1.5),
+    "exact": RouteOptions(5, 2, True, exact=True),
+    "sigmoid": RouteOptions(6, 2, True, sigmoid=True, exact=True, scale=2.5),
+    "one expert": RouteOptions(16, 1, False, sigmoid=True, exact=True),
+    "groups": RouteOptions(12, 3, True, exact=True, groups=4, kept_groups=2),
+    "groups by their best": RouteOptions(60, 4, False, groups=5, kept_groups=3, group_best=1, scale=16.0),
+    "sparse": RouteOptions(6, 2, False, sparse=0.2),
+}
+
+
+def stable_topk(values: torch.Tensor, count: int, dim: int) -> Found:
+    """torch.topk, which promises nothing of equal values, with the lowest place first."""
+    ordered = values.sort(dim=dim, descending=True, stable=True)
+    return Found(ordered.values[..., :count], ordered.indices[..., :count])
+
+
+def made(how: RouteOptions, tokens: int, hidden: int, dtype: torch.dtype, factor: float = 0.125):
+    """Rows and a router of small whole numbers, whose products are exact in any order and often equal."""
+    torch.manual_seed(how.experts)
+    rows, router = torch.randint(-3, 4, (tokens, hidden)), torch.randint(-3, 4, (how.experts, hidden))
+    router[how.experts // 2] = router[0]
+    return rows.to(dtype).to(DEVICE), (router * factor).to(dtype).to(DEVICE)
+
+
+def routed(rows, router, how, count=None, **options):
+    """Runs the kernel twice, since the first run has to leave its tickets as they were."""
+    device_count = torch.tensor([len(rows) if count is None else count], dtype=torch.int32, device=DEVICE)
+    run = ExpertRouter(how.columns, rows.shape[1], len(rows), DEVICE)
+    for _ in range(2):
+        scores = Guarded((len(rows), how.per_token), torch.float32)
+        chosen = Guarded((len(rows), how.per_token), torch.int32)
+        run(rows, router, how, device_count, scores.inside, chosen.inside, **options)
+        assert scores.margins_are_whole()
+        assert chosen.margins_are_whole()
+    return scores.inside, chosen.inside
+
+
+def experts_of(how: RouteOptions):
+    names = ("sigmoid", "scale", "groups", "kept_groups", "group_best", "exact", "sparse")
+    return replace(mixed(how.per_token, how.normalize), **{name: getattr(how, name) for name in names})
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.125), (torch.float16, 37 / 512)])
+@pytest.mark.parametrize("name", CASES)
+def test_experts_are_those_of_the_decoder(name, dtype, factor, monkeypatch):
+    """In float16 the products take more digits than it has, so that they are rounded where they shall be."""
+    monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
+    how = CASES[name]
+    rows, router = made(how, 21, 200, dtype, factor)
+    scores, chosen = routed(rows, router, how)
+    expected, numbers = route(rows.cpu(), router.cpu(), experts_of(how))
+    assert torch.equal(chosen.cpu().long(), numbers)
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "groups"])
+def test_vectors_of_a_router(name, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
+    how = CASES[name]
+    rows, router = made(how, 5, 40, torch.float32)
+    bias, choice, scales = torch.randint(-3, 4, (3, how.experts)).float() / 4
+    scores, chosen = routed(
+        rows, router, how, bias=bias.to(DEVICE), choice_bias=choice.to(DEVICE), factors=scales.to(DEVICE)
+    )
+    expected, numbers = route(rows.cpu(), router.cpu(), experts_of(how), RouterBiases(bias, choice, scales))
+    assert torch.equal(chosen.cpu().long(), numbers)
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-5, atol=1e-6)
+    # A bias is rounded to the rows' type, unless products are exact.
+    half, bias = rows.half(), bias + 1 / 4096
+    scores, _ = routed(half, router.half(), how, bias=bias.to(DEVICE))
+    expected, _ = route(half.cpu(), router.half().cpu(), experts_of(how), RouterBiases(bias))
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
+    """Nor on other rows and its place, nor on whether programs share the parts of its product."""
+    add_up_in_one_order(monkeypatch)
+    torch.manual_seed(1)
+    how = RouteOptions(70, 4, True)
+    rows, router = torch.randn(40, 300).to(DEVICE), torch.randn(70, 300).to(DEVICE)
+    together, order = routed(rows, router, how), torch.randperm(40)
+    turned = (each[order] for each in together)
+    assert all(torch.equal(*each) for each in zip(routed(rows[order], router, how), turned, strict=True))
+    alone = routed(rows[7:8], router, how)
+    assert all(torch.equal(one, other[7:8]) for one, other in zip(alone, together, strict=True))
+    monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)
+    assert SHARED_ROWS > 40
+    assert all(torch.equal(*each) for each in zip(routed(rows, router, how), together, strict=True))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (16, 21), (16, 3)])
+def test_rows_that_pad_a_step_have_no_experts(first, count):
+    how = CASES["softmax"]
+    rows, router = made(how, 18, 32, torch.float32)
+    rows[max(0, count - first) :] = torch.nan
+    scores, chosen = routed(rows, router, how, count, first=first)
+    real = max(0, count - first)
+    assert bool((chosen[real:] == -1).all())
+    assert bool((scores[real:] == 0).all())
+    assert bool((chosen[:real] >= 0).all())
+    assert bool(scores[:real].isfinite().all())
+
+
+def test_experts_of_rows_that_are_no_numbers_are_in_range():
+    for how in CASES.values():
+        rows, router = made(how, 3, 32, torch.float32)
+        rows[1] = torch.nan
+        _, chosen = routed(rows, router, how)
+        assert bool(((chosen >= 0) & (chosen < how.experts)).all())
+
+
+def test_misuse_is_refused():
+    how = CASES["softmax"]
+    rows, router = made(how, 3, 32, torch.float32)
+    with pytest.raises(Internal, match="router"):
+        routed(rows, router.half(), how)
+    with pytest.raises(Internal, match="bias"):
+        routed(rows, router, how, bias=torch.zeros(3, device=DEVICE))
+    with pytest.raises(Internal, match="too few experts"):
+        routed(rows, router, replace(how, per_token=8))
+    small, out = ExpertRouter(how.columns, 32, 16, DEVICE), torch.zeros(40, 3, device=DEVICE)
+    with pytest.raises(Internal, match="workspace"):
+        small(rows.repeat(14, 1)[:40], router, how, torch.zeros(1, dtype=torch.int32, device=DEVICE), out, out.int())
