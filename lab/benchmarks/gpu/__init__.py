@@ -5,10 +5,12 @@ a limit that was measured in the same process: the device's copy bandwidth, or i
 
 - Command: `__main__` runs the sections, `section` is the process of one, `result` writes what they measured.
 - Sections: `attention`, `small` (the other kernels), `products` (by quantized matrices), `step` (decode steps),
-  `prefill`, `line` (the engine saturated), `ranks` (steps of two ranks), `mps` (two processes on one GPU, each a
-  `worker`), `e2e` (the whole cluster; `needs` lists its packages).
-- Shared by sections: `bench` (timers and rows), `shapes` and `model` (a random Llama), `pools` and `calls` (kernels on
-  random data).
+  `mixtures` (steps of mixtures of experts), `prefill`, `line` (the engine saturated), `ranks` (steps of two ranks),
+  `mps` (two processes on one GPU, each a `worker`), `e2e` (the whole cluster; `needs` lists its packages), `peer` (the
+  engine beside transformers, which `peer_loop` drives).
+- Shared by sections: `bench` (timers and rows), `shapes`, `mixture_shapes` and `model` (random models), `pools` and
+  `calls` (kernels on random data).
+- Visits: `visit` uses a GPU that is lent for minutes, and `visit_parts` lists what it runs.
 - Tuner: `tune` is its command, `search` tries candidates, `tunables` lists what can be tuned.
 
 Open `bench` first.

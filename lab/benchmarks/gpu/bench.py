@@ -69,6 +69,11 @@ class Row:
         return {**asdict(self), "met": self.met}
 
 
+def failure(name: str, error: Exception) -> Row:
+    """Returns the row of a measurement that failed."""
+    return Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}")
+
+
 class Bench:
     """The tools of a section: its device, its timers, and the file of its rows.
 
@@ -76,13 +81,15 @@ class Bench:
         smoke: run everything once with tiny shapes on the CPU, only to see that it runs.
         rows: the file that gets each row at once as a line of JSON, so that a section that fails later keeps them.
         measure_s: the time of one measurement, beside its warm-up.
+        only: words; of the measurements that are attempted, those are made whose names have one of them. None: all.
     """
 
-    def __init__(self, *, smoke: bool, rows: Path, measure_s: float = MEASURE_S) -> None:
+    def __init__(self, *, smoke: bool, rows: Path, measure_s: float = MEASURE_S, only: Sequence[str] = ()) -> None:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda:0")
         self._rows = rows
         self._measure_s = measure_s
+        self.only = only
         self._bandwidth: float | None = None
         torch.manual_seed(0)
 
@@ -96,10 +103,12 @@ class Bench:
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
         """Runs one measurement of a section; its failure becomes a row, and the section goes on."""
+        if self.only and not any(word in name for word in self.only):
+            return
         try:
             measure()
         except Exception as error:  # noqa: BLE001  (whatever it is: it belongs into the result)
-            self.report(Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}"))
+            self.report(failure(name, error))
 
     def wait(self) -> None:
         """Waits until the device has done everything."""

@@ -54,7 +54,7 @@ def run(bench: Bench) -> None:
     if missing:
         bench.report(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
         return
-    for policy in ("colocated",) if bench.smoke else POLICIES:
+    for policy in ("colocated",) if bench.smoke and not bench.only else POLICIES:
         for mps in (False,) if bench.smoke or policy == "colocated" else (False, True):
             name = f"end to end, {policy}{', MPS' if mps else ''}"
             if mps and shutil.which(CONTROL) is None:

@@ -66,8 +66,7 @@ def run(bench: Bench) -> None:
         )
 
         def measure(load: EngineLoad = load, name: str = name) -> None:
-            loop = EngineLoop(running.backend, room // BLOCK_SIZE, load)
-            _report(bench, name, loop, loop.run())
+            report_loop(bench, name, EngineLoop(running.backend, room // BLOCK_SIZE, load).run())
 
         bench.attempt(name, measure)
     running.close()
@@ -79,6 +78,27 @@ class RequestTimes:
 
     added_s: float
     tokens_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFigures:
+    """What a closed loop of streams gave: tokens, in how many seconds, and sorted seconds of its ``requests`` to their
+    first tokens, and between two tokens."""
+
+    tokens: int
+    took_s: float
+    first_s: list[float]
+    gaps_s: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Gives the rate of all streams together."""
+        return self.tokens / self.took_s
+
+    @property
+    def p99_s(self) -> float:
+        """Gives the 99th percentile of the seconds between two tokens of a stream."""
+        return rank(self.gaps_s, 99)
 
 
 class EngineLoop:
@@ -97,8 +117,8 @@ class EngineLoop:
         self._draw = np.random.default_rng(0)
         self.seen: dict[int, RequestTimes] = {}
 
-    def run(self) -> float:
-        """Runs the load; returns its seconds."""
+    def run(self) -> LoopFigures:
+        """Runs the load."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()
@@ -126,7 +146,10 @@ class EngineLoop:
         took_s = time.perf_counter() - began_s
         # This handles the answers to the last commits.
         self._take(self.scheduler.flush(time.perf_counter()))
-        return took_s
+        seen = list(self.seen.values())
+        gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
+        first = sorted(one.tokens_s[0] - one.added_s for one in seen)
+        return LoopFigures(sum(len(one.tokens_s) for one in seen), took_s, first, gaps)
 
     def _add(self) -> None:
         load, number = self._load, self._next
@@ -170,21 +193,19 @@ class EngineLoop:
             self.scheduler.granted(self._slots(outcome.lease_blocks), now_s)
 
 
-def _report(bench: Bench, name: str, loop: EngineLoop, took_s: float) -> None:
-    seen = list(loop.seen.values())
-    gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
-    first = sorted(one.tokens_s[0] - one.added_s for one in seen)
-    tokens = sum(len(one.tokens_s) for one in seen)
+def report_loop(bench: Bench, name: str, found: LoopFigures, about: str = "") -> None:
+    """Reports a loop's rate and latencies; ``about`` is a further remark."""
     more = {
-        "requests": len(seen),
-        "itl_p50_ms": rank(gaps, 50) * 1e3,
-        "itl_p99_ms": rank(gaps, 99) * 1e3,
-        "ttft_p50_ms": rank(first, 50) * 1e3,
-        "ttft_p99_ms": rank(first, 99) * 1e3,
-        "seconds": took_s,
+        "requests": len(found.first_s),
+        "itl_p50_ms": rank(found.gaps_s, 50) * 1e3,
+        "itl_p99_ms": found.p99_s * 1e3,
+        "ttft_p50_ms": rank(found.first_s, 50) * 1e3,
+        "ttft_p99_ms": rank(found.first_s, 99) * 1e3,
+        "seconds": found.took_s,
     }
     note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
-    bench.report(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+    note = f"{note}; {about}" if about else note
+    bench.report(Row(name, found.tokens_per_s, "output tokens/s", note=note, more=more))
 
 
 def rank(ordered: list[float], percent: float) -> float:

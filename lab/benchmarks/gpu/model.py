@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -52,10 +53,12 @@ class RandomModel:
         max_seqs: int,
         max_model_len: int,
         ranks: GpuRankGroup | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        """``ranks``: the other ranks, where this is the share of one."""
+        """``ranks``: the other ranks, where this is the share of one. ``config``: the content of another model's
+        config.json than Llama's."""
         self.bench, self.shape = bench, shape_of(bench.smoke)
-        self.config = parse_config(self.shape.config())
+        self.config = parse_config(config or self.shape.config())
         shard = whole_model(self.config) if ranks is None else ranks.shard
         plan = plan_weights(self.config, torch.bfloat16, shard, separate_head=True)
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
@@ -71,13 +74,22 @@ class RandomModel:
     @property
     def layout(self) -> KVLayout:
         """Gives the pool's layout."""
-        shape = self.shape
-        return KVLayout("bench", shape.layers, shape.kv_heads, shape.head_dim, BLOCK_SIZE, "bfloat16")
+        config = self.config
+        return KVLayout(
+            "bench",
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            BLOCK_SIZE,
+            "bfloat16",
+            planes=config.kv_planes,
+            layers=config.kv_places,
+        )
 
     @property
     def kv_token_bytes(self) -> int:
         """Gives the bytes of K and V of one token in all layers."""
-        return self.shape.layers * self.shape.kv_bytes
+        return self.layout.block_bytes // BLOCK_SIZE
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
         """Makes a backend over a pool of ``tokens`` tokens, and warm it up."""
@@ -92,7 +104,7 @@ class RandomModel:
         return RunningBackend(backend, Tables(slots, BLOCK_SIZE), self.bench)
 
     def flops(self, tokens: int, *, shape: LlamaShape | None = None) -> float:
-        """Returns the floating-point operations of the layers' products."""
+        """Returns the floating-point operations of a Llama's layers' products."""
         shape = shape or self.shape
         return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
 

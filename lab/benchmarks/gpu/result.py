@@ -67,9 +67,13 @@ def page(result: dict[str, Any]) -> str:
     lines += [f"* {name}: {value}" for name, value in sorted(result["device"].items())]
     for name, section in result["sections"].items():
         lines += ["", f"## {name}", "", f"{section['seconds']:.0f} s. {section['error']}".rstrip(), ""]
-        lines += ["| what | figure | share | of | target | met |", "|---|---:|---:|---|---|---|"]
-        lines += [_line(row) for row in section["rows"]]
+        lines += table(section["rows"])
     return "\n".join(lines) + "\n"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of a table of rows."""
+    return ["| what | figure | share | of | target | met |", "|---|---:|---:|---|---|---|", *map(_line, rows)]
 
 
 def _line(row: dict[str, Any]) -> str:

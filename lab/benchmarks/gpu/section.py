@@ -1,6 +1,6 @@
 """One section in a process of its own, so that an error on the device cannot harm other sections.
 
-python -m lab.benchmarks.gpu.section NAME --rows FILE [--smoke]
+python -m lab.benchmarks.gpu.section NAME --rows FILE [--only WORD ...] [--smoke]
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import signal
 import sys
 from pathlib import Path
 
-from lab.benchmarks.gpu.bench import Bench
+from lab.benchmarks.gpu.bench import Bench, failure
+from lab.gpu_builds.cache import counted_kernels
 
 # The sections in the order in which they run, with the seconds that each may take.
 SECTIONS = {
     "attention": 150,
     "step": 150,
+    "mixtures": 240,
     "prefill": 90,
     "small": 120,
     "products": 240,
@@ -24,6 +26,7 @@ SECTIONS = {
     "ranks": 90,
     "mps": 270,
     "e2e": 580,
+    "peer": 400,
 }
 
 
@@ -32,12 +35,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=tuple(SECTIONS))
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=(), help="measures what has one of these words in its name")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     # SIGTERM raises here, so that MPS or a cluster of the section ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    bench = Bench(smoke=args.smoke, rows=args.rows)
-    bench.attempt(args.name, lambda: importlib.import_module(f"lab.benchmarks.gpu.{args.name}").run(bench))
+    bench, kernels = Bench(smoke=args.smoke, rows=args.rows, only=args.only), counted_kernels()
+    try:
+        importlib.import_module(f"lab.benchmarks.gpu.{args.name}").run(bench)
+    except Exception as error:  # noqa: BLE001  (whatever it is: it belongs into the result)
+        bench.report(failure(args.name, error))
+    print(f"kernels: {dict(kernels)}")
     return 0
 
 

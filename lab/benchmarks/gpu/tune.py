@@ -1,8 +1,10 @@
 """Searches a kernel's constants on this GPU and writes them, with what was measured, to kernels/gpu/tuning/sm_XX.json.
 
     python -m lab.benchmarks.gpu.tune                     all kernels
-    python -m lab.benchmarks.gpu.tune gated norms         these kernels
-    python -m lab.benchmarks.gpu.tune --out FOLDER        writes to FOLDER; the files of the clone stay as they are
+    python -m lab.benchmarks.gpu.tune gated "attention*"  these kernels
+    python -m lab.benchmarks.gpu.tune --out FOLDER        writes to FOLDER, on top of what an earlier search left there
+
+Without --out the file of the clone is written.
 
 Every candidate's results are checked against a reference before it is timed. A candidate's figure is the geometric mean
 over the kernel's cases, so that no large case decides alone. The file is written after every kernel.
@@ -11,6 +13,7 @@ over the kernel's cases, so that no large case decides alone. The file is writte
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import os
@@ -28,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
+    parser.add_argument("--rows", type=Path, help="the file that gets each kernel's best figure as a line of JSON")
     parser.add_argument("--time-s", type=float, default=math.inf, help="no candidate begins after this time")
     parser.add_argument("--smoke", action="store_true", help="two candidates each, on the CPU")
     return parser.parse_args()
@@ -46,24 +50,25 @@ def main() -> int:
         return 2
     from lab.benchmarks.gpu.tunables import TUNABLES
 
-    strange = [name for name in args.kernels if name not in TUNABLES]
+    patterns = args.kernels or ["*"]
+    strange = [pattern for pattern in patterns if not fnmatch.filter(TUNABLES, pattern)]
     if strange:
         print(f"tune: nothing can be tuned in {strange[0]}; there are {', '.join(TUNABLES)}", file=sys.stderr)
         return 2
-    return tune(args, list(args.kernels or TUNABLES))
+    return tune(args, [name for name in TUNABLES if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)])
 
 
 def tune(args: argparse.Namespace, names: list[str]) -> int:
     """Searches kernel by kernel, and writes the file after each."""
-    from lab.benchmarks.gpu.bench import Bench
+    from lab.benchmarks.gpu.bench import Bench, Row
     from lab.benchmarks.gpu.search import dump, put, search
     from lab.benchmarks.gpu.tunables import TUNABLES
     from pillion.kernels.gpu.launch import arch_of
     from pillion.kernels.gpu.tuned import ARCHITECTURES, FOLDER
 
     folder = args.out or (None if args.smoke else FOLDER)
-    with tempfile.TemporaryDirectory(prefix="pil-") as rows:
-        bench = Bench(smoke=args.smoke, rows=Path(rows) / "rows", measure_s=MEASURE_S)
+    with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
+        bench = Bench(smoke=args.smoke, rows=args.rows or Path(temporary) / "rows", measure_s=MEASURE_S)
         arch = arch_of(bench.device)
         if arch not in ARCHITECTURES:
             print(
@@ -72,15 +77,19 @@ def tune(args: argparse.Namespace, names: list[str]) -> int:
             )
             return 2
         missed, until_s = 0, time.monotonic() + args.time_s
-        result = json.loads((FOLDER / f"sm_{arch}.json").read_text("utf-8"))
+        file = f"sm_{arch}.json"
+        before = args.out / file if args.out and (args.out / file).exists() else FOLDER / file
+        result = json.loads(before.read_text("utf-8"))
         for name in names:
             entry = search(bench, name, TUNABLES[name], arch, until_s, lambda line: print(line, flush=True))
             missed += entry is None
             if entry is not None:
+                use = ", ".join(f"{key} {value}" for key, value in entry["use"].items())
+                bench.report(Row(name, entry["measured"]["us"], "us", note=use, more={"of": entry["measured"]["of"]}))
                 put(result.setdefault(TUNABLES[name].kernel, []), entry)
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"sm_{arch}.json").write_text(dump(result), "utf-8")
+                (folder / file).write_text(dump(result), "utf-8")
     return 1 if missed else 0
 
 

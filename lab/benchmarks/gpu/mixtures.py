@@ -1,0 +1,126 @@
+"""Steps of mixtures of experts with random weights, against the bytes and the products that they cannot do without.
+
+    decodes:  limit = (weights outside experts + experts that are chosen + KV) / copy bandwidth
+    a chunk:  limit = the products of its rows at their own rate, or the same bytes, whichever takes longer
+
+Of E experts, B rows that choose k each, evenly, touch E x (1 - (1 - k / E)^B) on average. Beside a model's steps stand
+the products of its experts alone by torch's grouped ones (``torch._grouped_mm``), which sort and combine nothing.
+
+All weights are bfloat16. What matrices of few bits take is measured kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lab.benchmarks.gpu.bench import Bench, Row
+from lab.benchmarks.gpu.mixture_shapes import mixtures_of
+from lab.benchmarks.gpu.model import RandomModel, RunningBackend
+from lab.benchmarks.gpu.shapes import BatchEntry
+from lab.benchmarks.gpu.step import decode_steps
+
+# Rows of a decode step, with the most that a step may take of its limit; a chunk's rows, with the same.
+DECODES = {1: "<= 1.7", 8: "<= 1.25", 32: "<= 1.15"}
+CHUNK, CHUNK_TARGET = 2048, "<= 1.5"
+CONTEXT, STEPS, WARM_STEPS, CHUNKS = 1024, 30, 3, 4
+SMOKE_DECODES, SMOKE_CHUNK, SMOKE_CONTEXT = {2: ""}, 8, 20
+# The side of the square matrices whose product gives the device's rate.
+PRODUCT_SIDE = 8192
+
+
+def run(bench: Bench) -> None:
+    """Measures each mixture's steps."""
+    side = 64 if bench.smoke else PRODUCT_SIDE
+    rate = bench.product_rate(side, side, side)
+    for name, config in mixtures_of(bench.smoke).items():
+        bench.attempt(name, lambda name=name, config=config: _measure(bench, name, config, rate))  # type: ignore[misc]
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(bench: Bench, name: str, config: Mapping[str, Any], rate: float) -> None:
+    decodes, chunk, context = (SMOKE_DECODES, SMOKE_CHUNK, SMOKE_CONTEXT) if bench.smoke else (DECODES, CHUNK, CONTEXT)
+    steps, warm = (2, 0) if bench.smoke else (STEPS, WARM_STEPS)
+    room = max(context + warm + steps, chunk) + 64
+    model = RandomModel(bench, max_tokens=chunk, max_seqs=max(decodes), max_model_len=room, config=config)
+    mixture = _Touched(model, int(config["num_experts_per_tok"]), rate)
+    running = model.backend(max(decodes) * room)
+    try:
+        for rows, target in decodes.items():
+            pace = running.pace(decode_steps(running.tables, rows, context, warm + steps)).after(warm)
+            limit_s = mixture.bytes_of(rows, context) / bench.bandwidth
+            _report(bench, f"{name}, decode step of {rows}", statistics.median(pace.landed), limit_s, target)
+            _report_grouped(bench, name, mixture, rows)
+        took_s = _chunk_s(running, chunk, 1 if bench.smoke else CHUNKS)
+        limit_s = max(mixture.bytes_of(chunk, 0) / bench.bandwidth, mixture.product_s(chunk))
+        _report(bench, f"{name}, chunk of {chunk}", took_s, limit_s, CHUNK_TARGET)
+        _report_grouped(bench, name, mixture, chunk)
+    finally:
+        running.close()
+
+
+def _chunk_s(running: RunningBackend, chunk: int, count: int) -> float:
+    """Returns the median seconds of a prompt of one chunk."""
+    step = running.tables.batch([BatchEntry(chunk, 0)])
+    pace = running.pace([step] * (count + 2))
+    return statistics.median((pace.device or pace.landed)[-count:])
+
+
+class _Touched:
+    """What steps of a mixture read and multiply, from the plan of its weights."""
+
+    def __init__(self, model: RandomModel, per_token: int, rate: float) -> None:
+        self._model, self._per_token, self._rate = model, per_token, rate
+        places = model.weights.plan.places
+        # The matrices of a layer's experts are one tensor of three dimensions, [experts, outputs, inputs].
+        self.stacked = {name: place.shape for name, place in places.items() if len(place.shape) == 3}
+        self._expert_bytes = sum(places[name].nbytes for name in self.stacked)
+        self.experts = next(iter(self.stacked.values()))[0]
+
+    def bytes_of(self, rows: int, context: int) -> float:
+        """Returns the bytes of weights and KV that a step of so many rows reads, with routing that is even."""
+        share = 1.0 - (1.0 - self._per_token / self.experts) ** rows
+        model = self._model
+        return model.step_bytes - (1.0 - share) * self._expert_bytes + rows * context * model.kv_token_bytes
+
+    def product_s(self, rows: int) -> float:
+        """Returns the seconds of the products of so many rows at the device's rate, without attention."""
+        model = self._model
+        others = (model.step_bytes - self._expert_bytes) / 2
+        expert = self._expert_bytes / 2 / self.experts
+        # All rows pass all layers; logits are made of one row, and the head is a small part of a model.
+        return 2.0 * rows * (others - model.weights["lm_head"].numel() + self._per_token * expert) / self._rate
+
+    def grouped(self, rows: int) -> Callable[[], None]:
+        """Returns a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
+        pairs, device = rows * self._per_token, self._model.bench.device
+        multiply = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+        chosen = torch.randint(self.experts, (pairs,), device=device)
+        ends = torch.bincount(chosen, minlength=self.experts).cumsum(0).int()
+        lefts = {width: torch.randn(pairs, width, device=device).bfloat16() for _, _, width in self.stacked.values()}
+        weights = [(lefts[shape[2]], self._model.weights[name].transpose(1, 2)) for name, shape in self.stacked.items()]
+
+        def run() -> None:
+            for left, weight in weights:
+                multiply(left, weight, offs=ends)
+
+        return run
+
+
+def _report(bench: Bench, name: str, took_s: float, limit_s: float, target: str) -> None:
+    more = {"limit_ms": limit_s * 1e3}
+    bench.report(Row(name, took_s * 1e3, "ms", took_s / limit_s, "its limit", target, more=more))
+
+
+def _report_grouped(bench: Bench, name: str, mixture: _Touched, rows: int) -> None:
+    def measure() -> None:
+        times = bench.time([mixture.grouped(rows)])
+        bench.report(Row(f"{name}, experts of {rows} rows by torch", times.median_s * 1e3, "ms"))
+
+    bench.attempt(f"{name}, experts of {rows} rows by torch", measure)

@@ -1,0 +1,233 @@
+"""A visit to a GPU of which little time is lent: ``make gpu-visit``.
+
+    python -m lab.benchmarks.gpu.visit --time-s 560 --out FOLDER    begins with what is worth most, and stops in time
+    python -m lab.benchmarks.gpu.visit --known FILE ...             goes on where the visit with these results stopped
+    python -m lab.benchmarks.gpu.visit --dry --out FOLDER           runs everything once, tiny, on a CPU
+
+    visit.json ---> parts without a result for their files (visit_parts) ---> one process each ---> visit.json, visit.md
+                    \\-- kernels that those compile, by all cores, first
+
+FOLDER gets few files, because few can be carried back: ``visit.json`` (results by part, which the next visit reads),
+``visit.md`` (the page of figures, and what is next), ``visit.log`` and ``sm_90.json`` (constants that were found). All
+are written again after every part, so a visit that is cut off keeps what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.gpu.result import RESULTS, device, smi, table
+from lab.benchmarks.gpu.visit_parts import FOLDER, ROOT, ROWS, SECONDS, VisitPart, batches, in_order, visit_parts
+
+KNOWN = RESULTS / "gpu-visit.json"
+# What `make gpu-cache` has compiled.
+CARRIED = ROOT / "build" / "gpu-cache" / "triton.tar.xz"
+# What is left of the time for ending processes and for writing.
+RESERVE_S = 10.0
+END_TIMEOUT_S = 10.0
+# So many files of tests run at once: most of their time is compilation, on a core each.
+BESIDE = 8
+# The kernels of all parts are compiled in at most this time; those that are missing then are compiled when they run.
+WARM_S = 90.0
+LOG_BYTES = 200_000
+
+
+class Visit:
+    """One visit: its time, its folder and the results so far."""
+
+    def __init__(self, every: list[VisitPart], folder: Path, known: Path, time_s: float, *, dry: bool) -> None:
+        """``every``: all parts, for the page. ``known``: the results of earlier visits, where the folder has none."""
+        self.every, self.folder, self.dry = every, folder, dry
+        self._until_s = time.monotonic() + time_s
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "visit.json"
+        source = self._path if self._path.exists() else known
+        before = json.loads(source.read_text("utf-8")) if source.exists() and not dry else {}
+        self.about = device()
+        # Results of another GPU say nothing of this one.
+        same = before.get("device", {}).get("name") == self.about.get("name")
+        self.parts: dict[str, dict[str, Any]] = before.get("parts", {}) if same else {}
+
+    @property
+    def left_s(self) -> float:
+        """Gives the seconds in which parts may still run."""
+        return self._until_s - time.monotonic() - RESERVE_S
+
+    def run(self, parts: list[VisitPart], environment: dict[str, str]) -> None:
+        """Runs the parts that the time allows."""
+        for batch in batches(parts):
+            fits = [part for part in batch if part.seconds <= self.left_s]
+            with ThreadPoolExecutor(BESIDE) as pool:
+                for part, found in pool.map(lambda part: (part, self._run(part, environment)), fits):
+                    if found is None:
+                        continue
+                    self.parts[part.name] = found
+                    figures = len(found["rows"])
+                    print(f"== {part.name}: {found['seconds']:.0f} s, {figures} figures {found['error']}", flush=True)
+                    self.write()
+
+    def _run(self, part: VisitPart, environment: dict[str, str]) -> dict[str, Any] | None:
+        """Runs a part; returns its result, or None where it waited for a place until too little time was left."""
+        limit_s = float(part.seconds)
+        if limit_s > self.left_s:
+            return None
+        print(f"== {part.name}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
+            rows, log = Path(temporary) / "rows.jsonl", Path(temporary) / "log"
+            words = {FOLDER: str(self.folder), ROWS: str(rows), SECONDS: str(int(limit_s * 0.8))}
+            command = [sys.executable, *(words.get(word, word) for word in part.command), *self._dry_words(part)]
+            began_s = time.monotonic()
+            with log.open("wb") as output:
+                error = _limited(command, environment, output, limit_s)
+            text = log.read_text("utf-8", "replace")
+            self.log(part.name, text)
+            found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.exists() else []
+        found += _tests(text) if "pytest" in part.command else []
+        notes = [row["note"] for row in found if row["value"] is None]
+        failed = [note for note in notes if note.startswith("failed")]
+        # A part of which nothing could be measured is tried again.
+        error = error or next(iter(failed), "") or ("" if len(notes) < len(found) else next(iter(notes), "no figures"))
+        seconds, today = time.monotonic() - began_s, self.about["date"]
+        return {
+            "digest": part.digest(),
+            "date": today,
+            "rows": found,
+            "seconds": seconds,
+            "error": error,
+            "after": smi(),
+        }
+
+    def _dry_words(self, part: VisitPart) -> list[str]:
+        if not self.dry:
+            return []
+        # The tests are in the suite; here they are only found.
+        return ["--collect-only"] if "pytest" in part.command else ["--smoke"]
+
+    def log(self, name: str, text: str) -> None:
+        """Adds to the visit's log."""
+        with (self.folder / "visit.log").open("a", encoding="utf-8") as file:
+            file.write(f"\n==== {name}\n{text[-LOG_BYTES:]}")
+
+    def write(self) -> None:
+        """Writes the results and the page."""
+        result = {"device": self.about, "parts": self.parts}
+        self._path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
+        (self.folder / "visit.md").write_text(visit_page(result, self.every), "utf-8")
+
+
+def _limited(command: list[str], environment: dict[str, str], output: Any, limit_s: float) -> str:
+    """Runs a command for at most so many seconds; returns how it failed, or ""."""
+    # The process has a group of its own, so that its children end with it.
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        status = process.wait(limit_s)
+        return f"ended with {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:.0f} s"
+    finally:
+        for number, patience_s in ((signal.SIGTERM, END_TIMEOUT_S), (signal.SIGKILL, None)):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(patience_s)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def _tests(text: str) -> list[dict[str, Any]]:
+    """Returns pytest's last line as a figure."""
+    words = r"(\d+) (passed|failed|skipped|error|tests? collected)"
+    counts = {word: int(number) for number, word in re.findall(words, text[-2000:])}
+    if not counts:
+        return []
+    note = ", ".join(f"{number} {word}" for word, number in counts.items() if word != "passed")
+    figure = {"name": "tests", "value": counts.get("passed", 0), "unit": "passed", "note": note, "more": counts}
+    return [{**figure, "share": None, "of": "", "target": "", "met": None}]
+
+
+def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
+    """Returns the page of figures: a table of every part that has a result, and what is next."""
+    about, known = result["device"], result["parts"]
+    names = ("name", "driver_version", "torch", "triton", "transformers", "python")
+    lines = [f"# A visit to {about.get('name', 'no GPU')}, {about['date']}", ""]
+    lines += [", ".join(f"{name.replace('_', ' ')} {about.get(name, 'unknown')}" for name in names[1:]) + "."]
+    lines += ["", f"Compiled ahead: {about['kernels']}."] if about.get("kernels") else []
+    lines += ["", "## What is next", ""]
+    pending = in_order(parts, known)
+    for part in pending:
+        before = known.get(part.name)
+        why = "never ran" if before is None else before["error"] or "its files have changed"
+        lines.append(f"* {part.name} (up to {part.seconds} s): {why}")
+    lines += [] if pending else ["Nothing: all parts have run with these files."]
+    for part in parts:
+        if found := known.get(part.name):
+            about_it = f"{found['date']}, {found['seconds']:.0f} s. {found['error']}".rstrip()
+            lines += ["", f"## {part.name}", "", about_it, "", *table(found["rows"])]
+    return "\n".join(lines) + "\n"
+
+
+def warm(visit: Visit, environment: dict[str, str]) -> None:
+    """Compiles the kernels of all parts by all cores, into the cache that the parts use."""
+    command = [sys.executable, "-m", "lab.gpu_builds.cache", "--folder", environment["TRITON_CACHE_DIR"]]
+    command += ["--carried", str(CARRIED)] if CARRIED.exists() else []
+    command += ["--only", "gated", "--most", "1"] if visit.dry else []
+    environment = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
+    with tempfile.NamedTemporaryFile(prefix="pil-") as output:
+        error = _limited(command, environment, output, min(WARM_S, max(0.0, visit.left_s)))
+        text = Path(output.name).read_text("utf-8", "replace")
+    visit.log("kernels", text)
+    said = [line for line in text.splitlines() if line.startswith(("kernels:", CARRIED.name, "Triton's"))]
+    visit.about["kernels"] = "; ".join([*said, *([error] if error else [])])
+    print(f"== {visit.about['kernels']}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help="words; only parts with one of them in their names")
+    parser.add_argument("--time-s", type=float, default=560.0, help="seconds of the whole visit (560)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "visit", help="folder of the results")
+    parser.add_argument("--known", type=Path, default=KNOWN, help="results of earlier visits, where --out has none")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, in Triton's interpreter")
+    parser.add_argument("--list", action="store_true", help="says what would run, and ends")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Visits. Returns 1 where a dry run failed somewhere; what a GPU's parts give is in the results."""
+    args = arguments()
+    every = visit_parts()
+    visit = Visit(every, args.out, args.known, args.time_s, dry=args.dry)
+    wanted = [part for part in every if not args.parts or any(word in part.name for word in args.parts)]
+    pending = in_order(wanted, visit.parts)
+    if args.list:
+        for part in pending:
+            print(f"{part.seconds:4} s  {part.name}")
+        return 0
+    cache = os.environ.get("TRITON_CACHE_DIR") or str(Path(tempfile.gettempdir()) / "pillion-visit-kernels")
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
+    if args.dry:
+        environment["TRITON_INTERPRET"] = "1"
+    warm(visit, environment)
+    visit.run(pending, environment)
+    visit.write()
+    print((args.out / "visit.md").read_text("utf-8"))
+    failed = [name for name, found in visit.parts.items() if found["error"]]
+    return 1 if args.dry and failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

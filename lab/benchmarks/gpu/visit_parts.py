@@ -1,0 +1,151 @@
+"""The parts of a visit to a GPU, in the order of what is worth most.
+
+A part is a command of its own, and results are kept under its name and under a digest of the files that it depends on:
+whoever adds a kernel adds its files to the part that measures it. New sections and tests are found by their names and
+run early.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lab.benchmarks.gpu.section import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = "tests/gpu"
+# In a command these words stand for the visit's folder, for the file of the part's rows and for its seconds.
+FOLDER, ROWS, SECONDS = "FOLDER", "ROWS", "SECONDS"
+
+# Files that change what kernels and steps do. Patterns are those of Path.glob, from the root of the clone.
+_ATTENTION = ("kernels/gpu/*.py", "kernels/gpu/attention/*.py")
+_SAMPLING = ("kernels/gpu/*.py", "kernels/gpu/sampling/*.py")
+_EVERY_KERNEL = ("kernels/gpu/**/*.py", "kernels/gpu_states/*.py")
+# What a search finds is no reason to search again, but to measure.
+_TUNING = ("kernels/gpu/tuning/*.json",)
+_STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py")
+_CLUSTER = (*_STEPS, "engine/scheduling/*.py", "kvstore/gpu/*.py", "lab/benchmarks/gpu/e2e.py")
+# A node's death is the last part of all. The tests of builds need no GPU.
+_DEATH, _BUILDS = "test_surviving_pool.py", "test_build.py"
+# These tests run whole models or clusters, and have passed on a GPU: they come after what is measured.
+_LATER = (
+    "test_backend.py",
+    "test_cluster.py",
+    "test_divided_pools.py",
+    "test_gpu_hybrids.py",
+    "test_quantized_models.py",
+    "test_rank_group.py",
+    "test_ranks.py",
+    "test_staged_cluster.py",
+    "test_stages.py",
+    "test_states_cluster.py",
+    "test_texts.py",
+    "test_virtual_tokens.py",
+    "test_weights.py",
+)
+# Sections with a place of their own, and those that come after the search of constants. Others are new.
+_NAMED = ("mixtures", "step", "small", "attention", "mps", "e2e", "peer")
+_USUAL = ("prefill", "line", "products", "ranks")
+# Seconds of one file of tests, most of which its kernels are compiled, and the most of a new section.
+TEST_S, NEW_S = 150, 120
+
+
+@dataclass(frozen=True, slots=True)
+class VisitPart:
+    """One part of a visit.
+
+    Attributes:
+        name: a name that stays, since results are kept under it.
+        command: the arguments of Python.
+        seconds: what the part may take. It does not begin with less time left.
+        files: patterns of the files that its results depend on.
+        beside: whether it may run beside its neighbours, because it measures no time.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    files: tuple[str, ...]
+    beside: bool = False
+
+    def digest(self) -> str:
+        """Returns a hexadecimal digest of the command, and of the names and contents of the files."""
+        found = hashlib.sha256(repr(self.command).encode())
+        for path in sorted({path for pattern in self.files for path in ROOT.glob(pattern)}):
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+        return found.hexdigest()[:16]
+
+
+def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ...] = (), title: str = "") -> VisitPart:
+    """Makes the part of a section, or ``only`` of those of its measurements whose names have one of these words."""
+    command = ("-m", "lab.benchmarks.gpu.section", name, "--rows", ROWS, *(("--only", *only) if only else ()))
+    return VisitPart(title or name, command, seconds, (f"lab/benchmarks/gpu/{name}.py", *files))
+
+
+def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str, ...]) -> VisitPart:
+    """Makes the part that searches kernels' constants."""
+    command = ("-m", "lab.benchmarks.gpu.tune", *kernels, "--out", FOLDER, "--rows", ROWS, "--time-s", SECONDS)
+    return VisitPart(title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files))
+
+
+def tests_of(path: Path) -> VisitPart:
+    """Makes the part of a file of tests. They run again where the file has changed, or a module of the kernels or the
+    backend that it names."""
+    place = path.relative_to(ROOT).as_posix()
+    command = ("-m", "pytest", place, "-q", "-p", "no:cacheprovider", "-o", "timeout=1200")
+    modules = r"\bpillion\.((?:kernels\.gpu|engine\.backends\.gpu|engine\.gpu_)[\w.]*)"
+    named = re.findall(modules, path.read_text("utf-8"))
+    places = sorted({name.replace(".", "/") for name in named})
+    files = tuple(pattern for module in places for pattern in (f"{module}.py", f"{module}/*.py"))
+    return VisitPart(f"tests: {path.stem.removeprefix('test_')}", command, TEST_S, (place, *files), beside=True)
+
+
+def visit_parts() -> list[VisitPart]:
+    """Lists all parts in order: tests of single kernels come early, for what is new is among them."""
+    paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in (_DEATH, _BUILDS)]
+    tests, later = ([tests_of(path) for path in paths if (path.name in _LATER) is whole] for whole in (False, True))
+    measured = [
+        tuning("chunk attention: tiles", ("attention_chunk*",), 60, _ATTENTION),
+        *tests,
+        section("mixtures", 120, _STEPS),
+        *(section(name, min(SECTIONS[name], NEW_S), _STEPS) for name in SECTIONS if name not in (*_NAMED, *_USUAL)),
+        section("step", 60, _STEPS, ("graphs",), "dense steps"),
+        section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
+        section("attention", 40, (*_ATTENTION, *_TUNING), ("fp8",), "attention over KV in 8 bits"),
+        section("mps", 100, _STEPS, (), "two processes, without and with MPS"),
+        section("e2e", 110, _CLUSTER, ("colocated",), "end to end: co-located"),
+        section("e2e", 200, _CLUSTER, ("auto",), "end to end: auto"),
+        section("e2e", 200, _CLUSTER, ("disaggregated",), "end to end: disaggregated"),
+        section("peer", 240, _STEPS),
+    ]
+    tuned = tuning("tuning of all kernels", (), 240, _EVERY_KERNEL)
+    usual = [section(name, SECTIONS[name], _STEPS) for name in _USUAL]
+    death = replace(tests_of(ROOT / TESTS / _DEATH), name="a KV node's death", beside=False)
+    return [*measured, tuned, *usual, *later, death]
+
+
+def in_order(parts: Iterable[VisitPart], known: dict[str, dict[str, object]]) -> list[VisitPart]:
+    """Returns the parts that are to run: those that have no result for their files as they are, in their order, and
+    then those that failed with these files, so that none of them takes the time of others at every visit."""
+    fresh, failed = [], []
+    for part in parts:
+        before = known.get(part.name, {})
+        if before.get("digest") != part.digest():
+            fresh.append(part)
+        elif before.get("error"):
+            failed.append(part)
+    return [*fresh, *failed]
+
+
+def batches(parts: list[VisitPart]) -> list[list[VisitPart]]:
+    """Groups neighbours that may run beside each other."""
+    found: list[list[VisitPart]] = []
+    for part in parts:
+        if found and part.beside and found[-1][0].beside:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found

@@ -1,0 +1,294 @@
+"""Fills Triton's cache with kernels, on all cores and without a GPU, so that a process on one finds them compiled.
+
+    python -m lab.gpu_builds.cache --folder FOLDER                   compiles into FOLDER, for TRITON_CACHE_DIR
+    python -m lab.gpu_builds.cache --folder FOLDER --pack FILE       and packs what is there
+    python -m lab.gpu_builds.cache --folder FOLDER --carried FILE    unpacks first, and compiles what is missing
+
+The launchers run as on a GPU, over CPU tensors without values, under a driver that compiles for one architecture and
+launches nothing. So what is compiled is what a launch would ask for: the constants of every candidate that the tuner
+tries, and the kernels of whole models' steps.
+
+What a key of Triton's cache is made of (triton/runtime/cache.py, get_cache_key; read in 3.6 and 3.7): Triton's version
+and a digest of its compiler, Python files and libtriton.so alike; the text and the line of the kernel and of all that
+it calls; types, constants and which arguments are multiples of 16; ptxas's version and the architecture; options and
+some environment variables. The kernel's path is not among them, nor Python's version, except that libtriton.so is
+another file for each. Hence:
+
+* A cache that Triton 3.7 made is never hit by 3.6.
+* One that the same wheel made on another machine is hit, wherever the clone lies there.
+* One that a wheel of the same release for another Python made would be hit but for libtriton.so. ``--wheel`` names the
+  wheel of the other machine's Python: where all else in it is byte for byte what compiles here, its library's digest
+  takes the place of this one's in the keys. The machine code is then that of the same compiler's sources, built for
+  another Python.
+* An entry names its files by absolute paths (``__grp__*.json``), which unpacking writes anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ARCH = 90
+# As of an H200: plans are cut for so many multiprocessors.
+PROCESSORS = 132
+# Of an entry these files are used; the others are there to be read by people.
+KEPT = (".cubin", ".json")
+MANIFEST = "manifest.json"
+GROUP = "__grp__"
+# A model's kernels do not depend on its number of layers.
+LAYERS = 2
+MODEL_TOKENS = 64
+_TRITON_PARTS = ("triton/compiler/", "triton/backends/", "triton/language/", "triton/runtime/cache.py")
+_LIBRARY = "triton/_C/libtriton.so"
+
+
+def compiler_key(wheel: Path | None = None) -> str:
+    """Returns the part of a cache's keys that stands for Triton, or for the Triton of a wheel of the same release.
+
+    Raises ValueError where the wheel's compiler differs in more than the library's build.
+    """
+    import triton
+    from triton.runtime import cache
+
+    own = str(cache.triton_key())
+    if wheel is None:
+        return own
+    folder = Path(triton.__file__).parent.parent
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith(_TRITON_PARTS) and name.endswith(".py"):
+                here = folder / name
+                if not here.exists() or here.read_bytes() != archive.read(name):
+                    raise ValueError(f"{name} of {wheel.name} is not that of the Triton {triton.__version__} here")
+        theirs = hashlib.sha256(archive.read(_LIBRARY)).hexdigest()
+    ours = hashlib.sha256((folder / _LIBRARY).read_bytes()).hexdigest()
+    if ours not in own:
+        raise ValueError(f"Triton {triton.__version__} makes its keys in another way than 3.6 and 3.7")
+    return own.replace(ours, theirs)
+
+
+class _CompilingDriver:
+    """Stands for Triton's driver of a GPU: kernels are compiled for it, and launching them does nothing."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", ARCH, 32)
+        self.utils = self
+        self.launcher_cls = lambda source, metadata: lambda *arguments: None
+
+    def get_current_target(self) -> Any:
+        """Returns what is compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """Returns the only device."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Returns the only stream."""
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Returns what Triton asks for before it loads a kernel."""
+        return {"max_shared_mem": 227 * 2**10, "multiprocessor_count": PROCESSORS}
+
+    def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
+        """Loads nothing. Returns a module, a function, registers, spills and the most threads."""
+        return 0, 0, 0, 0, 1024
+
+
+def _begin(key: str) -> None:
+    """Makes this process compile, and make neither launches nor random numbers."""
+    import torch
+    from triton.runtime import cache, driver
+
+    from pillion.kernels.gpu import launch
+
+    driver.set_active(_CompilingDriver())
+    cache.triton_key = lambda: key
+    launch.INTERPRETED_PROCESSORS = PROCESSORS
+    torch.set_num_threads(1)
+    # Memory that nobody writes takes none: a step's weights and a pool's tokens have no values here.
+    torch.Tensor.normal_ = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.randn = lambda *size, **kwargs: torch.empty(*size, **kwargs)
+
+
+def jobs(only: str, most: int) -> Iterator[tuple[str, dict[str, int] | None]]:
+    """Yields what is compiled: each candidate of the tunable kernels, those of the chunk's attention first; models."""
+    from lab.benchmarks.gpu.mixture_shapes import MIXTURES
+    from lab.benchmarks.gpu.tunables import TUNABLES
+    from pillion.kernels.gpu.tuned import tuned
+
+    for name in sorted(TUNABLES, key=lambda name: not name.startswith("attention_chunk")):
+        tunable = TUNABLES[name]
+        if only in name:
+            candidates = tunable.candidates(tuned(tunable.kernel, ARCH, **tunable.facts))
+            yield from ((name, use) for use in itertools.islice(candidates, most))
+    yield from ((name, None) for name in ("Llama 3 8B", *MIXTURES) if only in name)
+
+
+def _compile(key: str, name: str, use: dict[str, int] | None) -> tuple[int, int]:
+    """Compiles one job; returns how many kernels it compiled, and how many were in the cache."""
+    if not isinstance(_active(), _CompilingDriver):
+        _begin(key)
+    counts = counted_kernels()
+    if use is None:
+        _run_model(name)
+    else:
+        _launch_candidate(name, use)
+    return counts["compiled"], counts["in the cache"]
+
+
+def counted_kernels() -> collections.Counter[str]:
+    """Counts the kernels of this process from now on, those that it compiles and those that are in Triton's cache."""
+    from triton import knobs
+
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(*, cache_hit: bool, **more: Any) -> None:
+        counts["in the cache" if cache_hit else "compiled"] += 1
+
+    knobs.compilation.listener = count
+    return counts
+
+
+def _active() -> Any:
+    from triton.runtime import driver
+
+    return driver._active
+
+
+def _bench() -> Any:
+    import torch
+
+    from lab.benchmarks.gpu.bench import Bench
+
+    bench = Bench(smoke=False, rows=Path(os.devnull))
+    bench.device = torch.device("cpu")
+    return bench
+
+
+def _launch_candidate(name: str, use: dict[str, int]) -> None:
+    from lab.benchmarks.gpu.search import trying
+    from lab.benchmarks.gpu.tunables import TUNABLES
+
+    tunable = TUNABLES[name]
+    with trying(tunable.kernel, ARCH, use):
+        for make in tunable.cases(_bench()):
+            make().calls[0]()
+
+
+def _run_model(name: str) -> None:
+    from lab.benchmarks.gpu.mixture_shapes import MIXTURES
+    from lab.benchmarks.gpu.model import RandomModel
+    from lab.benchmarks.gpu.shapes import LLAMA_8B
+    from pillion.engine.backends.gpu.gpu_backend import GpuBackend
+
+    config: dict[str, Any] = {**(MIXTURES.get(name) or LLAMA_8B.config()), "num_hidden_layers": LAYERS}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    model = RandomModel(_bench(), max_tokens=MODEL_TOKENS, max_seqs=MODEL_TOKENS, max_model_len=4096, config=config)
+    GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).take_workspace()
+
+
+def compile_all(only: str, most: int, processes: int, key: str, say: Callable[[str], None]) -> dict[str, int]:
+    """Compiles all jobs side by side; returns counts of kernels and of jobs that failed."""
+    found: collections.Counter[str] = collections.Counter()
+    # A fork begins with all that is imported.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        under_way = {pool.submit(_compile, key, name, use): f"{name} {use or ''}" for name, use in jobs(only, most)}
+        for job in as_completed(under_way):
+            try:
+                compiled, hits = job.result()
+                found.update({"compiled": compiled, "in the cache": hits})
+            except Exception as error:  # noqa: BLE001  (too much shared memory, say: the others are compiled)
+                found["failed"] += 1
+                say(f"{under_way[job]}: {type(error).__name__}: {str(error)[:200]}")
+    return dict(found)
+
+
+def pack(folder: Path, target: Path, key: str) -> int:
+    """Packs the kernels of a cache; returns how many there are."""
+    import triton
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    entries = sorted({path.parent for path in folder.glob("*/*.cubin")})
+    about = {"triton": triton.__version__, "key": _digest(key), "kernels": len(entries)}
+    with tarfile.open(target, "w:xz") as archive:
+        text = json.dumps(about).encode()
+        head = tarfile.TarInfo(MANIFEST)
+        head.size = len(text)
+        archive.addfile(head, io.BytesIO(text))
+        for entry in entries:
+            for path in sorted(entry.iterdir()):
+                if path.suffix in KEPT:
+                    archive.add(path, f"{entry.name}/{path.name}")
+    return len(entries)
+
+
+def unpack(source: Path, folder: Path, key: str) -> str:
+    """Unpacks a cache; returns what there is to say of it."""
+    with tarfile.open(source) as archive:
+        manifest = archive.extractfile(MANIFEST)
+        about = json.load(manifest) if manifest is not None else {}
+        if about.get("key") != _digest(key):
+            return f"{source.name} is of another build of Triton ({about.get('triton')}): nothing of it can be found"
+        archive.extractall(folder, filter="data")
+    for group in folder.glob(f"*/{GROUP}*"):
+        names = json.loads(group.read_text("utf-8"))["child_paths"]
+        paths = {name: str(group.parent / name) for name in names if (group.parent / name).exists()}
+        group.write_text(json.dumps({"child_paths": paths}), "utf-8")
+    return f"{source.name}: {about['kernels']} kernels"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def main() -> int:
+    """Unpacks, compiles and packs, as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="Triton's cache; default: a new one that is removed")
+    parser.add_argument("--carried", type=Path, help="a packed cache, which is unpacked first")
+    parser.add_argument("--pack", type=Path, help="the file that gets all of the cache")
+    parser.add_argument("--wheel", type=Path, help="the wheel of Triton, of this release, that will look for kernels")
+    parser.add_argument("--only", default="", help="kernels and models whose names contain this")
+    parser.add_argument("--most", type=int, default=sys.maxsize, help="candidates of each kernel")
+    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+        key = compiler_key(args.wheel)
+        print(f"Triton's compiler is {_digest(key)}", flush=True)
+        if args.carried:
+            print(unpack(args.carried, folder, key), flush=True)
+        found = compile_all(args.only, args.most, args.processes, key, lambda line: print(line, flush=True))
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
+        print(f"kernels: {counts or 'none'}; {time.monotonic() - began_s:.0f} s on {args.processes} cores", flush=True)
+        if args.pack:
+            print(f"{args.pack}: {pack(folder, args.pack, key)} kernels, {args.pack.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
