@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ CARRIED = ROOT / "build" / "gpu-cache" / "triton.tar.xz"
 # What is left of the time for ending processes and for writing.
 RESERVE_S = 10.0
 END_TIMEOUT_S = 10.0
-# So many files of tests run at once: most of their time is compilation, on a core each.
-BESIDE = 8
+# So many files of tests run at once, for most of their time is compilation, on a core each.
+BESIDE = min(8, os.cpu_count() or 1)
 # The kernels of all parts are compiled in at most this time; those that are missing then are compiled when they run.
 WARM_S = 90.0
 LOG_BYTES = 200_000
@@ -69,7 +69,9 @@ class Visit:
         for batch in batches(parts):
             fits = [part for part in batch if part.seconds <= self.left_s]
             with ThreadPoolExecutor(BESIDE) as pool:
-                for part, found in pool.map(lambda part: (part, self._run(part, environment)), fits):
+                under_way = {pool.submit(self._run, part, environment): part for part in fits}
+                for ended in as_completed(under_way):
+                    part, found = under_way[ended], ended.result()
                     if found is None:
                         continue
                     self.parts[part.name] = found
