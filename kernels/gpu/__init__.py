@@ -3,7 +3,7 @@
     attention/         paged attention, and the kernel that writes KV
     rows/              norms, gated activations, embedding
     products/          products by quantized matrices
-    experts/           mixtures of experts: routing, sorting, sums
+    experts/           mixtures of experts: routing, sorting, products, sums
     sampling/          choosing tokens
     dot.py, fp8.py     the product of two tiles, and 8-bit floats in a kernel's own arithmetic
     blocks.py          copies, gathers and scatters blocks of a pool

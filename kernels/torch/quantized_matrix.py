@@ -111,6 +111,8 @@ class QuantizedMatrix:
         group: inputs that share a scale; K or more for one scale for each output.
         order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
         row_codes: how rows are rounded that meet the matrix, or None where they are taken as they are.
+        factors: float32 [N], where each output's scales are products of this number and floats of 8 bits (E4M3), or
+            None where nothing is known of that. Packers may keep such scales in 8 bits; values do not depend on it.
     """
 
     coding: str
@@ -120,6 +122,7 @@ class QuantizedMatrix:
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
     row_codes: RowCodes | None = None
+    factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -127,6 +130,7 @@ class QuantizedMatrix:
         assert self.scales.shape == (rows, -(-columns // self.group))
         assert self.offsets is None or self.offsets.shape == self.scales.shape
         assert self.order is None or self.order.shape == (columns,)
+        assert self.factors is None or self.factors.shape == (rows,)
 
     @property
     def shape(self) -> torch.Size:
@@ -151,8 +155,8 @@ class QuantizedMatrix:
 
     def rows(self, index: slice | torch.Tensor) -> QuantizedMatrix:
         """Returns a matrix [M, K] of the outputs that ``index`` names, a slice or int64 [M]."""
-        offsets = None if self.offsets is None else self.offsets[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+        offsets, factors = (None if values is None else values[index] for values in (self.offsets, self.factors))
+        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets, factors=factors)
 
     def columns(self, index: range) -> QuantizedMatrix:
         """Returns some columns as they lie, as a matrix whose inputs are these, in their order. Its groups are smaller
@@ -229,9 +233,11 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
     if len(quantized) == len(parts) and _fit(quantized):
         alike = _alike(quantized)
+        factors = [part.factors for part in alike if part.factors is not None]
         return replace(
             alike[0],
             row_codes=row_codes_of(parts),
+            factors=torch.cat(factors) if len(factors) == len(alike) else None,
             codes=torch.cat([part.codes for part in alike]),
             scales=torch.cat([part.scales for part in alike]),
             offsets=None

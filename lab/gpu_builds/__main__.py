@@ -1,10 +1,10 @@
 """Builds all kernels ahead of time, without a GPU, and reports their registers, spills and shared memory.
 
-    python -m lab.gpu_builds [--all] [--only NAME] [--arch 80 --arch 90] [--json FILE]
+    python -m lab.gpu_builds [--all] [--only NAME] [--arch 80 --arch 90] [--loops] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
 from the machine code by cuobjdump. A kernel that exceeds the limits of its BuildSpec fails the build, because no
-test of results would show a spill.
+test of results would show a spill. With ``--loops`` the instructions of each product's loop are counted, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from lab.gpu_builds.machine_code import main_loop, weights_of
 from lab.gpu_builds.specs import ARCHITECTURES, BuildSpec, build_specs
 
 # One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
@@ -51,6 +52,12 @@ RARE = (
     "convolve-*-fp32",
     "delta_rule-*-fp32",
     "gated-*-fp16",
+    "grouped_deepseek_*",
+    "grouped_fp8_down-*",
+    "grouped_nf4_*",
+    "grouped_plain_*",
+    "grouped_*-32",
+    "grouped_*-64",
     "gated-*-fp32",
     "kv_write-head*",
     "kv_write-llama3-fp16",
@@ -82,7 +89,8 @@ class BuildResult:
     """Holds the resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
     block.
 
-    ``excess`` names exceeded limits; "" for none.
+    ``excess`` names exceeded limits; "" for none. ``loop`` counts the instructions of one turn of a product's loop, and
+    ``per_weight`` those of a thread for each of its weights; 0 where they are not counted.
     """
 
     name: str
@@ -93,10 +101,12 @@ class BuildResult:
     num_warps: int
     code_bytes: int
     excess: str
+    loop: int = 0
+    per_weight: float = 0.0
 
 
-def build(spec: BuildSpec, arch: int) -> BuildResult:
-    """Compiles one kernel for one architecture."""
+def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
+    """Compiles one kernel for one architecture, and counts its loop's instructions if asked."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -114,6 +124,8 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
+    weights = weights_of(spec.constants) if loops else 0
+    loop = len(main_loop(compiled.asm["cubin"])) if weights else 0
     return BuildResult(
         name=spec.name,
         arch=arch,
@@ -123,6 +135,8 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
         num_warps=options["num_warps"],
         code_bytes=len(compiled.asm["cubin"]),
         excess=_excess(spec, arch, usage, shared),
+        loop=loop,
+        per_weight=loop * 32 * options["num_warps"] / weights if weights else 0.0,
     )
 
 
@@ -158,11 +172,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="build kernels whose name contains this")
     parser.add_argument("--all", action="store_true", help="build rare kernels, too")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
+    parser.add_argument("--loops", action="store_true", help="count the instructions of products' loops")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     architectures = args.arch or list(ARCHITECTURES)
     built = [
-        build(spec, arch)
+        build(spec, arch, loops=args.loops)
         for spec in all_specs(args.only, rare=args.all)
         for arch in architectures
         if arch in spec.architectures
@@ -170,6 +185,8 @@ def main() -> int:
     for each in built:
         line = f"{each.name:44} sm_{each.arch} {each.registers:4} registers {each.spill_bytes:4} B spills "
         print(f"{line}{each.shared_bytes:7} B shared {each.num_warps:3} warps {each.excess}")
+        if each.loop:
+            print(f"{'':44} loop of {each.loop} instructions, {each.per_weight:.2f} a weight")
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in built], indent=1) + "\n", "utf-8")
     return 1 if any(each.excess for each in built) else 0

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
+
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
-from pillion.kernels.gpu.experts import expert_routing, expert_sums, pair_sorting
+from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
 from pillion.kernels.gpu.products import low_rank_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
@@ -34,6 +36,7 @@ _KIMI = DeltaShape(32, 32, 128, 128, by_rows=True)
 _GRANITE = SpaceShape(128, 64, 1, 128)
 _NEMOTRON = SpaceShape(128, 64, 8, 128)
 _FALCON = SpaceShape(32, 128, 2, 256)
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
 
@@ -307,20 +310,24 @@ def quantized_product_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
     down, up = (4096, 14336), (28672, 4096)
     cases = [
-        ("uint4_128", PackedKind("uint4", *down, 128), True, "bf16"),
-        ("uint4_128_whole", PackedKind("uint4", *up, 128), True, "bf16"),
-        ("int4_32", PackedKind("int4", *down, 32), False, "bf16"),
-        ("nf4_64", PackedKind("nf4", *down, 64), False, "bf16"),
-        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), False, "bf16"),
-        ("int8", PackedKind("int8", *down, 0), False, "bf16"),
-        ("int8_16", PackedKind("int8", *down, 16), True, "bf16"),
-        ("int8_ragged", PackedKind("int8", 576, 1500, 32), False, "bf16"),
-        ("fp8_128", PackedKind("fp8_e4m3", *down, 128), False, "bf16"),
-        ("uint4_128_fp32", PackedKind("uint4", *down, 128), True, "fp32"),
+        ("uint4_128", PackedKind("uint4", *down, 128, shift="zeros"), "bf16"),
+        ("uint4_128_whole", PackedKind("uint4", *up, 128, shift="zeros"), "bf16"),
+        ("uint4_64_shifted", PackedKind("uint4", *down, 64, shift="offsets"), "bf16"),
+        ("int4_128", PackedKind("int4", *down, 128), "bf16"),
+        ("int4_32", PackedKind("int4", *down, 32), "bf16"),
+        ("nf4_64", PackedKind("nf4", *down, 64), "bf16"),
+        ("mxfp4", PackedKind("fp4_e2m1", *down, 32, "e8m0"), "bf16"),
+        ("nvfp4", PackedKind("fp4_e2m1", *down, 16, "e5m3"), "bf16"),
+        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), "bf16"),
+        ("int8", PackedKind("int8", *down, 0), "bf16"),
+        ("int8_16", PackedKind("int8", *down, 16, shift="offsets"), "bf16"),
+        ("int8_ragged", PackedKind("int8", 576, 1500, 32), "bf16"),
+        ("fp8_128", PackedKind("fp8_e4m3", *down, 128), "bf16"),
+        ("uint4_128_fp32", PackedKind("uint4", *down, 128, shift="zeros"), "fp32"),
     ]
     specs = [
-        _quantized_product_spec(name, kind, shifted, dtype, rows, arch)
-        for (name, kind, shifted, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        _quantized_product_spec(name, kind, dtype, rows, arch)
+        for (name, kind, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
     ]
     use = tuned("quantized_sum", 90)
     constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"]}
@@ -331,11 +338,12 @@ def quantized_product_specs() -> list[BuildSpec]:
     ]
 
 
-def _quantized_product_spec(name: str, kind: PackedKind, shifted: bool, dtype: str, rows: int, arch: int) -> BuildSpec:
-    constants = quantized_product._constants(kind, shifted, rows, 4 if dtype == "fp32" else 2, arch)
+def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, arch: int) -> BuildSpec:
+    constants = quantized_product._constants(kind, rows, _TYPES[dtype], arch)
     inputs = "i32:16" if kind.inputs % 16 == 0 else "i32"
     target = "fp32" if constants["SHARED"] else dtype
-    pointers = f"*{dtype}:16, *i32:16, *fp32:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
+    scales = "i32" if kind.scale != "float32" else "fp32"
+    pointers = f"*{dtype}:16, *i32:16, *{scales}:16, *fp32:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
     return BuildSpec(
         name=f"quantized_{name}-{rows}",
         kernel=quantized_product._product,
@@ -408,6 +416,59 @@ def _route_spec(
         kernel=expert_routing._route,
         signature=", ".join(types),
         constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, **flags, **constants},
+        architectures=(arch,),
+    )
+
+
+def grouped_product_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: both products of the experts of Qwen3-30B-A3B, gpt-oss and DeepSeek-V2-Lite,
+    and what differs in other matrices."""
+    qwen_up, qwen_down, oss_up, oss_down = (1536, 2048), (2048, 768), (5760, 2880), (2880, 2880)
+    clamped = (1.702, 7.0)
+    cases: list[tuple[str, tuple[int, int], PackedKind | None, str, grouped_product.Activation | None]] = [
+        ("qwen3_up", qwen_up, None, "bf16", "silu"),
+        ("qwen3_down", qwen_down, None, "bf16", None),
+        ("deepseek_up", (2816, 2048), None, "bf16", "silu"),
+        ("deepseek_down", (2048, 1408), None, "bf16", None),
+        ("oss_up", oss_up, PackedKind("fp4_e2m1", *oss_up, 32, "e8m0"), "bf16", clamped),
+        ("oss_down", oss_down, PackedKind("fp4_e2m1", *oss_down, 32, "e8m0"), "bf16", None),
+        ("nvfp4_up", qwen_up, PackedKind("fp4_e2m1", *qwen_up, 16, "e5m3"), "bf16", "silu"),
+        ("int4_up", qwen_up, PackedKind("int4", *qwen_up, 128), "bf16", "silu"),
+        ("uint4_up", qwen_up, PackedKind("uint4", *qwen_up, 128, shift="zeros"), "bf16", "silu"),
+        ("int8_up", qwen_up, PackedKind("int8", *qwen_up, 0), "bf16", "silu"),
+        ("fp8_up", qwen_up, PackedKind("fp8_e4m3", *qwen_up, 128), "bf16", "silu"),
+        ("fp8_down", qwen_down, PackedKind("fp8_e4m3", *qwen_down, 128), "bf16", None),
+        ("nf4_up", qwen_up, PackedKind("nf4", *qwen_up, 64), "bf16", "gelu_tanh"),
+        ("plain_fp16", qwen_up, None, "fp16", "relu2"),
+        ("plain_fp32", qwen_up, None, "fp32", "silu"),
+    ]
+    return [
+        _grouped_product_spec(*case, rows, arch)
+        for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+    ]
+
+
+def _grouped_product_spec(
+    name: str,
+    shape: tuple[int, int],
+    kind: PackedKind | None,
+    dtype: str,
+    activation: grouped_product.Activation | None,
+    rows: int,
+    arch: int,
+) -> BuildSpec:
+    gated = activation is not None
+    constants, _ = grouped_product._constants(kind or shape[1], False, activation, gated, rows, _TYPES[dtype], arch)
+    words, scales = (f"*{dtype}:16", f"*{dtype}:16") if kind is None else ("*i32:16", "*fp32:16")
+    if kind is not None and kind.scale != "float32":
+        scales = "*i32:16"
+    offsets = "*fp32:16" if kind is not None and kind.shift != "none" else scales
+    pointers = f"*{dtype}:16, *i32:16, *i32:16, *i32:16, {words}, {scales}, {offsets}, *fp32:16, *i32:16, *fp32:16"
+    return BuildSpec(
+        name=f"grouped_{name}-{rows}",
+        kernel=grouped_product._grouped,
+        signature=f"{pointers}, *{dtype}:16, *{dtype}:16, i32, i32:16, i32:16, i32:16, i32:16, i32, i32:16, i32:16, fp32, fp32",
+        constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
         architectures=(arch,),
     )
 
@@ -659,6 +720,7 @@ def build_specs() -> list[BuildSpec]:
         low_rank_product_specs,
         quantized_product_specs,
         expert_specs,
+        grouped_product_specs,
         embedding_specs,
         gated_specs,
         norms_specs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order, rounded  # isort: skip  (before the kernels)
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def multiplier(matrix: QuantizedMatrix, dtype: torch.dtype):
 
 
 def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
-    """Compare with float64 products by the weights that the kernel makes: rounded once to the rows' type."""
+    """Compare with float64 products by weights that are rounded once to the rows' type, or exact: what they differ by
+    is less than the slack."""
     outputs, inputs = matrix.shape
     rows = torch.randn(count, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
@@ -162,3 +164,47 @@ def test_misshapen_tensors_are_refused():
     many = MAX_ROWS + 1
     with pytest.raises(Internal, match="workspace"):
         multiply(torch.zeros(many, 64, device=DEVICE), None, torch.zeros(many, 8, device=DEVICE))
+
+
+def powers_and_floats() -> list[QuantizedMatrix]:
+    """Matrices as MXFP4 and NVFP4 have them: scales that are powers of two, and floats of 8 bits times a number."""
+    torch.manual_seed(1)
+    mxfp4 = random_matrix("fp4_e2m1", 70, 320, 32)
+    powers = torch.randint(-30, 12, mxfp4.scales.shape).float().exp2()
+    nvfp4 = random_matrix("fp4_e2m1", 70, 320, 16)
+    factors = torch.rand(70) / 1000
+    floats = (torch.rand(nvfp4.scales.shape) * torch.rand(70, 1).pow(4) * 448).to(torch.float8_e4m3fn).float()
+    floats[:, 3] = 0
+    return [replace(mxfp4, scales=powers), replace(nvfp4, scales=floats * factors[:, None], factors=factors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", [0, 1])
+def test_scales_of_a_byte(place, dtype):
+    matrix = powers_and_floats()[place]
+    packed = pack(matrix)
+    assert packed.kind.scale == ("e8m0", "e5m3")[place]
+    assert packed.scales.numel() * 4 == 128 * (512 // packed.kind.group)
+    check_against_torch(matrix, 3, dtype, biased=True)
+
+
+def test_scales_that_no_byte_holds_stay_float32():
+    mxfp4, nvfp4 = powers_and_floats()
+    for matrix in (replace(mxfp4, scales=mxfp4.scales * 1.5), replace(nvfp4, factors=nvfp4.factors * 1.1)):
+        assert pack(matrix).kind.scale == "float32"
+
+
+def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
+    matrix = random_matrix("uint4", 20, 320, 64)
+    zeros = torch.randint(16, matrix.scales.shape)
+    whole, other = (replace(matrix, offsets=-matrix.scales * each) for each in (zeros, zeros + 0.5))
+    assert (pack(whole).kind.shift, pack(other).kind.shift) == ("zeros", "offsets")
+    check_against_torch(whole, 3, torch.bfloat16)
+    check_against_torch(whole, 3, torch.float32)
+
+
+def test_bits_of_weights_in_memory():
+    """Of gpt-oss's shape: 2,880 inputs and outputs are padded to nothing that would count."""
+    matrix = random_matrix("fp4_e2m1", 2880, 2880, 32)
+    packed = pack(replace(matrix, scales=matrix.scales.abs().log2().round().clamp(-9).exp2()))
+    assert sum(part.numel() * 32 for part in packed.parts.values()) / 2880**2 < 4.3

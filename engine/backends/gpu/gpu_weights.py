@@ -19,7 +19,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,14 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
-from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix, can_pack, pack
+from pillion.kernels.gpu.products.gpu_packing import BITS, SCALES, SHIFTS, PackedKind, PackedMatrix, can_pack, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
 ALIGN_BYTES = 256
-# These fields of a PackedKind are numbers in the header of a packed file.
-_KIND_NUMBERS = ("coding", "outputs", "inputs", "group")
+# The fields of a PackedKind are numbers in the header of a packed file. Those that are names count these.
+_KIND_NAMES: dict[str, tuple[str, ...]] = {"coding": tuple(BITS), "scale": SCALES, "shift": SHIFTS}
 # Random weights have this standard deviation, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
 # The tensor of this name has the inner values of a layer that a rank computes, where they are not in order: int32.
@@ -111,8 +111,8 @@ class GpuWeights(dict[str, torch.Tensor]):
         kind = self.plan.kinds.get(name)
         if kind is None:
             return self.get(f"{name}.weight", self.get(name))
-        offsets, order = self.get(f"{name}.offsets"), self.get(f"{name}.order")
-        return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], offsets, order)
+        more = {part: self.get(f"{name}.{part}") for part in ("offsets", "factors", "order")}
+        return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], **more)
 
     @property
     def head(self) -> torch.Tensor | PackedMatrix | None:
@@ -167,14 +167,14 @@ class GpuPackedFile(PackedFile):
         super().__init__(path)
         names = sorted({name.rpartition(".")[0] for name in self.numbers})
         try:
-            kinds = {name: PackedKind(*(self._kind(name, key) for key in _KIND_NUMBERS)) for name in names}
+            kinds = {name: PackedKind(**{key.name: self._kind(name, key.name) for key in fields(PackedKind)}) for name in names}
         except LookupError as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         self.plan = _planned(self.tensors.items(), kinds)
 
     def _kind(self, name: str, key: str) -> Any:
         number = self.numbers[f"{name}.{key}"]
-        return tuple(BITS)[number] if key == "coding" else number
+        return _KIND_NAMES[key][number] if key in _KIND_NAMES else number
 
 
 class _ShapesOnly:
@@ -237,10 +237,8 @@ def pack_folder(
                     continue
                 for part, tensor in value.parts.items():
                     writer.tensor(f"{name}.{part}", tensor)
-                kind = value.kind
-                numbers = (tuple(BITS).index(kind.coding), kind.outputs, kind.inputs, kind.group)
-                for key, number in zip(_KIND_NUMBERS, numbers, strict=True):
-                    writer.number(f"{name}.{key}", number)
+                for key, number in asdict(value.kind).items():
+                    writer.number(f"{name}.{key}", _KIND_NAMES[key].index(number) if key in _KIND_NAMES else number)
 
     cache = ModelCache()
     share = "" if shard.whole else f"_rank{shard.name}"

@@ -56,7 +56,10 @@ class Nvfp4Layout:
         scales = get(f"{name}_scale").float()
         scales = finite(f"{name}_scale", scales / factor if self._divides else scales * factor, largest(_CODING))
         codes = unpack_halves(get(name + self._codes))[:, : shape[1]]
-        return QuantizedMatrix(coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group)
+        factors = (1 / factor if self._divides else factor).expand(shape[0]).contiguous()
+        return QuantizedMatrix(
+            coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group, factors=factors
+        )
 
 
 class PackedMxfp4Layout:

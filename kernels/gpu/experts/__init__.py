@@ -1,9 +1,10 @@
 """Has kernels of mixtures of experts: the router, pairs of rows and experts in order, and weighted sums.
 
-    expert_routing.py   the router's product, scores and the best experts of each row, in one launch
-    pair_sorting.py     pairs of a row and one of its experts, sorted by expert, and cut into tiles
-    expert_sums.py      each row's sum over its experts' results
+    expert_routing.py    the router's product, scores and the best experts of each row, in one launch
+    pair_sorting.py      pairs of a row and one of its experts, sorted by expert, and cut into tiles
+    grouped_product.py   products of rows by their experts' matrices, with the activation between the two
+    expert_sums.py       each row's sum over its experts' results
 
-Between the last two each expert multiplies its rows. Grids follow the number of rows alone, so that a CUDA graph runs
+Grids follow the number of rows alone, so that a CUDA graph runs
 any step of its size. Rows that pad a step, and pairs that are another process's, have expert -1, which no kernel reads.
 """

@@ -2,15 +2,21 @@
 
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32
+    or scales[unit, word, output] : int32, a byte for each group, and factors[output] : float32
 
 A *unit* is as many inputs as COLUMNS words of a row hold: 256 in 4 bits, 128 in 8. So a kernel that loads a tile
 [outputs, COLUMNS] of words, which is one contiguous piece of memory, has PER_WORD tiles of codes by a shift and a mask
-each, and every tile belongs to COLUMNS inputs that follow each other. Outputs are padded to multiples of OUTPUTS, and
-inputs to whole units, with codes and scales of 0.
+each, and every tile belongs to COLUMNS inputs that follow each other. Where inputs fill no whole number of units, the
+last unit has fewer codes in a column, and several columns share a word. Outputs are padded to multiples of OUTPUTS, and
+inputs as far as words need it, with codes and scales of 0.
+
+The bits of codes that are floats lie in a word so that kernels take a float out by few instructions (``_half``).
+Scales that are numbers of 8 bits stay so: powers of two (MXFP4) and floats (NVFP4), each times its output's factor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +26,22 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 # A row has this many words in a unit; it is also the depth of the kernels' products of tiles.
 COLUMNS = 32
-# Outputs are padded to a multiple of this, the largest tile of the kernels.
-OUTPUTS = 128
+# Outputs are padded to a multiple of this.
+OUTPUTS = 64
 # A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS).
 BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
+# Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
+# (1 + b % 8 / 8) * 2**(b // 8 - 31). Neither has a 0 or is above 2.
+SCALES = ("float32", "e8m0", "e5m3")
+_POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 31, 8
+# Weights are shifted by nothing, by offsets, or by whole numbers z from 0 to 15 that are subtracted from codes: then
+# the offsets are -ZERO_BASE - z.
+SHIFTS = ("none", "offsets", "zeros")
+ZERO_BASE, _MOST_ZERO = 128, 15
+# The largest number of E4M3 has this exponent. Products of scales with a factor are off by this share at most.
+_E4M3_EXPONENT, _ROUNDED = 8, 2.0**-22
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +49,18 @@ class PackedKind:
     """Describes a packed matrix [outputs, inputs] as far as its size in memory depends on it.
 
     Attributes:
-        group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output.
+        group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
+            of a byte have LEAST_GROUP or COLUMNS.
+        scale: one of SCALES.
+        shift: one of SHIFTS.
     """
 
     coding: str
     outputs: int
     inputs: int
     group: int
+    scale: str = "float32"
+    shift: str = "none"
 
     @property
     def per_word(self) -> int:
@@ -53,7 +74,14 @@ class PackedKind:
 
     @property
     def units(self) -> int:
+        """Returns the number of units, with the last one where it is not whole."""
         return -(-self.inputs // self.unit)
+
+    @property
+    def tail(self) -> int:
+        """Returns how many codes a column has in the last unit where it is not whole, padding included; else 0."""
+        codes = -(-(self.inputs % self.unit) // COLUMNS)
+        return next(size for size in (0, 2, 4, 8) if codes <= size)
 
     @property
     def padded(self) -> int:
@@ -66,9 +94,10 @@ class PackedMatrix:
     """Holds a packed matrix.
 
     Attributes:
-        words: int32 [units, padded outputs, COLUMNS].
-        scales: float32 [groups, padded outputs].
-        offsets: float32, of the shape of ``scales``, or None where all are 0.
+        words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
+        scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs].
+        offsets: float32 [groups, padded outputs], or None where all are 0.
+        factors: float32 [padded outputs], which multiply scales of a byte; None beside others.
         order: int32 [inputs], the input of each column, or None where columns are in order.
     """
 
@@ -76,12 +105,13 @@ class PackedMatrix:
     words: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
     order: torch.Tensor | None = None
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
         """Returns the matrix's tensors by attribute, without those that are None."""
-        found = {"words": self.words, "scales": self.scales, "offsets": self.offsets, "order": self.order}
+        found = {name: getattr(self, name) for name in ("words", "scales", "offsets", "factors", "order")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -95,29 +125,115 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
     """Packs a matrix for which :func:`can_pack` holds."""
     assert can_pack(matrix)
     outputs, inputs = matrix.shape
-    whole = matrix.group >= inputs
-    group = 0 if whole else matrix.group if matrix.group % COLUMNS == 0 else LEAST_GROUP
-    kind = PackedKind(matrix.coding, outputs, inputs, group)
-    codes = matrix.codes
-    if matrix.coding == "int8":
-        # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
-        codes = codes ^ 0x80
-    codes = pad(codes, (0, kind.units * kind.unit - inputs, 0, kind.padded - outputs))
-    places = codes.view(kind.padded, kind.units, kind.per_word, COLUMNS)
-    words = torch.zeros(kind.units, kind.padded, COLUMNS, dtype=torch.int32)
-    for place in range(kind.per_word):
-        words |= places[:, :, place].transpose(0, 1).int() << (BITS[matrix.coding] * place)
+    group = matrix.group if matrix.group % COLUMNS == 0 else LEAST_GROUP
+    group = 0 if matrix.group >= inputs else group
+    codes, offsets, shift = matrix.codes, matrix.offsets, "none"
+    small = _small_scales(matrix) if group else None
+    if small is not None:
+        scale, numbers, factors = small
+        kind = PackedKind(matrix.coding, outputs, inputs, min(group, COLUMNS), scale)
+        # No number of a byte is 0.
+        codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, codes)
+        octets = _grouped(numbers, matrix.group, kind).view(kind.padded, kind.units, -1, 4)
+        scales = _joined(octets.unbind(-1), 8).permute(1, 2, 0).contiguous()
+        factors = pad(factors, (0, kind.padded - outputs))
+    else:
+        if matrix.coding == "int8":
+            # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
+            codes = codes ^ 0x80
+        if offsets is not None:
+            zeros = _zeros(matrix.coding, matrix.scales, offsets)
+            shift, offsets = ("offsets", offsets) if zeros is None else ("zeros", -ZERO_BASE - zeros)
+        kind = PackedKind(matrix.coding, outputs, inputs, group, shift=shift)
+        scales, factors = _grouped(matrix.scales, matrix.group, kind).T.contiguous(), None
+        offsets = None if offsets is None else _grouped(offsets, matrix.group, kind).T.contiguous()
+    order = None if matrix.order is None else matrix.order.int()
+    return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
 
-    def columns(values: torch.Tensor) -> torch.Tensor:
-        """Turns float32 [outputs, groups] into [groups, padded outputs], with groups for the padding of the inputs."""
-        spread = values if whole else values.repeat_interleave(matrix.group // group, 1)
-        groups = 1 if whole else -(-kind.units * kind.unit // group)
-        return pad(spread[:, :groups], (0, max(0, groups - spread.shape[1]), 0, kind.padded - outputs)).T.contiguous()
 
-    return PackedMatrix(
-        kind,
-        words,
-        columns(matrix.scales),
-        None if matrix.offsets is None else columns(matrix.offsets),
-        None if matrix.order is None else matrix.order.int(),
-    )
+def _spread(values: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    return values.repeat_interleave(min(group, inputs), 1)[:, :inputs]
+
+
+def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
+    """Turns values [outputs, G] of groups of a matrix into [padded outputs, groups of ``kind``], with groups for the
+    padding of the inputs."""
+    groups = 1
+    if kind.group:
+        groups = -(-kind.units * kind.unit // kind.group)
+        values = values.repeat_interleave(group // kind.group, 1)[:, :groups]
+    return pad(values, (0, groups - values.shape[1], 0, kind.padded - kind.outputs))
+
+
+def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+    """Returns one of SCALES, scales as numbers of a byte, uint8 [outputs, G], and the outputs' factors; None where
+    they cannot be kept so. Products of these scales with codes of other codings would have to be rounded."""
+    scales = matrix.scales
+    if matrix.coding != "fp4_e2m1" or matrix.offsets is not None:
+        return None
+    fractions, exponents = torch.frexp(scales)
+    if matrix.group % COLUMNS == 0 and bool((fractions == 0.5).all()):
+        most = exponents.amax(1)
+        numbers = (exponents - most[:, None] + _POWER_BIAS).clamp(min=1)
+        return "e8m0", numbers.to(torch.uint8), torch.ldexp(torch.ones(len(most)), most - 1)
+    if matrix.factors is None or bool((scales < 0).any()):
+        return None
+    floats = (scales / matrix.factors[:, None]).to(torch.float8_e4m3fn).float()
+    if not bool(((floats * matrix.factors[:, None] - scales).abs() <= _ROUNDED * scales).all()):
+        return None
+    fractions, exponents = torch.frexp(floats)
+    numbers = (exponents - 1 - _E4M3_EXPONENT + _FLOAT_BIAS) * _MANTISSA + (2 * fractions - 1) * _MANTISSA
+    return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_EXPONENT
+
+
+def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
+    """Returns the whole numbers that offsets subtract from codes, float32; None where there are none."""
+    if coding != "uint4":
+        return None
+    zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MOST_ZERO)
+    return zeros if torch.equal(-scales * zeros, offsets + 0.0) else None
+
+
+def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
+    """Packs codes uint8 [outputs, inputs] into int32 words, one after the other."""
+    whole = kind.inputs // kind.unit
+    codes = pad(codes, (0, whole * kind.unit + kind.tail * COLUMNS - kind.inputs, 0, kind.padded - kind.outputs))
+    units = codes[:, : whole * kind.unit].reshape(kind.padded, whole, kind.per_word, COLUMNS).transpose(0, 1)
+    words = _columns(units.unbind(2), kind).flatten()
+    if not kind.tail:
+        return words
+    rest = _columns(codes[:, whole * kind.unit :].reshape(kind.padded, kind.tail, COLUMNS).unbind(1), kind)
+    bits = kind.tail * BITS[kind.coding]
+    return torch.cat((words, _joined(rest.view(kind.padded, -1, 32 // bits).unbind(-1), bits).flatten()))
+
+
+def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
+    """Joins the codes of each column, two of them, half a word of them, or a word."""
+    half = kind.per_word // 2
+    if len(places) < half:
+        return _joined(places, BITS[kind.coding])
+    halves = [places[begin : begin + half] for begin in range(0, len(places), half)]
+    return _joined([_half(each, kind.coding) for each in halves], 16)
+
+
+def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
+    """Joins the codes of half a word. The first float has its sign at bit 15 and the others where they are those of a
+    bfloat16, up to its exponent's bias; the others lie in what is left, so that few shifts move them there."""
+    if coding == "fp8_e4m3":
+        first, second = (place.int() for place in places)
+        found = (first & 0x80) << 8 | (first & 0x7F) << 4
+        return found | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0xF
+    if coding == "fp4_e2m1":
+        first, second, third, fourth = (place.int() for place in places)
+        found = (first & 8) << 12 | (first & 7) << 6 | (second & 8) << 9 | (second & 7) << 3
+        found |= (third & 8) << 6 | third & 7
+        return found | (fourth & 8) << 8 | (fourth & 6) << 12 | (fourth & 1) << 10
+    return _joined(places, BITS[coding])
+
+
+def _joined(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+    """Joins numbers of so many bits to int32, the first one lowest."""
+    found = parts[0].int()
+    for place, part in enumerate(parts[1:], 1):
+        found = found | part.int() << (bits * place)
+    return found

@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[str, int, bool]] = {
     "nf4 in groups of 64": ("nf4", 64, False),
     "int8": ("int8", 0, False),
     "fp8 in blocks of 128": ("fp8_e4m3", 128, False),
+    "mxfp4": ("fp4_e2m1", 32, False),
+    "nvfp4": ("fp4_e2m1", 16, False),
 }
 FEW_ROWS, MANY_ROWS = (1, 16, 64), (512, 2048)
 ADAPTERS, ADAPTER_RANK = 8, 16
@@ -83,7 +85,13 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
     codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
     group = group or inputs
     scales = torch.rand(outputs, -(-inputs // group)) / 100
-    return QuantizedMatrix(coding, codes, scales, group, -8 * scales if shifted else None)
+    if kind == "mxfp4":
+        scales = scales.log2().round().exp2()
+    factors = None
+    if kind == "nvfp4":
+        factors = torch.full((outputs,), 1 / 100 / 448)
+        scales = (scales / factors[0]).to(torch.float8_e4m3fn).float() * factors[0]
+    return QuantizedMatrix(coding, codes, scales, group, -8 * scales if shifted else None, factors=factors)
 
 
 @functools.lru_cache(maxsize=2)

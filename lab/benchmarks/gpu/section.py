@@ -22,6 +22,7 @@ SECTIONS = {
     "prefill": 90,
     "small": 120,
     "products": 240,
+    "grouped": 150,
     "line": 150,
     "ranks": 90,
     "mps": 270,

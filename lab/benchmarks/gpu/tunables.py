@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from lab.benchmarks.gpu.bench import Bench, rotations
 from lab.benchmarks.gpu.calls import CASES, KernelCase
+from lab.benchmarks.gpu.grouped import SHAPES as EXPERTS
+from lab.benchmarks.gpu.grouped import TINY_SHAPES, expert_stacks, grouped_case
 from lab.benchmarks.gpu.pools import AttentionPool, verify_rows
 from lab.benchmarks.gpu.products import product_case
 from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
@@ -110,6 +112,18 @@ def _quantized(rows: int, bits: int, kind: str) -> Tunable:
     )
 
 
+def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tunable:
+    """Returns the tile of one product of a mixture, whose experts have ``tile`` of ``rows`` rows on average."""
+
+    def cases(bench: Bench) -> list[Build]:
+        shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS[name], rows)
+        return [lambda: grouped_case(bench, shape, count, expert_stacks(shape, bench.device, bench.smoke))]
+
+    large = tile == ROW_TILES[-1]
+    grid = {"outputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4), "programs": (1,) if large else (2, 3, 4)}
+    return Tunable("grouped_product", cases, grid, {"rows": tile, "bytes": 2, **facts})
+
+
 _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
 _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
@@ -182,6 +196,10 @@ TUNABLES: dict[str, Tunable] = {
     ),
     **{f"quantized_product_int4_{rows}": _quantized(rows, 4, "int4 in groups of 128") for rows in ROW_TILES},
     **{f"quantized_product_8_bits_{rows}": _quantized(rows, 8, "int8") for rows in ROW_TILES},
+    "grouped_product_16": _grouped("Qwen3-30B-A3B, up", 8, 16, {"coding": "", "bits": 16}),
+    "grouped_product_128": _grouped("Qwen3-30B-A3B, up", 2048, 128, {"coding": "", "bits": 16}),
+    "grouped_product_mxfp4_16": _grouped("gpt-oss-20b, up", 8, 16, {"coding": "fp4_e2m1", "bits": 4}),
+    "grouped_product_mxfp4_128": _grouped("gpt-oss-20b, up", 2048, 128, {"coding": "fp4_e2m1", "bits": 4}),
     "quantized_sum": Tunable(
         "quantized_sum",
         _products(("int8", "o", 1), ("int8", "o", 64)),

@@ -1,0 +1,296 @@
+"""Multiplies rows by the matrices of their experts, all experts of a layer in one launch.
+
+    tiles (expert, first place, rows) --> rows of a tile: rows[order[first + i] // choices]
+                                          --dot with the expert's matrix--> [bias, activation] --> out
+
+A tile has rows of one expert. Programs are as many as the device runs at once, and each goes through its share of
+tiles and blocks of outputs; how many tiles there are is read on the device, so that the grid follows the device and
+the shapes alone, and a CUDA graph serves any routing. Blocks are numbered so that programs which run at the same time
+read the same rows and, where an expert has several tiles, the same weights, which are then in the cache.
+
+Where N holds gates and then values to be gated, a block of outputs has both of its outputs, so that the activation
+needs no launch of its own and no memory in between.
+
+A row's bits do not depend on its tile: the matrix is the left operand of the products of tiles, as in
+products/quantized_product.py, and an output is one chain of additions over the inputs in order, whatever the number of
+rows of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor, processors_of
+from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
+from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
+from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+from pillion.kernels.gpu.rows.gated import _activated
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.torch.quantized_matrix import CODINGS
+
+# A clamped SwiGLU (gpt-oss) is named by its alpha and its limit.
+Activation = str | tuple[float, float]
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2")
+_CLAMPED = "clamped"
+# A tile has three int32 words: its expert, the place of its first row, and its number of rows.
+TILE_WORDS = 3
+# Gates and values alternate in blocks of so many outputs: a thread that has one of the sums of a product of tiles has
+# the one 8 outputs further, too.
+_TURN = tl.constexpr(8)
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The constants of packed matrices, of a plain one.
+_PLAIN: dict[str, Any] = {
+    "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "PLACES": 1,
+    "PER_WORD": 1, "TAIL": 0, "ORDERED": False, "NATIVE_FP8": False,
+}  # fmt: skip
+
+
+@triton.jit
+def _plain_part(
+    rows, weights, token, output, inputs,
+    RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Sums the products of all inputs: float32 [outputs, tokens]."""
+    columns = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    # Offsets into a matrix have 32 bits, because no matrix has 2**31 weights.
+    cells = weights + output[:, None] * inputs + columns[None, :]
+    row = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
+    for begin in range(0, inputs, BLOCK_K):
+        if RAGGED:
+            here = begin + columns < inputs
+            left = tl.load(cells + begin, mask=here[None, :], other=0.0)
+            right = tl.load(row + begin, mask=here[:, None], other=0.0)
+        else:
+            left = tl.load(cells + begin)
+            right = tl.load(row + begin)
+        acc = dot(left, right, acc)
+    return acc
+
+
+@triton.jit
+def _gated_by(gate, up, alpha, limit, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns act(gate) * up of float32 values, with the roundings of transformers: every result is rounded."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        slope = tl.sigmoid((gate * alpha).to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        gate = gate * slope
+        up = (up + 1.0).to(DTYPE).to(tl.float32)
+    else:
+        gate = _active(gate, ACTIVATION)
+    return gate.to(DTYPE).to(tl.float32) * up
+
+
+@triton.jit
+def _active(values, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        return tl.where(values < 0.0, 0.0, values)
+    return _activated(values, ACTIVATION == "gelu_tanh", ACTIVATION == "relu2")
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["choices"])
+def _grouped(
+    rows, order, tiles, count, words, scales, offsets, factors, columns_of, table, bias, out,
+    choices, inputs, outputs, width, padded, units, word_stride, scale_stride, alpha, limit,
+    CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
+    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
+    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    ADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+):
+    # fmt: on
+    """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
+    ``width`` is the number of columns of ``out``."""
+    MADE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    wide = tl.cdiv(width, MADE)
+    many = tl.load(count)
+    for item in range(tl.program_id(0), many * wide, tl.num_programs(0)):
+        t, n = tl.swizzle2d(item // wide, item % wide, many, wide, GROUP_T)
+        expert = tl.load(tiles + t * 3).to(tl.int64)
+        begin = tl.load(tiles + t * 3 + 1)
+        held = tl.load(tiles + t * 3 + 2)
+        number = tl.arange(0, BLOCK_T)
+        inside = number < held
+        place = begin + tl.minimum(number, held - 1)
+        pair = tl.load(order + place) if GATHERED or SCATTERED else place
+        token = pair // choices if GATHERED else place
+        made = n * MADE + tl.arange(0, MADE)
+        output = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if GATED:
+            turn = tl.arange(0, BLOCK_N)
+            output = n * MADE + turn // (2 * _TURN) * _TURN + turn % _TURN
+            output += turn // _TURN % 2 * width
+        output = tl.minimum(output, outputs - 1)
+        if CODING == "":
+            total = _plain_part(
+                rows, words + expert * word_stride, token, output, inputs, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K
+            )
+        else:
+            total = packed_part(
+                rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * scale_stride,
+                factors + expert * padded, columns_of + expert * inputs, table, token, output, 0, units, inputs, padded,
+                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N,
+                BLOCK_T,
+            )  # fmt: skip
+        if ADDED:
+            total += tl.load(bias + expert * outputs + output).to(tl.float32)[:, None]
+        if GATED:
+            apart = tl.permute(tl.reshape(total, (MADE // _TURN, 2, _TURN, BLOCK_T)), (0, 2, 3, 1))
+            gate, up = tl.split(apart)
+            total = _gated_by(gate, up, alpha, limit, ACTIVATION, out.dtype.element_ty)
+            total = tl.reshape(total, (MADE, BLOCK_T))
+        elif ACTIVATION != "":
+            total = _active(total.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
+        target = (pair if SCATTERED else place).to(tl.int64)
+        kept = inside[None, :] & (made < width)[:, None]
+        tl.store(out + target[None, :] * width + made[:, None], total.to(out.dtype.element_ty), mask=kept)
+
+
+class GroupedProduct:
+    """Multiplies rows by stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are stacked
+    along a first dimension.
+
+    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph. There is one for a
+    model.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Prepares products of rows of ``dtype``."""
+        self._dtype, self._arch, self._processors = dtype, arch_of(device), processors_of(device)
+        self._table = CODINGS["nf4"].to(device)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        order: torch.Tensor | None,
+        choices: int,
+        tiles: torch.Tensor,
+        count: torch.Tensor,
+        matrix: torch.Tensor | PackedMatrix,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        *,
+        gated: bool,
+        out: torch.Tensor,
+        scatter: bool,
+        tile_rows: int,
+        gathered: bool = True,
+    ) -> torch.Tensor:
+        """Multiplies rows [R, K] by the matrices of their experts into ``out``; returns it.
+
+        Args:
+            order: int32 [P]: place i has row ``order[i] // choices``. None where place i has row i, in reads and writes.
+            tiles: int32 [C, 3]: expert, first place, and number of rows, at most ``tile_rows``.
+            count: int32 [1]: the number of tiles; those after them are not read.
+            bias: [E, N] of the rows' type, added before the activation, or None.
+            activation: one of ACTIVATIONS, (alpha, limit) of a clamped SwiGLU, or None.
+            gated: whether outputs are gates and then values, of which act(gate) * value is written.
+            out: of the rows' type, [..., N], or [..., N / 2] where gated. Rows of no tile stay as they are.
+            scatter: whether the result of place i goes to row ``order[i]`` of ``out``, not to row i.
+            tile_rows: one of ROW_TILES.
+            gathered: whether rows are read by ``order``, where there is one; else place i has row i.
+
+        Raises Internal for misshapen tensors and unknown activations.
+        """
+        inputs, width = _sizes(matrix, gated)
+        packed = matrix if isinstance(matrix, PackedMatrix) else None
+        weights = matrix.words if isinstance(matrix, PackedMatrix) else matrix
+        outputs = width * (2 if gated else 1)
+        check_tensor("rows", rows, (None, inputs), self._dtype, weights.device)
+        check_tensor("out", out, (None, width), rows.dtype, rows.device)
+        check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, rows.device)
+        check_tensor("count", count, (1,), torch.int32, rows.device)
+        check(order is not None or not scatter, "a result is scattered by an order, and there is none")
+        if order is not None:
+            check_tensor("order", order, (None,), torch.int32, rows.device)
+        if bias is not None:
+            check_tensor("bias", bias, (len(weights), outputs), rows.dtype, rows.device)
+        check(tile_rows in ROW_TILES, f"a tile has one of {ROW_TILES} rows, not {tile_rows}")
+        kind, ordered = (inputs, False) if packed is None else (packed.kind, packed.order is not None)
+        constants, programs = _constants(kind, ordered, activation, gated, tile_rows, rows.dtype, self._arch)
+        made = constants["BLOCK_N"] // (2 if gated else 1)
+        items = len(tiles) * triton.cdiv(width, made)
+        alpha, limit = activation if isinstance(activation, tuple) else (0.0, 0.0)
+        scales = weights if packed is None else packed.scales
+        _grouped[(min(programs * self._processors, items),)](
+            rows,
+            count if order is None else order,
+            tiles,
+            count,
+            weights,
+            scales,
+            scales if packed is None or packed.offsets is None else packed.offsets,
+            self._table if packed is None or packed.factors is None else packed.factors,
+            count if packed is None or packed.order is None else packed.order,
+            self._table,
+            rows if bias is None else bias,
+            out,
+            choices,
+            inputs,
+            outputs,
+            width,
+            0 if packed is None else packed.kind.padded,
+            0 if packed is None else packed.kind.units,
+            weights.stride(0),
+            scales.stride(0),
+            alpha,
+            limit,
+            GATHERED=order is not None and gathered,
+            SCATTERED=scatter,
+            ADDED=bias is not None,
+            **constants,
+        )
+        return out
+
+
+def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
+    """Returns inputs and columns of the result of a stack of matrices. Raises Internal where there are none."""
+    if isinstance(matrix, PackedMatrix):
+        outputs, inputs = matrix.kind.outputs, matrix.kind.inputs
+    else:
+        check_tensor("matrix", matrix, (None, None, None), _TYPES)
+        _, outputs, inputs = matrix.shape
+    check(not gated or outputs % 2 == 0, f"{outputs} outputs are not gates and as many values")
+    return inputs, outputs // 2 if gated else outputs
+
+
+def _constants(
+    kind: PackedKind | int,
+    ordered: bool,
+    activation: Activation | None,
+    gated: bool,
+    tile_rows: int,
+    dtype: torch.dtype,
+    arch: int,
+) -> tuple[dict[str, Any], int]:
+    """Returns the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
+    matrices, or the number of inputs of plain ones; ``ordered`` says whether the former have an order of inputs."""
+    name = _CLAMPED if isinstance(activation, tuple) else activation or ""
+    check(name in ("", _CLAMPED, *ACTIVATIONS), f"activation {activation!r} is not known")
+    check(bool(name) or not gated, "gates need an activation")
+    check(gated or name != _CLAMPED, "a clamped SwiGLU needs gates")
+    bits, coding = (BITS[kind.coding], kind.coding) if isinstance(kind, PackedKind) else (8 * dtype.itemsize, "")
+    use = tuned("grouped_product", arch, rows=tile_rows, bits=bits, coding=coding, bytes=dtype.itemsize)
+    if isinstance(kind, PackedKind):
+        made = tile_constants(kind, dtype, arch, ordered=ordered)
+    else:
+        made = _PLAIN | {"RAGGED": kind % use["depth"] != 0}
+    constants = made | {
+        "ACTIVATION": name,
+        "GATED": gated,
+        "BLOCK_N": use["outputs"],
+        "BLOCK_T": tile_rows,
+        "BLOCK_K": use["depth"],
+        "GROUP_T": use["group"],
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+    }
+    return constants, use["programs"]

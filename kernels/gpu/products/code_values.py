@@ -1,0 +1,206 @@
+"""Takes weights out of their codes, in the registers of a product of tiles.
+
+There are two ways, chosen by the matrix and the rows' type, never by the number of rows:
+
+*Exact* weights, for rows of bfloat16: whole numbers, less their zero, and floats of 4 or 8 bits, times a scale of a
+byte, have at most 8 significant bits, so they are bfloat16's without rounding. Scales and factors of float32 multiply
+sums of a group's products, or of all products.
+
+*Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type.
+
+Exact weights of two columns are made at once, in the halves of a register, by instructions that Triton has no
+operations for: so they are PTX, one piece for each place of a word (gpu_packing.py). A word's half has several places;
+the halves of two words are brought together first, and the assembler does that once for all places of it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.fp8 import decode_e4m3
+from pillion.kernels.gpu.launch import interpreting
+from pillion.kernels.gpu.products.gpu_packing import LEAST_GROUP, ZERO_BASE
+
+_INTERPRETED = tl.constexpr(interpreting())
+_LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+# _MAGIC is the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it. They are
+# among those of _ABOVE, which are above all codes of half a word.
+_ABOVE = tl.constexpr(0x7FFF0000)
+_MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
+# Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Scales of
+# a byte are bfloat16's times 2**126: so their product with the former is the weight.
+_SCALE_STEP = tl.constexpr(2.0**-126)
+# The bits of a scale of SCALES: its byte at this place, plus this number.
+_POWER_PLACE, _FLOAT_PLACE, _FLOAT_BITS = tl.constexpr(7), tl.constexpr(4), tl.constexpr(222 << 7)
+
+# The lookup tables of lop3 for (a & b) | c and (a & b) ^ c.
+_AND_OR, _AND_XOR = 0xEA, 0x6A
+# Shifts to the left (below 0: to the right) that bring bits of float codes to their places, and masks of these, for
+# both halves of a register: as gpu_packing._half has laid them out.
+_FLOAT_PARTS = {
+    "fp4_e2m1": (
+        ((0, 0x81C0),),
+        ((3, 0x81C0),),
+        ((6, 0x81C0),),
+        ((4, 0x8000), (-6, 0x0180), (-4, 0x0040)),
+    ),
+    "fp8_e4m3": (((0, 0x87F0),), ((4, 0x80F0), (-4, 0x0700))),
+}
+
+
+@triton.constexpr_function
+def _assembly(coding, place, zeros):
+    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. The next operand is
+    the scale of a float of 4 bits, or what zeros make of it, where there are some."""
+    bits = 8 if coding in ("int8", "fp8_e4m3") else 4
+    half, inner = divmod(place, 16 // bits)
+    lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
+    parts = _FLOAT_PARTS.get(coding)
+    if parts is not None:
+        for number, (shift, mask) in enumerate(parts[inner]):
+            if shift:
+                lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 t, w, {abs(shift)};")
+            source, both = "t" if shift else "w", mask * 0x10001
+            if number:
+                lines.append(f"lop3.b32 v, {source}, {both}, v, {_AND_OR};")
+            else:
+                lines.append(f"and.b32 v, {source}, {both};")
+        # The product with a scale, or with 2**120; adding -0 changes no number.
+        factor = "$3" if coding == "fp4_e2m1" else "f"
+        lines += [f"mov.b32 f, {0x7B807B80};", f"mov.b32 c, {0x80008000};", f"fma.rn.bf16x2 $0, v, {factor}, c;"]
+    else:
+        if inner:
+            lines.append(f"shr.b32 w, w, {bits * inner};")
+        # 128 + the low bits of the code, of which a bfloat16 has 7 beside its leading one.
+        lines.append(f"lop3.b32 v, w, {0x7F007F if bits == 8 else 0xF000F}, {0x43004300}, {_AND_OR};")
+        if bits == 8:
+            # -128 where the code's highest bit is set, for which 128 more are added, else -256.
+            lines.append(f"lop3.b32 c, w, {0x800080}, {0xC380C380}, {_AND_XOR};")
+        else:
+            lines.append(f"mov.b32 c, {0xC308C308 if coding == 'int4' else 0xC300C300};")
+        lines += [f"mov.b32 f, {0x3F803F80};", f"fma.rn.bf16x2 $0, v, f, {'$3' if zeros else 'c'};"]
+    return "{ .reg .b32 w, t, v, f, c; " + " ".join(lines) + " }"
+
+
+@triton.jit
+def exact(words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
+
+    beside: for floats of 4 bits their scales, for ZEROS the bfloat16 that are added to ZERO_BASE + code; else not used.
+    ahead: with GROUPS the scales of the sums, which the weights do not need: Triton loads ahead, turns of a loop
+        before, what the operands of a product of tiles are made of, and nothing else.
+    """
+    if _INTERPRETED:
+        BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
+        values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
+        if CODING == "fp4_e2m1":
+            values *= beside
+        if ZEROS:
+            values += beside.to(tl.float32) + _ZERO_BASE
+        return values.to(tl.bfloat16)
+    ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS)
+    if CODING == "fp4_e2m1":
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
+    if ZEROS and GROUPS:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, ahead], tl.bfloat16, True, 2)
+    if ZEROS:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
+    if GROUPS:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, ahead], tl.bfloat16, True, 2)
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def _float_code(words, PLACE: tl.constexpr, CODING: tl.constexpr):
+    """Returns the code of a float at one place of each word as int32: gpu_packing._half backwards."""
+    if CODING == "fp8_e4m3":
+        half = words >> (16 * (PLACE // 2))
+        if PLACE % 2 == 0:
+            return ((half >> 8) & 0x80) | ((half >> 4) & 0x7F)
+        return ((half >> 4) & 0x80) | ((half >> 8) & 0x70) | (half & 0xF)
+    half = words >> (16 * (PLACE // 4))
+    if PLACE % 4 == 0:
+        return ((half >> 12) & 0x8) | ((half >> 6) & 0x7)
+    if PLACE % 4 == 1:
+        return ((half >> 9) & 0x8) | ((half >> 3) & 0x7)
+    if PLACE % 4 == 2:
+        return ((half >> 6) & 0x8) | (half & 0x7)
+    return ((half >> 8) & 0x8) | ((half >> 12) & 0x6) | ((half >> 10) & 0x1)
+
+
+@triton.jit
+def code_values(
+    words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Returns the float32 values of the codes at one place of each word, as multiples of the result of
+    :func:`code_step`. ``table`` has the values of NF4."""
+    if CODING == "fp8_e4m3":
+        return decode_e4m3(_float_code(words, PLACE, CODING).to(tl.uint8), tl.float32, NATIVE_FP8)
+    if CODING == "nf4":
+        return tl.load(table + ((words >> (4 * PLACE)) & 0xF))
+    if CODING == "fp4_e2m1":
+        # Exponent and mantissa become those of a float16, whose bias differs by 14, also for subnormals. This takes
+        # fewer instructions than to look a value up.
+        code = _float_code(words, PLACE, CODING)
+        bits = ((code & 0x8) << 12) | ((code & 0x7) << 9)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    # A code stays at its place in its half of the word, where it is a multiple of a power of 2: one instruction masks
+    # its neighbours and leaves the bits of a float, which all codes of the half get at once. A conversion of integers
+    # would take longer than that sum, which is exact.
+    if CODING == "int8":
+        half, shift, mask = words >> (16 * (PLACE // 2)), 8 * (PLACE % 2), 0xFF
+    else:
+        half, shift, mask = words >> (16 * (PLACE // 4)), 4 * (PLACE % 4), 0xF
+    # The exact products of float32 leave no registers for the halves.
+    bits = half & (mask << shift) | _MAGIC if FLOAT32 else (half | _ABOVE) & (_MAGIC | (mask << shift))
+    return bits.to(tl.float32, bitcast=True) - (_MAGIC_VALUE + BIAS * (1 << shift))
+
+
+@triton.jit
+def code_step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Returns the factor by which the results of :func:`code_values` are too small; it is a power of 2, so that scales
+    are multiplied by it exactly."""
+    if CODING == "fp8_e4m3":
+        return 1.0 if NATIVE_FP8 else 256.0
+    if CODING == "nf4":
+        return 1.0
+    if CODING == "fp4_e2m1":
+        return 16384.0
+    return 1.0 / (1 << (8 * (PLACE % 2) if CODING == "int8" else 4 * (PLACE % 4)))
+
+
+@triton.jit
+def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
+    """Loads scales or offsets of a tile of codes [outputs, COLUMNS] whose first input is ``first``."""
+    if GROUP == 0:
+        found = tl.load(values + output)[:, None]
+    else:
+        group = values + first // GROUP * padded + output
+        found = tl.load(group)[:, None]
+        if GROUP == _LEAST_GROUP:
+            found = tl.where(columns[None, :] < GROUP, found, tl.load(group + padded)[:, None])
+    return found
+
+
+@triton.jit
+def _scale_bits(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
+    """Returns the bits of bfloat16 of one of the four scales in each word, times 2**126."""
+    if SCALE == "e8m0":
+        return ((words >> (8 * BYTE)) & 0xFF) << _POWER_PLACE
+    return (((words >> (8 * BYTE)) & 0xFF) << _FLOAT_PLACE) + _FLOAT_BITS
+
+
+@triton.jit
+def byte_scales(words, columns, PLACE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """Returns the scales of a tile of codes from the words [outputs] that hold them: float32 if WIDE or in the
+    interpreter, else what :func:`exact` takes."""
+    if GROUP == _LEAST_GROUP:
+        first = _scale_bits(words, PLACE * 2 % 4, SCALE)[:, None]
+        bits = tl.where(columns[None, :] < GROUP, first, _scale_bits(words, PLACE * 2 % 4 + 1, SCALE)[:, None])
+    else:
+        bits = _scale_bits(words, PLACE % 4, SCALE)[:, None]
+    if WIDE or _INTERPRETED:
+        return (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -1,0 +1,184 @@
+"""Sums the products of one tile of a packed matrix with a tile of rows, for every kernel that has such products.
+
+    words --shift, mask--> weights (code_values.py) --dot with rows--> sums [outputs, rows] of float32
+
+Where weights are exact, a group's products are summed by themselves, and its scale of float32 multiplies that sum:
+fewer roundings, and one multiplication for a group where there was one for each weight. A row's bits follow from the
+matrix and the order of its inputs alone.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
+from pillion.kernels.gpu.launch import interpreting
+from pillion.kernels.gpu.products.code_values import byte_scales, code_step, code_values, exact, group_factors
+from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, ZERO_BASE, PackedKind
+
+# For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
+_BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
+# Sums of groups of fewer inputs would take more instructions than rounded weights do.
+_LEAST_SUM = 64
+_COLUMNS, _LEAST_GROUP, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+
+
+# fmt: off
+@triton.jit
+def packed_part(
+    rows, words, scales, offsets, factors, columns_of, table, token, output, begin, end, inputs, padded,
+    CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
+    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
+    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):
+    # fmt: on
+    """Sums units ``begin`` .. ``end`` - 1: float32 [outputs, tokens].
+
+    token: the rows [BLOCK_T] to read. output: the outputs [BLOCK_N] of the matrix, with its padding. columns_of: with
+    ORDERED the input of each column, else not read.
+    """
+    columns = tl.arange(0, _COLUMNS)
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    # Offsets into the matrix have 32 bits, because no matrix has 2**31 words.
+    cells = words + output[:, None] * _COLUMNS + columns[None, :]
+    row = rows + token.to(tl.int64)[None, :] * inputs + (columns * 0 if ORDERED else columns)[:, None]
+    factor = scales + output
+    if SCALE != "float32":
+        factor = factors + output
+    whole = end
+    if TAIL:
+        whole = tl.minimum(end, inputs // (PER_WORD * _COLUMNS))
+    for unit in range(begin, whole):
+        packed = tl.load(cells + unit * padded * _COLUMNS)
+        acc = _unit(
+            acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
+            CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, PER_WORD, False, ORDERED, NATIVE_FP8,
+        )  # fmt: skip
+    if TAIL:
+        if end > whole:
+            SHARE: tl.constexpr = PER_WORD // TAIL
+            shared = words + whole * padded * _COLUMNS + output[:, None] * (_COLUMNS // SHARE)
+            packed = tl.load(shared + (columns // SHARE)[None, :]) >> (columns % SHARE * (32 // SHARE))[None, :]
+            if CODING == "fp4_e2m1" and TAIL == 2:
+                # Two codes lie as they are, not as among four.
+                packed = ((packed & 8) << 12) | ((packed & 7) << 6) | ((packed & 0x80) << 5) | ((packed & 0x70) >> 1)
+            acc = _unit(
+                acc, packed, whole, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
+                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8,
+            )  # fmt: skip
+    if EXACT and (GROUP == 0 or SCALE != "float32"):
+        acc *= tl.load(factor)[:, None]
+    return acc
+
+
+# fmt: off
+@triton.jit
+def _unit(
+    acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
+    CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
+    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, COUNT: tl.constexpr, RAGGED: tl.constexpr,
+    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):
+    # fmt: on
+    """Adds the products of a unit's first COUNT places to ``acc``."""
+    SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
+    # So many words have the scales of a byte of a unit.
+    SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (4 * GROUP) if SCALE != "float32" else 1
+    PLACES_OF_WORD: tl.constexpr = PER_WORD // SCALE_WORDS
+    scale = acc
+    beside = acc
+    part = acc
+    for place in tl.static_range(COUNT):
+        first = (unit * PER_WORD + place) * _COLUMNS
+        cells = row + first
+        if ORDERED:
+            inputs_here = tl.load(columns_of + first + columns, mask=first + columns < inputs, other=0)
+            cells = row + inputs_here[:, None]
+        if RAGGED:
+            right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0)
+        else:
+            right = tl.load(cells)
+        if SCALE != "float32":
+            if place % PLACES_OF_WORD == 0:
+                scale_words = tl.load(scales + (unit * SCALE_WORDS + place // PLACES_OF_WORD) * padded + output)
+            scale = byte_scales(scale_words, columns, place, SCALE, GROUP, not EXACT)
+        elif place % PLACES == 0 and (SUMMED or not EXACT):
+            scale = group_factors(scales, first, output, padded, columns, GROUP)
+        if SHIFT != "none" and place % PLACES == 0:
+            beside = group_factors(offsets, first, output, padded, columns, GROUP)
+            if EXACT:
+                beside = beside.to(tl.bfloat16)
+            elif SHIFT == "zeros":
+                beside = (beside + _ZERO_BASE) * scale
+        if EXACT:
+            if SCALE != "float32":
+                beside = scale
+            weights = exact(packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED)
+            if SUMMED:
+                if place % PLACES == 0:
+                    part = tl.zeros(acc.shape, tl.float32)
+                part = dot(weights, right, part)
+                if place % PLACES == PLACES - 1 or place == COUNT - 1:
+                    acc += part * scale
+            else:
+                acc = dot(weights, right, acc)
+        else:
+            values = code_values(packed, table, place, CODING, BIAS, NATIVE_FP8, right.dtype == tl.float32)
+            by = scale * code_step(place, CODING, NATIVE_FP8)
+            if SCALE != "float32":
+                by *= tl.load(factor)[:, None]
+            if SHIFT != "none":
+                found = tl.fma(values, tl.broadcast_to(by, values.shape), tl.broadcast_to(beside, values.shape))
+            else:
+                found = values * by
+            acc = dot(found.to(right.dtype), right, acc)
+    return acc
+
+
+def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
+    """Returns the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
+    exact_weights = _is_exact(kind, dtype)
+    return {
+        "CODING": kind.coding,
+        "BIAS": _BIAS.get(kind.coding, 0.0),
+        "GROUP": kind.group,
+        "SCALE": kind.scale,
+        "SHIFT": kind.shift,
+        "EXACT": exact_weights,
+        "PLACES": _places_of(kind) if exact_weights else _places_held(kind, dtype.itemsize, arch),
+        "PER_WORD": kind.per_word,
+        "TAIL": kind.tail,
+        "RAGGED": kind.tail > 0 and kind.inputs % kind.unit != kind.tail * COLUMNS,
+        "ORDERED": ordered,
+        "NATIVE_FP8": kind.coding == "fp8_e4m3" and arch >= NATIVE_FP8_ARCH and not interpreting(),
+    }
+
+
+def _places_of(kind: PackedKind) -> int:
+    """Returns how many places of a word, one after the other, have the same scale."""
+    return gcd(kind.group // COLUMNS, kind.per_word) if kind.group else kind.per_word
+
+
+def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
+    """Returns whether weights without their scales of float32 are made as numbers of ``dtype``. Float32's are not, for
+    they are for comparisons, and float16 holds no powers of two as far apart as scales."""
+    if dtype != torch.bfloat16 or kind.coding == "nf4" or kind.shift == "offsets":
+        return False
+    if kind.coding == "fp4_e2m1":
+        return kind.scale != "float32"
+    return _places_of(kind) * COLUMNS >= _LEAST_SUM
+
+
+def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:
+    """Returns for how many places of a word, one after the other, the kernel loads a scale of each output once."""
+    if kind.group % kind.unit == 0:
+        return kind.per_word
+    # The exact products of float32, and those of an sm_80, leave no registers for scales.
+    held = kind.unit % kind.group == 0 and item_bytes < 4 and arch >= 90
+    return max(1, kind.group // COLUMNS) if held else 1
