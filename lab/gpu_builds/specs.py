@@ -464,10 +464,11 @@ def _grouped_product_spec(
         scales = "*i32:16"
     offsets = "*fp32:16" if kind is not None and kind.shift != "none" else scales
     pointers = f"*{dtype}:16, *i32:16, *i32:16, *i32:16, {words}, {scales}, {offsets}, *fp32:16, *i32:16, *fp32:16"
+    sizes = ", ".join(["i32:16"] * 4)
     return BuildSpec(
         name=f"grouped_{name}-{rows}",
         kernel=grouped_product._grouped,
-        signature=f"{pointers}, *{dtype}:16, *{dtype}:16, i32, i32:16, i32:16, i32:16, i32:16, i32, i32:16, i32:16, fp32, fp32",
+        signature=f"{pointers}, *{dtype}:16, *{dtype}:16, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32",
         constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
         architectures=(arch,),
     )

@@ -63,9 +63,7 @@ def routed(counts: list[int], tile_rows: int):
     order = torch.randperm(sum(counts)).int()
     tiles, begin = [], 0
     for expert, count in enumerate(counts):
-        tiles += [
-            (expert, begin + first, min(tile_rows, count - first)) for first in range(0, count, tile_rows)
-        ]
+        tiles += [(expert, begin + first, min(tile_rows, count - first)) for first in range(0, count, tile_rows)]
         begin += count
     # What is after the last tile must not be read.
     count = len(tiles)

@@ -167,7 +167,10 @@ class GpuPackedFile(PackedFile):
         super().__init__(path)
         names = sorted({name.rpartition(".")[0] for name in self.numbers})
         try:
-            kinds = {name: PackedKind(**{key.name: self._kind(name, key.name) for key in fields(PackedKind)}) for name in names}
+            kinds = {
+                name: PackedKind(**{key.name: self._kind(name, key.name) for key in fields(PackedKind)})
+                for name in names
+            }
         except LookupError as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         self.plan = _planned(self.tensors.items(), kinds)

@@ -103,8 +103,9 @@ def _grouped(
     choices, inputs, outputs, width, padded, units, word_stride, scale_stride, alpha, limit,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
-    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    ADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
 ):
     # fmt: on
     """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
@@ -187,7 +188,7 @@ class GroupedProduct:
         """Multiplies rows [R, K] by the matrices of their experts into ``out``; returns it.
 
         Args:
-            order: int32 [P]: place i has row ``order[i] // choices``. None where place i has row i, in reads and writes.
+            order: int32 [P]: place i has row ``order[i] // choices``. None where place i has row i.
             tiles: int32 [C, 3]: expert, first place, and number of rows, at most ``tile_rows``.
             count: int32 [1]: the number of tiles; those after them are not read.
             bias: [E, N] of the rows' type, added before the activation, or None.

@@ -36,17 +36,6 @@ _POWER_PLACE, _FLOAT_PLACE, _FLOAT_BITS = tl.constexpr(7), tl.constexpr(4), tl.c
 
 # The lookup tables of lop3 for (a & b) | c and (a & b) ^ c.
 _AND_OR, _AND_XOR = 0xEA, 0x6A
-# Shifts to the left (below 0: to the right) that bring bits of float codes to their places, and masks of these, for
-# both halves of a register: as gpu_packing._half has laid them out.
-_FLOAT_PARTS = {
-    "fp4_e2m1": (
-        ((0, 0x81C0),),
-        ((3, 0x81C0),),
-        ((6, 0x81C0),),
-        ((4, 0x8000), (-6, 0x0180), (-4, 0x0040)),
-    ),
-    "fp8_e4m3": (((0, 0x87F0),), ((4, 0x80F0), (-4, 0x0700))),
-}
 
 
 @triton.constexpr_function
@@ -56,16 +45,23 @@ def _assembly(coding, place, zeros):
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
-    parts = _FLOAT_PARTS.get(coding)
-    if parts is not None:
-        for number, (shift, mask) in enumerate(parts[inner]):
+    # Shifts to the left (below 0: to the right) that bring the bits of floats to their places, and masks of these, for
+    # both halves of a register: as gpu_packing._half has laid them out.
+    parts = {
+        "fp4_e2m1": (
+            ((0, 0x81C0),),
+            ((3, 0x81C0),),
+            ((6, 0x81C0),),
+            ((4, 0x8000), (-6, 0x0180), (-4, 0x0040)),
+        ),
+        "fp8_e4m3": (((0, 0x87F0),), ((4, 0x80F0), (-4, 0x0700))),
+    }
+    if coding in parts:
+        lines.append("mov.b32 v, 0;")
+        for shift, mask in parts[coding][inner]:
             if shift:
                 lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 t, w, {abs(shift)};")
-            source, both = "t" if shift else "w", mask * 0x10001
-            if number:
-                lines.append(f"lop3.b32 v, {source}, {both}, v, {_AND_OR};")
-            else:
-                lines.append(f"and.b32 v, {source}, {both};")
+            lines.append(f"lop3.b32 v, {'t' if shift else 'w'}, {mask * 0x10001}, v, {_AND_OR};")
         # The product with a scale, or with 2**120; adding -0 changes no number.
         factor = "$3" if coding == "fp4_e2m1" else "f"
         lines += [f"mov.b32 f, {0x7B807B80};", f"mov.b32 c, {0x80008000};", f"fma.rn.bf16x2 $0, v, {factor}, c;"]

@@ -60,7 +60,7 @@ def packed_part(
             acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
             CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, PER_WORD, False, ORDERED, NATIVE_FP8,
         )  # fmt: skip
-    if TAIL:
+    if TAIL:  # noqa: SIM102  (a kernel knows it when it is compiled, and the other one when it runs)
         if end > whole:
             SHARE: tl.constexpr = PER_WORD // TAIL
             shared = words + whole * padded * _COLUMNS + output[:, None] * (_COLUMNS // SHARE)
@@ -88,9 +88,8 @@ def _unit(
     # fmt: on
     """Adds the products of a unit's first COUNT places to ``acc``."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
-    # So many words have the scales of a byte of a unit.
-    SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (4 * GROUP) if SCALE != "float32" else 1
-    PLACES_OF_WORD: tl.constexpr = PER_WORD // SCALE_WORDS
+    # A unit's scales of a byte are in so many words.
+    SCALE_WORDS: tl.constexpr = PER_WORD * 8 // GROUP if SCALE != "float32" else 1
     scale = acc
     beside = acc
     part = acc
@@ -100,13 +99,10 @@ def _unit(
         if ORDERED:
             inputs_here = tl.load(columns_of + first + columns, mask=first + columns < inputs, other=0)
             cells = row + inputs_here[:, None]
-        if RAGGED:
-            right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0)
-        else:
-            right = tl.load(cells)
+        right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0) if RAGGED else tl.load(cells)
         if SCALE != "float32":
-            if place % PLACES_OF_WORD == 0:
-                scale_words = tl.load(scales + (unit * SCALE_WORDS + place // PLACES_OF_WORD) * padded + output)
+            if place * 8 % GROUP == 0:
+                scale_words = tl.load(scales + (unit * SCALE_WORDS + place * 8 // GROUP) * padded + output)
             scale = byte_scales(scale_words, columns, place, SCALE, GROUP, not EXACT)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)

@@ -120,7 +120,12 @@ def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tu
         return [lambda: grouped_case(bench, shape, count, expert_stacks(shape, bench.device, bench.smoke))]
 
     large = tile == ROW_TILES[-1]
-    grid = {"outputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4), "programs": (1,) if large else (2, 3, 4)}
+    grid = {
+        "outputs": (64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+        "programs": (1,) if large else (2, 3, 4),
+    }
     return Tunable("grouped_product", cases, grid, {"rows": tile, "bytes": 2, **facts})
 
 
