@@ -207,49 +207,42 @@ class GroupedProduct:
         outputs = width * (2 if gated else 1)
         check_tensor("rows", rows, (None, inputs), self._dtype, weights.device)
         check_tensor("out", out, (None, width), rows.dtype, rows.device)
-        check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, rows.device)
-        check_tensor("count", count, (1,), torch.int32, rows.device)
-        check(order is not None or not scatter, "a result is scattered by an order, and there is none")
-        if order is not None:
-            check_tensor("order", order, (None,), torch.int32, rows.device)
+        _check_tiles(rows, order, tiles, count, scatter, tile_rows)
+        check(packed is not None or weights.dtype == rows.dtype, f"matrices are of {weights.dtype}")
         if bias is not None:
             check_tensor("bias", bias, (len(weights), outputs), rows.dtype, rows.device)
-        check(tile_rows in ROW_TILES, f"a tile has one of {ROW_TILES} rows, not {tile_rows}")
         kind, ordered = (inputs, False) if packed is None else (packed.kind, packed.order is not None)
         constants, programs = _constants(kind, ordered, activation, gated, tile_rows, rows.dtype, self._arch)
         made = constants["BLOCK_N"] // (2 if gated else 1)
         items = len(tiles) * triton.cdiv(width, made)
         alpha, limit = activation if isinstance(activation, tuple) else (0.0, 0.0)
         scales = weights if packed is None else packed.scales
+        parts = {} if packed is None else packed.parts
         _grouped[(min(programs * self._processors, items),)](
-            rows,
-            count if order is None else order,
-            tiles,
-            count,
-            weights,
-            scales,
-            scales if packed is None or packed.offsets is None else packed.offsets,
-            self._table if packed is None or packed.factors is None else packed.factors,
-            count if packed is None or packed.order is None else packed.order,
-            self._table,
-            rows if bias is None else bias,
-            out,
-            choices,
-            inputs,
-            outputs,
-            width,
-            0 if packed is None else packed.kind.padded,
-            0 if packed is None else packed.kind.units,
-            weights.stride(0),
-            scales.stride(0),
-            alpha,
-            limit,
-            GATHERED=order is not None and gathered,
-            SCATTERED=scatter,
-            ADDED=bias is not None,
-            **constants,
-        )
+            rows, count if order is None else order, tiles, count, weights, scales, parts.get("offsets", scales),
+            parts.get("factors", self._table), parts.get("order", count), self._table, rows if bias is None else bias,
+            out, choices, inputs, outputs, width, 0 if packed is None else packed.kind.padded,
+            0 if packed is None else packed.kind.units, weights.stride(0), scales.stride(0), alpha, limit,
+            GATHERED=order is not None and gathered, SCATTERED=scatter, ADDED=bias is not None, **constants,
+        )  # fmt: skip
         return out
+
+
+def _check_tiles(
+    rows: torch.Tensor,
+    order: torch.Tensor | None,
+    tiles: torch.Tensor,
+    count: torch.Tensor,
+    scatter: bool,
+    tile_rows: int,
+) -> None:
+    """Raises Internal for misshapen descriptions of tiles."""
+    check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, rows.device)
+    check_tensor("count", count, (1,), torch.int32, rows.device)
+    check(order is not None or not scatter, "a result is scattered by an order, and there is none")
+    if order is not None:
+        check_tensor("order", order, (None,), torch.int32, rows.device)
+    check(tile_rows in ROW_TILES, f"a tile has one of {ROW_TILES} rows, not {tile_rows}")
 
 
 def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
