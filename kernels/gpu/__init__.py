@@ -2,11 +2,12 @@
 
     attention/         paged attention, and the kernel that writes KV
     rows/              norms, gated activations, embedding
-    products/          products by quantized matrices
+    products/          products by plain and quantized matrices
     experts/           mixtures of experts: routing, sorting, products, sums
     sampling/          choosing tokens
     dot.py, fp8.py     the product of two tiles, and 8-bit floats in a kernel's own arithmetic
     blocks.py          copies, gathers and scatters blocks of a pool
+    dependent.py       kernels that begin while the one before them still runs
     launch.py          checks that launchers share, and facts about the device
     interpreter.py     makes Triton's interpreter quicker, in which tests run without a GPU
     tuned.py           constants of kernels by architecture, from tuning/*.json

@@ -7,6 +7,7 @@ imported, in Triton's interpreter on CPU tensors: slowly, and for tests.
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 
@@ -23,6 +24,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache
 def arch_of(device: torch.device) -> int:
     """Returns the compute capability of a CUDA device as one number, such as 90."""
     if device.type != "cuda":

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lab.gpu_builds.machine_code import main_loop, weights_of
 from lab.gpu_builds.specs import ARCHITECTURES, BuildSpec, build_specs
+from pillion.kernels.gpu.dependent import DEPENDENT_ARCH
 
 # One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
 # Capabilities").
@@ -71,6 +72,9 @@ RARE = (
     "low_rank_*fp32",
     "norm_gated-128-bf16-sigmoid",
     "norm_gated-16384-*",
+    "plain_[dqs]*",
+    "plain_gate_up-[236]*",
+    "plain_*_fp*",
     "quantized_*-[36]*",
     "quantized_[in]*",
     "quantized_fp8_128-128",
@@ -112,15 +116,18 @@ def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
     from triton.compiler import ASTSource
 
     names = list(spec.kernel.arg_names)
-    typed = [name for name in names if name not in spec.constants]
+    constants = dict(spec.constants)
+    if arch < DEPENDENT_ARCH and "DEPENDENT" in constants:
+        constants["DEPENDENT"] = False
+    typed = [name for name in names if name not in constants]
     kinds = dict(zip(typed, spec.signature.split(", "), strict=True))
     source = ASTSource(
         fn=spec.kernel,
         signature={name: kinds.get(name, "constexpr").removesuffix(":16") for name in names},
-        constexprs={(names.index(name),): value for name, value in spec.constants.items() if name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in typed if kinds[name].endswith(":16")},
     )
-    options = {name: spec.constants.get(name, usual) for name, usual in (("num_warps", 4), ("num_stages", 2))}
+    options = {name: constants.get(name, usual) for name, usual in (("num_warps", 4), ("num_stages", 2))}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)

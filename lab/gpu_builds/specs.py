@@ -14,7 +14,7 @@ from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_wri
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
-from pillion.kernels.gpu.products import low_rank_product, quantized_product
+from pillion.kernels.gpu.products import low_rank_product, plain_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.sampling import gpu_sampling, sampling_cuts, sampling_edits, sampling_masks
@@ -304,6 +304,34 @@ def low_rank_product_specs() -> list[BuildSpec]:
                 )
             )
     return specs
+
+
+def plain_product_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: Llama 3 8B's products, a small matrix whose last tiles are not full, and other
+    types."""
+    cases = [
+        ("qkv", 4096, 6144, "bf16"),
+        ("o", 4096, 4096, "bf16"),
+        ("gate_up", 4096, 28672, "bf16"),
+        ("down", 14336, 4096, "bf16"),
+        ("small", 576, 1500, "bf16"),
+        ("o_fp16", 4096, 4096, "fp16"),
+        ("o_fp32", 4096, 4096, "fp32"),
+    ]
+    rows = (*plain_product.ROW_TILES, plain_product.SHARED_ROWS + 1)
+    return [_plain_product_spec(*case, count, arch) for case, count, arch in product(cases, rows, ARCHITECTURES)]
+
+
+def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: int, arch: int) -> BuildSpec:
+    constants = plain_product._constants(inputs, outputs, rows, 4 if dtype == "fp32" else 2, arch)
+    sizes = [f"i32{':16' if size % 16 == 0 else ''}" for size in (inputs, outputs)]
+    return BuildSpec(
+        name=f"plain_{name}-{rows}",
+        kernel=plain_product._product,
+        signature=", ".join([f"*{dtype}:16"] * 4 + ["*fp32:16", "*i32:16", "i32", *sizes, "i32:16"]),
+        constants={"ADDED": False, **constants},
+        architectures=(arch,),
+    )
 
 
 def quantized_product_specs() -> list[BuildSpec]:
@@ -719,6 +747,7 @@ def build_specs() -> list[BuildSpec]:
         paged_attention_specs,
         blocks_specs,
         low_rank_product_specs,
+        plain_product_specs,
         quantized_product_specs,
         expert_specs,
         grouped_product_specs,

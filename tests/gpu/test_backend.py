@@ -307,7 +307,21 @@ def test_sizes_of_graphs():
     assert sizes_for(6) == (1, 2, 4, 6)
     assert sizes_for(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 100)
     assert sizes_for(700)[-3:] == (576, 640, 700)
-    assert sizes_for(8192)[-3:] == (1792, 1920, MAX_GRAPH_TOKENS)
+    assert sizes_for(9000)[-3:] == (7168, 7680, MAX_GRAPH_TOKENS)
+
+
+def test_the_largest_graph_is_captured_first_and_large_ones_last():
+    """Where time or memory is short, steps that gain little by a graph have none, and none is padded to several times
+    its tokens."""
+    graphs = StepGraphs(lambda shape: torch.empty(0), MAX_GRAPH_TOKENS, 1, torch.device("cuda"), eager=False)
+    order = list(dict.fromkeys(shape.tokens for shape in graphs.shapes()))
+    assert sorted(order) == list(sizes_for(MAX_GRAPH_TOKENS))
+    few, many = order[1 : order.index(1) + 1], order[order.index(1) + 1 :]
+    assert (order[0], few, many) == (MAX_GRAPH_TOKENS, sorted(few, reverse=True), sorted(many))
+    assert max(few) < min(many)
+    graphs._graphs = dict.fromkeys([graphs._shape(MAX_GRAPH_TOKENS, True, False)])
+    assert graphs.shape_of(7500, 1, True).tokens == MAX_GRAPH_TOKENS
+    assert graphs.shape_of(2049, 1, True).tokens == 2049
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ embedding, o product and down product are then summed up over the ranks, and ran
 A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds, the others find the rows of the stage
 before in the residual stream's buffer, and leave theirs there.
 
-Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
-quantized weights are our kernels'. Nothing here synchronises, and nothing but logits, sampled rows and gates of
-attention's results is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are a
-mixture of experts, whose group sizes only the device knows, and ranks that share a GPU, whose sums go through the host.
+Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch, or our kernel's where
+the tuning file says so (few rows); those by matrices in quantized weights are our kernels'. Nothing here synchronises,
+and nothing but logits, sampled rows and gates of attention's results is allocated, so that a step can be captured as a
+CUDA graph. The exceptions (``capturable``) are a mixture of experts, whose group sizes only the device knows, and ranks
+that share a GPU, whose sums go through the host.
 """
 
 from __future__ import annotations

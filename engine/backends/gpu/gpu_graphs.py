@@ -5,20 +5,20 @@ grids do not depend on it. So one graph serves every step of a size, with decode
 piecewise, and a mixed step costs the host as little as a step of decodes. vLLM needs a graph mode per kind of batch,
 because the grids of its attention kernels depend on the batch.
 
-    sizes_for --> capture: each shape runs once, then is captured, largest first --> shape_of(step) --> run: replay
+    sizes_for --> capture: each shape runs once, then is captured --> shape_of(step) --> run: replay
                      '-- out of time or memory: steps of missing sizes use the next larger graph, or none
 
 Ranks of one worker capture together, shape by shape, and all of them keep a graph or none does: steps that were padded
 differently would meet in the middle of each other.
 
-A step of more than MAX_GRAPH_TOKENS computes for longer than it takes to launch it kernel by kernel, which is long:
-25 ms for the 32 layers of Llama 3 8B on the host of an H200, which computes 1,200 tokens in that time.
+To launch a step kernel by kernel takes long: 20 to 38 ms for the 32 layers of Llama 3 8B on the host of an H200, which
+computes 1,200 tokens in that time. The process does nothing else meanwhile, so long chunks of prompts have graphs, too.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,10 +28,14 @@ from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.checkpoints.model_files import Progress
 
 # Steps of more tokens are launched kernel by kernel.
-MAX_GRAPH_TOKENS = 2048
+MAX_GRAPH_TOKENS = 8192
+# Graphs of more tokens are captured after those of fewer, because they gain the least.
+FEW_TOKENS = 2048
 # Batches are padded to multiples of these steps, each up to some number of tokens: by an eighth of a batch at most, but
 # for the smaller ones, which wait for memory. The smallest batches have sizes of their own.
-STEPS_UP_TO_TOKENS = ((8, 64), (64, 1024), (128, MAX_GRAPH_TOKENS))
+STEPS_UP_TO_TOKENS = ((8, 64), (64, 1024), (128, FEW_TOKENS), (256, 4096), (512, MAX_GRAPH_TOKENS))
+# A step is not padded by more tokens than this: to launch it kernel by kernel takes no longer than to compute them.
+MAX_PADDING_TOKENS = 1024
 SMALLEST_SIZES = (1, 2, 4)
 # Capturing may take this long when a worker starts.
 MAX_CAPTURE_S = 60.0
@@ -89,6 +93,8 @@ class StepGraphs:
             return StepShape(tokens, samples, chunks, adapters, more, vectors)
         at = bisect_left(self._sizes, tokens)
         for size in self._sizes[at:] if self._graphs or self._pads_without_graph else ():
+            if size - tokens > MAX_PADDING_TOKENS:
+                break
             # A graph with chunks also serves steps without: its kernel for chunks then has no work.
             for shape in dict.fromkeys(self._shape(size, which, adapters) for which in (chunks, True)):
                 if samples <= shape.samples and (self._pads_without_graph or shape in self._graphs):
@@ -105,9 +111,10 @@ class StepGraphs:
         return logits
 
     def shapes(self) -> Iterator[StepShape]:
-        """Yields the shapes of steps to capture, largest first: graphs share memory, and the first one needs the
-        most."""
-        for size in reversed(self._sizes):
+        """Yields the shapes of steps to capture. Graphs share memory, so the one that needs the most is the first."""
+        *smaller, most = self._sizes
+        few = bisect_right(smaller, FEW_TOKENS)
+        for size in (most, *reversed(smaller[:few]), *smaller[few:]):
             for chunks in (True, False):
                 # A step of decodes alone samples all of its rows, so it needs no graph beyond the most sampled rows.
                 if chunks or size <= self._max_samples:

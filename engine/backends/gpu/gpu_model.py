@@ -24,6 +24,7 @@ from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.products.plain_product import PlainProduct
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
 GpuMatrix = torch.Tensor | PackedMatrix
@@ -89,6 +90,12 @@ class GpuLayer:
                     # The biases of experts are rows of one tensor.
                     yield matrix, bias[number] if bias is not None and bias.dim() > 1 else bias
 
+    def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Yields the plain matrices of this type, but for those of experts, and their biases."""
+        for name, (matrix, *others) in self.matrices.items():
+            if isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.dtype == dtype and not others:
+                yield matrix, self.biases[name]
+
 
 class GpuModel:
     """Holds a model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
@@ -136,6 +143,7 @@ class GpuModel:
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
         self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
+        self._plain = PlainProduct(max_tokens, dtype, device)
         # The rotary tables are rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
@@ -174,6 +182,8 @@ class GpuModel:
         assert weight is not None
         if isinstance(weight, PackedMatrix):
             return self._quantized(rows, weight, bias, out)
+        if len(rows) <= self._plain.most_rows(weight):
+            return self._plain(rows, weight, bias, out)
         if bias is None:
             return torch.mm(rows, weight.T, out=out)
         return torch.addmm(bias, rows, weight.T, out=out)
@@ -185,13 +195,20 @@ class GpuModel:
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 
     def compile_products(self) -> None:
-        """Compiles the kernels of products by quantized matrices for every number of rows."""
-        compiled = set()
+        """Compiles the kernels of products, but for cuBLAS's, for every number of rows."""
+        compiled: set[object] = set()
         for matrix, bias, dtype in self._packed:
             key = (matrix.kind, *matrix.parts, bias is None, dtype)
             if key not in compiled:
                 compiled.add(key)
                 self._quantized.compile(matrix, bias, dtype)
+        plain = [each for layer in self.layers.values() for each in layer.plain(self.dtype)]
+        if isinstance(self.weights.head, torch.Tensor):
+            plain.append((self.weights.head, None))
+        for weight, bias in plain:
+            if (weight.shape, bias is None) not in compiled:
+                compiled.add((weight.shape, bias is None))
+                self._plain.compile(weight, bias, min(self._plain.most_rows(weight), self.max_tokens))
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import prefetch, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3
 
@@ -153,12 +154,40 @@ def _beginning(sinks, heads, partial, BLOCK_M: tl.constexpr, SINKS: tl.constexpr
 
 # fmt: off
 @triton.jit
+def _early(
+    record, starts_at, pool, slot_stride, layer_offset,
+    POOL_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    # fmt: on
+    """Runs the kernel's early part; returns where the program's items begin and end in the record, which is constant
+    during a step. The first item's first keys, and their values, are brought into the L2. The newest of them may not be
+    written yet, which does not matter there."""
+    mine = record + starts_at + tl.program_id(0)
+    start, stop = tl.load(mine), tl.load(mine + 1)
+    piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
+    if DEPENDENT and start < stop:
+        item = record + start
+        last = tl.load(item + _END) - 1
+        read = tl.minimum(tl.load(item + _BEGIN) + tl.arange(0, BLOCK_N), last)
+        slots = tl.load(record + tl.load(item + _TABLE) + read // BLOCK_SIZE).to(tl.int64)
+        place = layer_offset + tl.load(item + _HEAD) * piece + read % BLOCK_SIZE * HEAD_DIM
+        keys = pool + slots * slot_stride + place
+        prefetch(keys, HEAD_DIM * pool.dtype.element_ty.itemsize)
+        prefetch(keys + POOL_HEADS * piece, HEAD_DIM * pool.dtype.element_ty.itemsize)
+    wait_for_earlier(DEPENDENT)
+    return start, stop
+
+
+# fmt: off
+@triton.jit
 def _attend(
     queries, pool, scales, record, starts_at, out, partials, partial_logs, sinks, query_stride, slot_stride,
     layer_offset, scale_slot_stride, scale_layer_offset, score_scale, softcap,
     KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr, SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
@@ -167,9 +196,11 @@ def _attend(
     ``layer_offset``.
     """
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
-    mine = record + starts_at + tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
-    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+    start, stop = _early(
+        record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
+    )
+    for at in range(start, stop, _WORDS):
         item = record + at
         table = record + tl.load(item + _TABLE)
         row = tl.load(item + _ROW)
@@ -179,7 +210,6 @@ def _attend(
         begin = tl.load(item + _BEGIN)
         end = tl.load(item + _END)
         partial = tl.load(item + _PARTIAL)
-
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)
         token = packed // GROUP
@@ -238,12 +268,15 @@ def _merge(
     CHUNK_M: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Joins partial results. A task is one row of a row tile that was cut; programs run tasks in turn."""
     decodes = tl.load(record + counts_at) * DECODE_M
     decode_merges = tl.load(record + counts_at + 1)
     tasks = decodes + tl.load(record + counts_at + 2) * CHUNK_M
     chunk_merges = tl.load(record + counts_at + 3)
+    # The record is constant during a step.
+    wait_for_earlier(DEPENDENT)
     columns = tl.arange(0, BLOCK_D)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         chunk = task >= decodes

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu import fp8
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -55,15 +56,6 @@ class Rotary(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     positions: torch.Tensor
-
-
-@triton.jit
-def _rotated(low, high, cos, sin, position, column, HALF: tl.constexpr):
-    """Rotates both halves of heads [TILE, HALF] by the angles of a position."""
-    at = position.to(tl.int64) * HALF + column
-    c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
-    return low * c - high * s, high * c + low * s
 
 
 @triton.jit
@@ -132,6 +124,7 @@ def _kv_write(
     FP8: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     TOTAL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -141,21 +134,25 @@ def _kv_write(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < TOTAL) & (column < HALF)
     source = qkv + token * (TOTAL * HEAD_DIM) + head * HEAD_DIM + column
+    if ROPE:
+        # Tables and positions are constant during the step, so they may be read before the projections are there.
+        at = tl.load(positions + token).to(tl.int64) * HALF + column
+        c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
+    wait_for_earlier(DEPENDENT)
+    row = tl.load(rows + token)
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     changes = head < HEADS + KV_HEADS
     if NORM and not NORM_LAST:
         low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM, CENTRED)
     if ROPE:
-        rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
-        low = tl.where(changes, rotated_low, low)
-        high = tl.where(changes, rotated_high, high)
+        low, high = tl.where(changes, low * c - high * s, low), tl.where(changes, high * c + low * s, high)
     if NORM and NORM_LAST:
         low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM, CENTRED)
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
-    row = tl.load(rows + token)
     if row >= 0:
         stored = (head >= HEADS) & (head < TOTAL)
         # Heads of values follow those of keys, in the pool as in qkv, which may have some of the pool's heads.
@@ -245,4 +242,5 @@ def _constants(
     block = triton.next_power_of_2(head_dim // 2)
     shape = {"HEADS": heads, "KV_HEADS": len(kv_heads), "POOL_HEADS": pool_heads, "FIRST_HEAD": kv_heads.start}
     shape |= {"HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
-    return {**shape, "TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}
+    tile = {"TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}
+    return {**shape, **tile, **dependent(arch)}

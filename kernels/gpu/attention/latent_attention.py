@@ -21,6 +21,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import (
@@ -291,4 +292,5 @@ def _merge_constants(arch: int, heads: int, rank: int, decode_rows: int, chunk_r
         "CHUNK_M": chunk_rows,
         "PARTS": use["parts"],
         "num_warps": use["num_warps"],
+        **dependent(arch),
     }

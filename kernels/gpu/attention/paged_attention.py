@@ -20,6 +20,7 @@ import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
     arch_of,
@@ -238,6 +239,7 @@ def _attend_constants(
         "EDGES": chunk,
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
+        **dependent(arch),
     }
     return constants, Tiling(rows, use["keys"], use["programs"] * processors, use["unit_tiles"])
 
@@ -245,4 +247,4 @@ def _attend_constants(
 def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
     use = tuned("attention_merge", arch)
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
-    return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"]}
+    return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"], **dependent(arch)}

@@ -1,4 +1,4 @@
-"""Multiplies rows by quantized matrices and by adapters; cuBLAS multiplies by plain ones.
+"""Multiplies rows by quantized matrices, by adapters, and, where cuBLAS is slow, by plain matrices.
 
 Read gpu_packing.py first.
 """

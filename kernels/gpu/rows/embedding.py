@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -30,9 +31,12 @@ def _embed(
     TOKENS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0)
+    # The record is constant during a step. The step before may still choose tokens, or read the rows of ``out``.
     token = tl.load(ids + row)
+    wait_for_earlier(DEPENDENT)
     if token < 0:
         # A row without a finite logit chose -1. Its request fails when the host learns that; until then any id will do.
         token = tl.maximum(tl.load(sampled + (-1 - token)), 0)
@@ -82,4 +86,4 @@ def embed(
 
 def _tile(arch: int) -> dict[str, int]:
     use = tuned("embed", arch)
-    return {"BLOCK": use["block"], "num_warps": use["num_warps"]}
+    return {"BLOCK": use["block"], "num_warps": use["num_warps"], **dependent(arch)}

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -37,7 +38,9 @@ def _gated(
     RELU2: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(DEPENDENT)
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -70,4 +73,4 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
 def _constants(activation: str, has_gate: bool, arch: int) -> dict[str, int]:
     use = tuned("gated", arch)
     kind = {"GELU": activation == "gelu_tanh", "RELU2": activation == "relu2", "GATED": has_gate}
-    return {**kind, "BLOCK": use["block"], "num_warps": use["num_warps"]}
+    return {**kind, "BLOCK": use["block"], "num_warps": use["num_warps"], **dependent(arch)}

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -66,13 +67,16 @@ def _rms_norm(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row, column, inside = _tile(rows, columns, ROWS, BLOCK)
-    loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
+    # Weights are constant, so they may be read before the values are there.
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     if BIAS:
         # It is read before the sums: when it is read after them, the compiler for sm_80 puts an address on the stack.
         shift = tl.load(bias + column, mask=column < columns, other=0.0)
+    wait_for_earlier(DEPENDENT)
+    loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
     kind: tl.constexpr = tl.float32 if BIAS else loaded.dtype
     normed = _normed(loaded.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, kind)
     if BIAS:
@@ -99,18 +103,24 @@ def _add_rms_norm(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row, column, inside = _tile(rows, columns, ROWS, BLOCK)
     at = row * columns + column
+    if NORM and not POST:
+        # Weights are constant, so they may be read before the values are there. Two of them would fill the registers.
+        factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    wait_for_earlier(DEPENDENT)
     stream = tl.load(residual + at, mask=inside, other=0.0)
     added = tl.load(found + at, mask=inside, other=0.0)
     if POST:
-        factor = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
-        added = _normed(added.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, added.dtype)
+        post = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
+        added = _normed(added.to(tl.float32), post, inside, columns, eps, CENTERED, WIDE, added.dtype)
     total = (stream.to(tl.float32) + scale * added.to(tl.float32)).to(stream.dtype)
     tl.store(residual + at, total, mask=inside)
     if NORM:
-        factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+        if POST:
+            factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
         kind: tl.constexpr = tl.float32 if BIAS else stream.dtype
         normed = _normed(total.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, kind)
         if BIAS:
@@ -205,4 +215,4 @@ def _check_bias(bias: torch.Tensor | None, values: torch.Tensor) -> None:
 def _row_tile(columns: int, arch: int) -> dict[str, int]:
     block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
     use = tuned("norms", arch, columns=block)
-    return {"ROWS": use["rows"], "BLOCK": block, "num_warps": use["num_warps"]}
+    return {"ROWS": use["rows"], "BLOCK": block, "num_warps": use["num_warps"], **dependent(arch)}

@@ -13,16 +13,16 @@ ROUNDS = 5
 
 
 def run(bench: Bench) -> None:
-    """Measures prompts of 2K and of 8K tokens, cut into chunks."""
+    """Measures prompts of 2K and of 8K tokens, cut into chunks of 2K, and one chunk of 8K."""
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
-    model = RandomModel(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
+    model = RandomModel(bench, max_tokens=chunk * chunks, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
     running = model.backend(chunk * chunks + 64)
-    for count in (1, chunks):
-        name = f"prefill of {count * chunk} tokens in chunks of {chunk}"
+    for size, count in ((chunk, 1), (chunk, chunks), (chunk * chunks, 1)):
+        name = f"prefill of {count * size} tokens in chunks of {size}"
 
-        def measure(count: int = count, name: str = name) -> None:
-            _prompt(bench, model, running, name, chunk, count, rate)
+        def measure(size: int = size, count: int = count, name: str = name) -> None:
+            _prompt(bench, model, running, name, size, count, rate)
 
         bench.attempt(name, measure)
     running.close()

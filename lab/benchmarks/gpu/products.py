@@ -1,5 +1,7 @@
-"""Products by quantized matrices, and by adapters: few rows wait for the weights, many for arithmetic.
+"""Products by plain and quantized matrices, and by adapters: few rows wait for the weights, many for arithmetic.
 
+Our own plain products stand beside cuBLAS's by the same matrices: ``of_cublas`` is their time over its own, and says up
+to how many rows an entry ``plain_product_rows`` of the tuning file should let them multiply.
 Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
 rows are compared with the rate of the plain product of the same shape. Adapters stand beside the plain product that
 they add to: ``of_plain`` is their time over its own.
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lab.benchmarks.gpu.bench import Bench, Row, rotations, spread
+from lab.benchmarks.gpu.bench import Bench, Call, Row, rotations, spread
 from lab.benchmarks.gpu.calls import ATOL, RTOL, KernelCase
 from lab.benchmarks.gpu.shapes import shape_of
 from pillion.engine.adapters.adapter_rows import adapted_runs
@@ -44,6 +46,17 @@ def run(bench: Bench) -> None:
     few, many = ((2,), (20,)) if bench.smoke else (FEW_ROWS, MANY_ROWS)
     bandwidth = bench.bandwidth
     rates = {(name, rows): bench.product_rate(rows, *shapes[name]) for name in shapes for rows in (*few, *many)}
+    for product, (inputs, outputs) in shapes.items():
+
+        def measure_plain(product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+            for rows in (*few, *many):
+                case, cublas = plain_case(bench, inputs, outputs, rows)
+                case.verify()
+                times, others = bench.time(case.calls), bench.time(cublas)
+                share, name = times.median_s / others.median_s, f"plain, {product}, {rows} rows"
+                bench.report_bytes(name, times, case.moved_bytes, of_cublas=share, cublas_us=others.median_s * 1e6)
+
+        bench.attempt(f"plain, {product}", measure_plain)
     for kind in KINDS:
         for product, (inputs, outputs) in shapes.items():
 
@@ -131,6 +144,27 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
     calls = [functools.partial(product, left, copy, None, out) for copy in copies]
     return KernelCase(calls, read + 2.0 * rows * (inputs + outputs), verify)
+
+
+def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[KernelCase, list[Call]]:
+    """Makes a case of random rows by a plain matrix and by copies of it, and the same calls of cuBLAS."""
+    from pillion.kernels.gpu.products.plain_product import PlainProduct
+
+    size = 2 * inputs * outputs
+    copies = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(rotations(size, bench.smoke))]
+    left = torch.randn(rows, inputs, device=bench.device).bfloat16()
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    product = PlainProduct(rows, torch.bfloat16, bench.device)
+
+    def verify() -> None:
+        product(left, copies[0], None, out)
+        wanted = left.float() @ copies[0][:CHECKED_OUTPUTS].float().T
+        found = out[:, :CHECKED_OUTPUTS].float()
+        torch.testing.assert_close(found, wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max()))
+
+    calls = [functools.partial(product, left, copy, None, out) for copy in copies]
+    cublas: list[Call] = [functools.partial(torch.mm, left, copy.T, out=out) for copy in copies]
+    return KernelCase(calls, size + 2.0 * rows * (inputs + outputs), verify), cublas
 
 
 def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:

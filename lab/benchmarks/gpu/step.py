@@ -4,23 +4,36 @@
 
 With many streams the products take longer than reading their weights, and their kernels do not overlap with attention.
 Then the second limit, the sum of the kernels' own limits, is the reachable one.
+
+Steps are also measured without what makes decodes faster, one thing at a time: kernels that begin before the one before
+them has ended, and our own products of few rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 
 import numpy as np
 
 from lab.benchmarks.gpu.bench import Bench, Row
 from lab.benchmarks.gpu.model import Pace, RandomModel, RunningBackend
+from lab.benchmarks.gpu.search import trying
 from lab.benchmarks.gpu.shapes import Tables, decodes
+from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.step import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
 # The first steps compile kernels that no graph holds.
 WARM_STEPS = 5
 STEPS = 60
+# How steps run, and the constants that are used in place of the tuning file's: a kernel's name and its entry.
+KINDS: dict[str, dict[str, dict[str, int]]] = {
+    "graphs": {},
+    "graphs, each kernel after the one before": {"dependent_launch": {"on": 0}},
+    "graphs, products by cuBLAS": {"plain_product_rows": {"rows": 0, "most_mb": 0}},
+    "eager": {},
+}
 
 
 def run(bench: Bench) -> None:
@@ -32,21 +45,23 @@ def run(bench: Bench) -> None:
     room = context + warm + steps
     model = RandomModel(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
     bench.report(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
-    for eager in (False, True):
-        kind = "eager" if eager else "graphs"
-        # The rest of the pool's blocks is spare.
-        running = model.backend(max(batches) * (room + 32), eager=eager)
-        for batch in batches:
-            name = f"decode step, {batch} x {context}, {kind}"
+    for kind, constants in KINDS.items():
+        with contextlib.ExitStack() as stack:
+            for kernel, use in constants.items():
+                stack.enter_context(trying(kernel, arch_of(bench.device), use))
+            # The rest of the pool's blocks is spare.
+            running = model.backend(max(batches) * (room + 32), eager=kind == "eager")
+            for batch in batches:
+                name = f"decode step, {batch} x {context}, {kind}"
 
-            def measure(batch: int = batch, name: str = name, running: RunningBackend = running) -> None:
-                pace = running.pace(decode_steps(running.tables, batch, context, warm + steps))
-                size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
-                parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
-                _report(bench, name, pace.after(warm), size / bandwidth, parts_s)
+                def measure(batch: int = batch, name: str = name, running: RunningBackend = running) -> None:
+                    pace = running.pace(decode_steps(running.tables, batch, context, warm + steps))
+                    size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
+                    parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
+                    _report(bench, name, pace.after(warm), size / bandwidth, parts_s)
 
-            bench.attempt(name, measure)
-        running.close()
+                bench.attempt(name, measure)
+            running.close()
 
 
 def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:

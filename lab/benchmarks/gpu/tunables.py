@@ -11,7 +11,7 @@ from lab.benchmarks.gpu.calls import CASES, KernelCase
 from lab.benchmarks.gpu.grouped import SHAPES as EXPERTS
 from lab.benchmarks.gpu.grouped import TINY_SHAPES, expert_stacks, grouped_case
 from lab.benchmarks.gpu.pools import AttentionPool, verify_rows
-from lab.benchmarks.gpu.products import product_case
+from lab.benchmarks.gpu.products import plain_case, product_case
 from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
@@ -129,6 +129,24 @@ def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tu
     return Tunable("grouped_product", cases, grid, {"rows": tile, "bytes": 2, **facts})
 
 
+def _plain(rows: int) -> Tunable:
+    """Returns the tile of plain products of so many rows."""
+    large = rows == ROW_TILES[-1]
+
+    def cases(bench: Bench) -> list[Build]:
+        shapes, count = shape_of(bench.smoke).products, 2048 if large and not bench.smoke else rows
+
+        def build(name: str) -> Build:
+            return lambda: plain_case(bench, *shapes[name], count)[0]
+
+        return [build(name) for name in ("qkv", "o", "down")]
+
+    # A tile of few rows has the instruction of one group of 4 warps: others would give other bits than the large tile.
+    few: dict[str, tuple[int, ...]] = {"outputs": (64, 128), "num_stages": (3, 4, 5, 6), "prefetched": (0, 4, 8)}
+    many: dict[str, tuple[int, ...]] = {"num_warps": (4, 8), "num_stages": (2, 3)}
+    return Tunable("plain_product", cases, many if large else few, {"rows": rows, "bytes": 2})
+
+
 _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
 _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
@@ -205,6 +223,7 @@ TUNABLES: dict[str, Tunable] = {
     "grouped_product_128": _grouped("Qwen3-30B-A3B, up", 2048, 128, {"coding": "", "bits": 16}),
     "grouped_product_mxfp4_16": _grouped("gpt-oss-20b, up", 8, 16, {"coding": "fp4_e2m1", "bits": 4}),
     "grouped_product_mxfp4_128": _grouped("gpt-oss-20b, up", 2048, 128, {"coding": "fp4_e2m1", "bits": 4}),
+    **{f"plain_product_{rows}": _plain(rows) for rows in ROW_TILES},
     "quantized_sum": Tunable(
         "quantized_sum",
         _products(("int8", "o", 1), ("int8", "o", 64)),

@@ -1,0 +1,231 @@
+"""Multiplies rows by a plain matrix, where cuBLAS is slow, or where a row's bits may not depend on the other rows.
+
+    weights [N, K] --tiles [outputs, inputs]--'
+    rows [T, K]    --tiles [inputs, rows]-----dot--> sums of parts --added in order, bias--> out [T, N]
+
+Few rows wait for the weights. A matrix of 4096 outputs has 64 tiles of 64, too few for 132 processors, so the inputs
+are cut into parts too, as many as fill two programs for each processor: all of them run at once, and each has several
+tiles of weights under way. The last program of a tile to arrive adds up the parts' sums, in the order of the parts, and
+so needs no second kernel. Which one that is an integer ticket tells, and it clears the ticket for the next launch.
+
+A row's bits do not depend on the other rows, nor on how many there are. Every output is one chain of additions: the
+number of parts is :func:`splits_of` the matrix's shape alone, a part is one accumulator over its inputs in order, and
+parts are added in order. Of many rows a program computes all parts itself, and adds them in the same way. The matrix is
+the left operand of the products of tiles, so that tiles of any number of rows use the same instruction.
+
+In a step, weights are brought into the L2 while the kernel before still runs
+(:mod:`pillion.kernels.gpu.dependent`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dependent import dependent, prefetch, wait_for_earlier
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# A tile has one of these numbers of rows; a launch takes the smallest tile that holds its rows, or several of the
+# largest.
+ROW_TILES = (16, 32, 64, 128)
+# Launches of at most this many rows share the parts of a matrix among programs. Of more rows, tiles alone are enough.
+SHARED_ROWS = 256
+# The inputs of a matrix are cut at multiples of so many, into as many parts as fill two programs for each of an H200's
+# 132 multiprocessors with 64 outputs each.
+UNIT_INPUTS = 128
+_PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
+_LEAST_UNITS, _MOST_SPLITS = 2, 16
+# A tile of weights has so many inputs, by the bytes of one: in float32, products of tiles are computed in registers.
+_TILE_INPUTS = {2: 128, 4: 32}
+# The matrices whose parts are shared have at most this many tiles of outputs and rows.
+_MOST_TICKETS = 4 * _PROGRAMS
+
+
+# fmt: off
+@triton.jit
+def _part(
+    cells, row, seen, begin, end, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # fmt: on
+    """Sums inputs ``begin`` .. ``end`` - 1: float32 [outputs, rows]. Rows that are not ``seen`` are zeros."""
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        if RAGGED:
+            inside = first + tl.arange(0, BLOCK_K) < end
+            left = tl.load(cells + first, mask=inside[None, :], other=0.0)
+            right = tl.load(row + first, mask=seen & inside[:, None], other=0.0)
+        else:
+            left = tl.load(cells + first)
+            right = tl.load(row + first, mask=seen, other=0.0)
+        acc = dot(left, right, acc)
+    return acc
+
+
+@triton.jit
+def _store(total, bias, out, output, token, outputs, tokens, ADDED: tl.constexpr):
+    """Stores sums [outputs, rows], with the bias, as rows of the result."""
+    if ADDED:
+        total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    kept = (output < outputs)[:, None] & (token < tokens)[None, :]
+    cells = out + token.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(cells, total.to(out.dtype.element_ty), mask=kept)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    rows, weights, bias, out, partials, tickets, tokens, inputs, outputs, depth,
+    RAGGED: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr, SHARED: tl.constexpr, PREFETCHED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    # fmt: on
+    """Computes one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, and the tile's result in
+    the last of its programs to arrive."""
+    wide = tl.cdiv(outputs, BLOCK_N)
+    long = tl.cdiv(tokens, BLOCK_T)
+    tile = tl.program_id(0)
+    # Programs are numbered so that those which run at the same time read the same rows and weights.
+    n, t = tl.swizzle2d(tile // long, tile % long, wide, long, GROUP_N)
+    output = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = t * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_K)
+    # Outputs after the last one are computed as that one, and not stored.
+    line = weights + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
+    cells = line[:, None] + column[None, :]
+    row = rows + token.to(tl.int64)[None, :] * inputs + column[:, None]
+    seen = (token < tokens)[None, :]
+    begin = tl.program_id(1) * depth
+    end = tl.minimum(begin + depth, inputs)
+    if DEPENDENT and PREFETCHED > 0:
+        # Weights are constant. Rows, parts and tickets may be in use by kernels that still run.
+        prefetch(line + begin, tl.minimum(end - begin, PREFETCHED * BLOCK_K) * weights.dtype.element_ty.itemsize)
+    wait_for_earlier(DEPENDENT)
+    if SHARED:
+        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        mine = partials + tile * (SPLITS * BLOCK_N * BLOCK_T) + cell
+        found = _part(cells, row, seen, begin, end, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K)
+        tl.store(mine + tl.program_id(1) * (BLOCK_N * BLOCK_T), found)
+        # One thread takes the ticket, after the stores of all threads of this program.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for part in tl.static_range(SPLITS):
+                # Other processors wrote these values, so they are read from the L2.
+                total += tl.load(mine + part * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
+            _store(total, bias, out, output, token, outputs, tokens, ADDED)
+            tl.store(tickets + tile, 0)
+    else:
+        if SPLITS == 1:
+            total = _part(cells, row, seen, begin, end, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K)
+        else:
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for first in range(0, inputs, depth):
+                last = tl.minimum(first + depth, inputs)
+                total += _part(cells, row, seen, first, last, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K)
+        _store(total, bias, out, output, token, outputs, tokens, ADDED)
+
+
+def splits_of(inputs: int, outputs: int) -> int:
+    """Returns into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // _PROGRAM_OUTPUTS)
+    wanted = max(1, min(_PROGRAMS // tiles, units // _LEAST_UNITS, _MOST_SPLITS))
+    # The number of parts is rounded so that each part has at least one unit of inputs.
+    return -(-units // -(-units // wanted))
+
+
+class PlainProduct:
+    """Multiplies rows by plain matrices of one type. Owns the workspace: sums of parts, and tickets.
+
+    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph. Calls follow each
+    other on one stream.
+    """
+
+    def __init__(self, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserves the workspace for rows [max_rows, K] of ``dtype``: at most 17 MB."""
+        self._dtype, self._arch = dtype, arch_of(device)
+        rows = next((tile for tile in ROW_TILES if max_rows <= tile), SHARED_ROWS)
+        # A matrix whose parts are shared has _PROGRAMS tiles and parts at most, and a tile may be one of 128 outputs.
+        columns = (_PROGRAMS + _MOST_SPLITS) * _PROGRAM_OUTPUTS
+        self._partials = torch.zeros(columns * rows, dtype=torch.float32, device=device)
+        self._tickets = torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
+
+    def most_rows(self, weight: torch.Tensor) -> int:
+        """Returns up to how many rows this is used for a matrix [N, K] in place of cuBLAS, by the tuning file."""
+        if weight.dtype != self._dtype:
+            return 0
+        outputs, inputs = weight.shape
+        use = tuned("plain_product_rows", self._arch, inputs=inputs, outputs=outputs, bytes=weight.itemsize)
+        return use["rows"] if weight.nbytes <= use["most_mb"] * 10**6 else 0
+
+    def compile(self, weight: torch.Tensor, bias: torch.Tensor | None, most_rows: int) -> None:
+        """Compiles every kernel that products of up to ``most_rows`` rows by a matrix need, by running them over zeros:
+        a compilation takes seconds, which no step may wait for."""
+        for count in sorted({min(tile, most_rows) for tile in (*ROW_TILES, SHARED_ROWS + 1)} - {0}):
+            self(weight.new_zeros(count, weight.shape[1]), weight, bias, weight.new_zeros(count, weight.shape[0]))
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiplies rows [T, K] by ``weight`` [N, K] into ``out`` [T, N], of the rows' type or float32; returns it.
+
+        bias: [N] of the rows' type, or None. Raises Internal for misshapen tensors.
+        """
+        count = len(rows)
+        check_tensor("weight", weight, (None, None), self._dtype)
+        outputs, inputs = weight.shape
+        check_tensor("rows", rows, (None, inputs), self._dtype, weight.device)
+        check_tensor("out", out, (count, outputs), (self._dtype, torch.float32), weight.device)
+        check(count > 0 and inputs > 0 and outputs > 0, f"{count} rows by a matrix {list(weight.shape)}")
+        if bias is not None:
+            check_tensor("bias", bias, (outputs,), self._dtype, weight.device)
+        constants = _constants(inputs, outputs, count, self._dtype.itemsize, self._arch)
+        splits, shared = constants["SPLITS"], constants["SHARED"]
+        tiles = -(-outputs // constants["BLOCK_N"]) * -(-count // constants["BLOCK_T"])
+        if shared:
+            cells = tiles * splits * constants["BLOCK_N"] * constants["BLOCK_T"]
+            check(cells <= len(self._partials), f"{cells} sums of parts are more than the workspace holds")
+            check(tiles <= len(self._tickets), f"{tiles} tiles are more than there are tickets")
+        _product[(tiles, splits if shared else 1)](
+            rows,
+            weight,
+            rows if bias is None else bias,
+            out,
+            self._partials,
+            self._tickets,
+            count,
+            inputs,
+            outputs,
+            triton.cdiv(triton.cdiv(inputs, UNIT_INPUTS), splits) * UNIT_INPUTS,
+            ADDED=bias is not None,
+            **constants,
+        )
+        return out
+
+
+def _constants(inputs: int, outputs: int, rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
+    tile = next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+    use = tuned("plain_product", arch, rows=tile, bytes=item_bytes)
+    splits, columns = splits_of(inputs, outputs), _TILE_INPUTS[item_bytes]
+    ragged = inputs % columns != 0
+    return {
+        "RAGGED": ragged,
+        "SPLITS": splits,
+        "SHARED": splits > 1 and rows <= SHARED_ROWS,
+        # A prefetch needs addresses that are multiples of 16 bytes.
+        "PREFETCHED": 0 if ragged else use["prefetched"],
+        "BLOCK_N": use["outputs"],
+        "BLOCK_T": tile,
+        "BLOCK_K": columns,
+        "GROUP_N": use["group"],
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+        **dependent(arch),
+    }
