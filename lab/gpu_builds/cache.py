@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fnmatch
 import hashlib
 import io
 import itertools
@@ -38,7 +39,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -129,18 +130,21 @@ def _begin(key: str) -> None:
     torch.randn = lambda *size, **kwargs: torch.empty(*size, **kwargs)
 
 
-def jobs(only: str, most: int) -> Iterator[tuple[str, dict[str, int] | None]]:
+def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int] | None]]:
     """Yields what is compiled: each candidate of the tunable kernels, those of the chunk's attention first; models."""
     from lab.benchmarks.gpu.mixture_shapes import MIXTURES
     from lab.benchmarks.gpu.tunables import TUNABLES
     from pillion.kernels.gpu.tuned import tuned
 
+    def wanted(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
+
     for name in sorted(TUNABLES, key=lambda name: not name.startswith("attention_chunk")):
         tunable = TUNABLES[name]
-        if only in name:
+        if wanted(name):
             candidates = tunable.candidates(tuned(tunable.kernel, ARCH, **tunable.facts))
             yield from ((name, use) for use in itertools.islice(candidates, most))
-    yield from ((name, None) for name in ("Llama 3 8B", *MIXTURES) if only in name)
+    yield from ((name, None) for name in ("Llama 3 8B", *MIXTURES) if wanted(name))
 
 
 def _compile(key: str, name: str, use: dict[str, int] | None) -> tuple[int, int]:
@@ -207,7 +211,7 @@ def _run_model(name: str) -> None:
     GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).take_workspace()
 
 
-def compile_all(only: str, most: int, processes: int, key: str, say: Callable[[str], None]) -> dict[str, int]:
+def compile_all(only: Sequence[str], most: int, processes: int, key: str, say: Callable[[str], None]) -> dict[str, int]:
     """Compiles all jobs side by side; returns counts of kernels and of jobs that failed."""
     found: collections.Counter[str] = collections.Counter()
     # A fork begins with all that is imported.
@@ -269,7 +273,7 @@ def main() -> int:
     parser.add_argument("--carried", type=Path, help="a packed cache, which is unpacked first")
     parser.add_argument("--pack", type=Path, help="the file that gets all of the cache")
     parser.add_argument("--wheel", type=Path, help="the wheel of Triton, of this release, that will look for kernels")
-    parser.add_argument("--only", default="", help="kernels and models whose names contain this")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of kernels and models")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="candidates of each kernel")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     args = parser.parse_args()

@@ -4,8 +4,7 @@
     python -m lab.benchmarks.gpu.visit --known FILE ...             goes on where the visit with these results stopped
     python -m lab.benchmarks.gpu.visit --dry --out FOLDER           runs everything once, tiny, on a CPU
 
-    visit.json ---> parts without a result for their files (visit_parts) ---> one process each ---> visit.json, visit.md
-                    \\-- kernels that those compile, by all cores, first
+    visit.json --> parts without a result for their files --> kernels, by all cores --> a process --> visit.json, .md
 
 FOLDER gets few files, because few can be carried back: ``visit.json`` (results by part, which the next visit reads),
 ``visit.md`` (the page of figures, and what is next), ``visit.log`` and ``sm_90.json`` (constants that were found). All
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ RESERVE_S = 10.0
 END_TIMEOUT_S = 10.0
 # So many files of tests run at once, for most of their time is compilation, on a core each.
 BESIDE = min(8, os.cpu_count() or 1)
-# The kernels of all parts are compiled in at most this time; those that are missing then are compiled when they run.
-WARM_S = 90.0
+# Kernels of a part are compiled ahead for at most this time; those that are missing then are compiled when they run.
+COMPILE_S = 90.0
 LOG_BYTES = 200_000
 
 
@@ -58,6 +58,7 @@ class Visit:
         # Results of another GPU say nothing of this one.
         same = before.get("device", {}).get("name") == self.about.get("name")
         self.parts: dict[str, dict[str, Any]] = before.get("parts", {}) if same else {}
+        self._compiled: list[str] = []
 
     @property
     def left_s(self) -> float:
@@ -68,6 +69,7 @@ class Visit:
         """Runs the parts that the time allows."""
         for batch in batches(parts):
             fits = [part for part in batch if part.seconds <= self.left_s]
+            self._compile({pattern: None for part in fits for pattern in part.kernels}, environment)
             with ThreadPoolExecutor(BESIDE) as pool:
                 under_way = {pool.submit(self._run, part, environment): part for part in fits}
                 for ended in as_completed(under_way):
@@ -109,6 +111,25 @@ class Visit:
             "error": error,
             "after": smi(),
         }
+
+    def _compile(self, patterns: Iterable[str], environment: dict[str, str]) -> None:
+        """Compiles kernels by all cores, into the cache that the parts use."""
+        patterns = [pattern for pattern in patterns if pattern not in self._compiled]
+        if not patterns or (self.dry and self._compiled):
+            return
+        command = [sys.executable, "-m", "lab.gpu_builds.cache", "--folder", environment["TRITON_CACHE_DIR"]]
+        command += ["--carried", str(CARRIED)] if CARRIED.exists() and not self._compiled else []
+        command += ["--only", *patterns, *(["--most", "1"] if self.dry else [])]
+        self._compiled += patterns
+        # The GPU is not used for that.
+        environment = {**environment, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+        with tempfile.NamedTemporaryFile(prefix="pil-") as output:
+            error = _limited(command, environment, output, min(COMPILE_S, max(0.0, self.left_s)))
+            text = Path(output.name).read_text("utf-8", "replace")
+        self.log(f"kernels {patterns}", text)
+        said = [line for line in text.splitlines() if line.startswith(("kernels:", CARRIED.name, "Triton's"))]
+        self.about["kernels"] = [*self.about.get("kernels", []), *said, *([error] if error else [])]
+        print(f"== compiled ahead, {', '.join(patterns)}: {'; '.join(said)} {error}", flush=True)
 
     def _dry_words(self, part: VisitPart) -> list[str]:
         if not self.dry:
@@ -166,7 +187,7 @@ def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
     names = ("name", "driver_version", "torch", "triton", "transformers", "python")
     lines = [f"# A visit to {about.get('name', 'no GPU')}, {about['date']}", ""]
     lines += [", ".join(f"{name.replace('_', ' ')} {about.get(name, 'unknown')}" for name in names[1:]) + "."]
-    lines += ["", f"Compiled ahead: {about['kernels']}."] if about.get("kernels") else []
+    lines += ["", f"Compiled ahead: {'; '.join(about['kernels'])}."] if about.get("kernels") else []
     lines += ["", "## What is next", ""]
     pending = in_order(parts, known)
     for part in pending:
@@ -179,21 +200,6 @@ def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
             about_it = f"{found['date']}, {found['seconds']:.0f} s. {found['error']}".rstrip()
             lines += ["", f"## {part.name}", "", about_it, "", *table(found["rows"])]
     return "\n".join(lines) + "\n"
-
-
-def warm(visit: Visit, environment: dict[str, str]) -> None:
-    """Compiles the kernels of all parts by all cores, into the cache that the parts use."""
-    command = [sys.executable, "-m", "lab.gpu_builds.cache", "--folder", environment["TRITON_CACHE_DIR"]]
-    command += ["--carried", str(CARRIED)] if CARRIED.exists() else []
-    command += ["--only", "gated", "--most", "1"] if visit.dry else []
-    environment = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
-    with tempfile.NamedTemporaryFile(prefix="pil-") as output:
-        error = _limited(command, environment, output, min(WARM_S, max(0.0, visit.left_s)))
-        text = Path(output.name).read_text("utf-8", "replace")
-    visit.log("kernels", text)
-    said = [line for line in text.splitlines() if line.startswith(("kernels:", CARRIED.name, "Triton's"))]
-    visit.about["kernels"] = "; ".join([*said, *([error] if error else [])])
-    print(f"== {visit.about['kernels']}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -223,7 +229,6 @@ def main() -> int:
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
     if args.dry:
         environment["TRITON_INTERPRET"] = "1"
-    warm(visit, environment)
     visit.run(pending, environment)
     visit.write()
     print((args.out / "visit.md").read_text("utf-8"))

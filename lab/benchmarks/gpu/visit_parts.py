@@ -49,6 +49,8 @@ _LATER = (
 # Sections with a place of their own, and those that come after the search of constants. Others are new.
 _NAMED = ("mixtures", "step", "small", "attention", "mps", "e2e", "peer")
 _USUAL = ("prefill", "line", "products", "ranks")
+# The models whose kernels are compiled ahead begin with these letters.
+MODELS = ("[A-Z]*", "gpt-oss*")
 # Seconds of one file of tests, most of which its kernels are compiled, and the most of a new section.
 TEST_S, NEW_S = 150, 120
 
@@ -63,6 +65,7 @@ class VisitPart:
         seconds: what the part may take. It does not begin with less time left.
         files: patterns of the files that its results depend on.
         beside: whether it may run beside its neighbours, because it measures no time.
+        kernels: patterns of what is compiled before it (:mod:`lab.gpu_builds.cache`).
     """
 
     name: str
@@ -70,6 +73,7 @@ class VisitPart:
     seconds: int
     files: tuple[str, ...]
     beside: bool = False
+    kernels: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Returns a hexadecimal digest of the command, and of the names and contents of the files."""
@@ -88,7 +92,7 @@ def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ..
 def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str, ...]) -> VisitPart:
     """Makes the part that searches kernels' constants."""
     command = ("-m", "lab.benchmarks.gpu.tune", *kernels, "--out", FOLDER, "--rows", ROWS, "--time-s", SECONDS)
-    return VisitPart(title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files))
+    return VisitPart(title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files), kernels=kernels or ("[a-z]*",))
 
 
 def tests_of(path: Path) -> VisitPart:
@@ -110,7 +114,7 @@ def visit_parts() -> list[VisitPart]:
     measured = [
         tuning("chunk attention: tiles", ("attention_chunk*",), 60, _ATTENTION),
         *tests,
-        section("mixtures", 120, _STEPS),
+        replace(section("mixtures", 120, _STEPS), kernels=MODELS),
         *(section(name, min(SECTIONS[name], NEW_S), _STEPS) for name in SECTIONS if name not in (*_NAMED, *_USUAL)),
         section("step", 60, _STEPS, ("graphs",), "dense steps"),
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
