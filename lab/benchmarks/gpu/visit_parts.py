@@ -92,7 +92,9 @@ def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ..
 def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str, ...]) -> VisitPart:
     """Makes the part that searches kernels' constants."""
     command = ("-m", "lab.benchmarks.gpu.tune", *kernels, "--out", FOLDER, "--rows", ROWS, "--time-s", SECONDS)
-    return VisitPart(title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files), kernels=kernels or ("[a-z]*",))
+    return VisitPart(
+        title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files), kernels=kernels or ("[a-z]*",)
+    )
 
 
 def tests_of(path: Path) -> VisitPart:
