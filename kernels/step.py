@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,6 +182,31 @@ class ScoredRows:
     alternatives: Int64
 
 
+# The parameters and seeds of the last step's rows, with their arrays: those of a decode step are mostly the same.
+_last_parameters: tuple[tuple[SamplingParams, ...], tuple[int, ...], dict[str, Any]] = ((), (), {})
+
+
+def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the arrays of rows with these parameters and seeds, by their fields in SamplingRows; nobody may change
+    them."""
+    global _last_parameters
+    last_params, last_seeds, values = _last_parameters
+    # To compare parameters field by field would take longer than to make the arrays.
+    if values and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
+        return values
+    values = {
+        name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
+        for name, neutral, dtype in _OF_ROWS
+    }
+    # A top_k of -1 keeps all tokens, as 0 does.
+    values["top_k"] = np.maximum(values["top_k"], 0)
+    values["seeds"] = np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
+    for array in values.values():
+        array.flags.writeable = False
+    _last_parameters = params, seeds, values
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Holds the parameters with which R rows of logits are sampled.
@@ -220,19 +246,12 @@ class SamplingRows:
     ) -> SamplingRows:
         """Makes the arrays for rows with these parameters. ``more`` has the fields that no parameter gives; without
         ``logprobs`` nothing is reported."""
-        values: dict[str, Any] = {
-            name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
-            for name, neutral, dtype in _OF_ROWS
-        }
-        # A top_k of -1 keeps all tokens, as 0 does.
-        values["top_k"] = np.maximum(values["top_k"], 0)
-        values["seeds"] = np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
-        values["positions"] = np.array(positions, np.int64)
+        values = {**_parameters_of(tuple(params), tuple(seeds)), "positions": np.array(positions, np.int64)}
         return cls(**{"logprobs": np.full(len(params), -1, np.int64), **values, **more})
 
     def __post_init__(self) -> None:
-        greedy = max(self.temperature.tolist(), default=0.0) < MIN_TEMPERATURE
-        plain = greedy and not self.edits and max(self.logprobs.tolist(), default=-1) < 0
+        greedy = bool(self.temperature.max(initial=0.0) < MIN_TEMPERATURE)
+        plain = greedy and not self.edits and bool(self.logprobs.max(initial=-1) < 0)
         object.__setattr__(self, "plain", plain)
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
 from pillion.engine.stages.stage_clock import Worked
-from pillion.kernels.step import StepBatch
+from pillion.kernels.step import SamplingRows, StepBatch
 
 
 class GpuStageBackend(GpuBackend):
@@ -56,7 +56,7 @@ class GpuStageBackend(GpuBackend):
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Writes the batch's KV, which is complete at the return, and gives the rows to the next stage, which may take
         them later. Returns no logits."""
-        return self._forward(self._bound_or_raise(), batch)
+        return self._forward(self._bound_or_raise(), batch)[0]
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures CUDA graphs over the bound pool, and waits for the stages beside this one."""
@@ -74,7 +74,9 @@ class GpuStageBackend(GpuBackend):
         super().close()
         self._link.close()
 
-    def _forward(self, bound: BoundPool, batch: StepBatch) -> torch.Tensor:
+    def _forward(
+        self, bound: BoundPool, batch: StepBatch, sampling: SamplingRows | None = None
+    ) -> tuple[torch.Tensor, bool]:
         return super()._forward(bound, replace(batch, sample_rows=batch.sample_rows[:0]))
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:

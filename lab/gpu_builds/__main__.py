@@ -83,6 +83,7 @@ RARE = (
     "route-*_fp32-*",
     "route-[!q]*",
     "sample_*_bf16*",
+    "sample_survey_fp32_wide",
     "state_space-granite-fp32",
     "state_space-nemotron-*",
 )

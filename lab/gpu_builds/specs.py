@@ -17,7 +17,7 @@ from pillion.kernels.gpu.experts.expert_routing import RouteOptions
 from pillion.kernels.gpu.products import low_rank_product, plain_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
-from pillion.kernels.gpu.sampling import gpu_sampling, sampling_cuts, sampling_edits, sampling_masks
+from pillion.kernels.gpu.sampling import gpu_sampling, sampling_edits, sampling_masks
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states import gpu_convolutions, gpu_delta_rule, gpu_gates, gpu_state_spaces
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape
@@ -576,51 +576,31 @@ def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool],
 
 
 def gpu_sampling_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: a vocabulary of 128256 tokens, with and without cuts."""
-    slice_groups = tuned("sample_race", 90)["slice_groups"]
-    race = [
-        BuildSpec(
-            name=f"sample_race_{kind}{'_cut' if cutting else ''}",
-            kernel=gpu_sampling._race,
-            signature=f"*{kind}:16, *i32:16, *fp32, *i32:16, i32:16, i32",
-            constants=gpu_sampling._race_constants(90, cutting, slice_groups),
-            max_registers=128,
-        )
-        for kind in ("bf16", "fp32")
-        for cutting in (False, True)
-    ]
-    settle = BuildSpec(
-        name="sample_settle",
-        kernel=gpu_sampling._settle,
-        signature="*fp32:16, *i32:16, *i32:16, *i32, i32:16, i32",
-        constants=gpu_sampling._settle_constants(90, 32),
-        max_registers=128,
-    )
-    return [*race, settle]
-
-
-def sampling_cuts_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: a vocabulary of 128256 tokens."""
-    survey, cut = (
-        sampling_cuts._survey_constants(90, tuned("sample_race", 90)["slice_groups"]),
-        sampling_cuts._cut_constants(90, 1024),
-    )
+    """Lists what is built ahead of time: vocabularies of 128,256 tokens, and of 262,144."""
+    slice_groups = tuned("sample_survey", 90)["slice_groups"]
     specs = []
-    for kind in ("bf16", "fp32"):
-        found = f"*{kind}:16, *i32:16, *fp32:16, *fp32:16"
-        for name, kernel, signature, constants in (
-            ("survey", sampling_cuts._survey, f"{found}, i32:16, i32", survey),
-            ("cut", sampling_cuts._cut, f"{found}, *i32:16, *fp32:16, *fp32, i32:16, i32", cut),
-        ):
-            specs.append(
-                BuildSpec(
-                    name=f"sample_{name}_{kind}",
-                    kernel=kernel,
-                    signature=signature,
-                    constants=constants,
-                    max_registers=128,
-                )
-            )
+    for name, kind, groups, sizes in (
+        ("fp32", "fp32", 1002, "i32:16, i32:16, i32"),
+        ("fp32_wide", "fp32", 2048, "i32:16, i32:16, i32:16"),
+        ("bf16", "bf16", 1002, "i32:16, i32:16, i32"),
+    ):
+        found = f"*{kind}:16, *i32:16, *i32:16, *fp32:16, *fp32:16"
+        specs += [
+            BuildSpec(
+                name=f"sample_survey_{name}",
+                kernel=gpu_sampling._survey,
+                signature=f"{found}, {sizes}",
+                constants=gpu_sampling._survey_constants(90, slice_groups),
+                max_registers=128,
+            ),
+            BuildSpec(
+                name=f"sample_settle_{name}",
+                kernel=gpu_sampling._settle,
+                signature=f"{found}, *i32:16, *fp32:16, *fp32:16, *i32:16, {sizes}",
+                constants=gpu_sampling._settle_constants(90, groups // slice_groups + 1, groups),
+                max_registers=128,
+            ),
+        ]
     return specs
 
 
@@ -755,7 +735,6 @@ def build_specs() -> list[BuildSpec]:
         gated_specs,
         norms_specs,
         gpu_sampling_specs,
-        sampling_cuts_specs,
         sampling_edits_specs,
         sampling_masks_specs,
         state_specs,

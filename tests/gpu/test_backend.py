@@ -106,6 +106,7 @@ def rows_of(positions, *, logprobs=-1, edits=(), masks=None, **params):
         {"temperature": 0.0},
         {},
         {"top_k": 7, "top_p": 0.8},
+        {"logprobs": 2, "top_p": 0.9},
         {"logprobs": 3, "edits": (RowEdit(row=1, banned=np.arange(200)),)},
     ],
 )
@@ -240,6 +241,34 @@ def test_choices_that_come_later_are_those_of_a_launch(prepared):
     found = answers(late=True)
     assert found == answers(late=False)
     assert len(set(found)) == 4
+
+
+def test_plain_rows_are_chosen_within_the_step_and_others_after_it(prepared, monkeypatch):
+    """A step with edits or with several answers of one row, and one whose rows come later, run the same graphs, in
+    which no row wants a token."""
+    driver = GpuDriver(prepared)
+    backend = driver.backend
+    launches, choose = [], backend._sampler.choose
+    monkeypatch.setattr(backend._sampler, "choose", lambda *each: (launches.append(1), choose(*each)))
+    batch = driver.sequences.step([(number, tokens_of(2, number)) for number in driver.sequences.add(2)])
+    twice = replace(batch, sample_rows=batch.sample_rows[[0, 1, 1]])
+    logits = backend.forward(batch).clone()
+    backend._model.sampled.fill_(-7)
+    edits = (RowEdit(row=1, banned=np.arange(100)),)
+    for one, rows, after in (
+        (batch, None, 0),
+        (batch, rows_of([2, 2], top_p=0.9), 0),
+        (batch, rows_of([2, 2], edits=edits), 1),
+        (twice, rows_of([2, 2, 2], temperature=5.0), 1),
+    ):
+        del launches[:]
+        found = backend.launch(one, (), rows).wait().token_ids
+        # A graph is captured once, and replays its choice.
+        assert len(launches) == after + (not NATIVE)
+        if rows is None:
+            assert set(backend._model.sampled.tolist()) == {-7}
+        else:
+            assert found == sample(logits[[0, 1, 1][: len(rows)]].clone(), rows).token_ids
 
 
 def test_a_step_that_nobody_chooses_from_can_be_waited_for(prepared):

@@ -17,9 +17,8 @@ from pillion.engine.sampling.sampler import sample
 from pillion.errors import Internal
 from pillion.kernels.gpu.sampling import sampling_record
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
-from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
 from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, SamplerScratch
-from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+from pillion.kernels.gpu.sampling.sampling_record import pack_rows, write_rows
 from pillion.kernels.step import MIN_TEMPERATURE
 from tests.support.examples import examples
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
@@ -141,14 +140,12 @@ def test_a_row_does_not_depend_on_its_batch():
     together = chosen_on_device(logits, batch)
     for order in ([1], [3], [4, 2, 1]):
         assert chosen_on_device(logits[order], [batch[row] for row in order]) == [together[row] for row in order]
-    # The kernels for cuts change nothing if no row has a cut.
-    assert chosen_on_device(logits[:2], batch[:2], cutting=True) == together[:2]
 
 
 def test_nothing_is_written_for_padding_rows():
     batch = [RowParameters(seed=3), RowParameters(temperature=0.0)]
     logits = random_logits(2, 300)
-    assert chosen_on_device(logits, batch, padded_to=4, cutting=True) == [*on_cpu(logits, batch), -7, -7]
+    assert chosen_on_device(logits, batch, padded_to=4) == [*on_cpu(logits, batch), -7, -7]
 
 
 @pytest.mark.skipif(not NATIVE, reason="the interpreter would take hours for so many draws")
@@ -205,8 +202,13 @@ def test_records_are_what_kernels_read():
     assert record.view(np.float32)[:, 0].tolist() == [0.0, 2.0, -1.0]
     assert record.view(np.float32)[:2, 3].tolist() == [-np.inf, np.float32(2.0) * np.log(np.float32(0.5))]
     assert record[0, [1, 4, 5, 6, 7]].tolist() == [2**31 - 1, -1, -1, 0, 2]
-    assert cuts_any(rows)
-    assert not cuts_any(rows_of([RowParameters(temperature=0.0, top_k=3), RowParameters()]))
+    # A record that is written again has nothing of the rows before.
+    table = np.full_like(record, 7)
+    write_rows(table, rows)
+    assert np.array_equal(table[:2], record[:2])
+    assert table.view(np.float32)[2, 0] == -1.0
+    write_rows(table, None)
+    assert table.view(np.float32)[:, 0].tolist() == [-1.0] * 3
 
 
 def test_misshapen_tensors_are_refused():
@@ -226,19 +228,56 @@ def test_misshapen_tensors_are_refused():
         SamplerScratch(2, 2**25, DEVICE)
 
 
+def chosen_with_cut(logits: torch.Tensor, params: RowParameters) -> tuple[int, float]:
+    """Returns the token that is chosen of logits [V], and the cut that was found for it."""
+    scratch, out = SamplerScratch(1, len(logits), DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    record = torch.from_numpy(pack_rows(rows_of([params]))).to(DEVICE)
+    choose(logits[None].to(DEVICE), record, out, scratch)
+    return int(out[0]), float(scratch.cut[0])
+
+
+@pytest.mark.parametrize(
+    ("params", "size"),
+    [
+        (RowParameters(top_p=0.9), 128_256),
+        (RowParameters(top_p=0.95, temperature=1.2), 20_000),
+        (RowParameters(top_k=40), 20_000),
+        (RowParameters(top_k=200, top_p=0.9, temperature=0.7), 20_000),
+        (RowParameters(top_k=50, temperature=0.01), 20_000),
+    ],
+    ids=repr,
+)
+def test_cuts_of_a_language_models_logits_need_no_search_of_the_row(params, size):
+    """The token of rank r has a probability as r ** -1.5, in any place: a nucleus of 58 tokens in as many groups."""
+    ranks = torch.randperm(size, generator=torch.Generator().manual_seed(2)) + 1
+    logits = -1.5 * ranks.float().log()
+    token, cut = chosen_with_cut(logits, params)
+    wanted = row_cut(logits.numpy(), np.float32(0), np.float32(params.temperature), params.top_k, params.top_p)
+    # A row that is searched has no cut where its token is known to be inside. No token far below can win, so a cut by
+    # top_k may be lower.
+    assert cut == wanted if params.temperature > 0.1 else wanted < cut < 0.0
+    assert [token] == on_cpu(logits[None], [params])
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
 def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
-    """More of nearly flat logits reach the bound than are gathered, so the whole row is searched."""
-    logits = random_logits(1, 2 * HEAD_TOKENS + 3, spread=0.05)
-    batch = [RowParameters(temperature=1.0, top_k=top_k, top_p=top_p)]
-    scratch = SamplerScratch(1, logits.shape[1], DEVICE)
-    record = torch.from_numpy(pack_rows(rows_of(batch))).to(DEVICE)
-    find_cuts(logits.to(DEVICE), record, scratch)
-    row = logits[0].numpy()
-    kept, wanted = (
-        (row >= float(scratch.cut[0])).sum(),
-        (row >= row_cut(row, row.max(), np.float32(1), top_k, top_p)).sum(),
-    )
-    assert wanted > HEAD_TOKENS
-    # Within the tolerance of a nucleus' mass; a count is exact.
-    assert kept == wanted if top_k else abs(kept - wanted) <= MASS_TOLERANCE * len(row) + 1
+    """More of nearly flat logits reach the bound than are gathered, so the whole row is searched, for a nucleus where
+    the token that is drawn without it is outside."""
+    logits = random_logits(8 * HEAD_TOKENS + 3, spread=0.05)
+    row = logits.numpy()
+    wanted = row >= row_cut(row, row.max(), np.float32(1), top_k, top_p)
+    assert wanted.sum() > HEAD_TOKENS
+    outside = [seed for seed in range(40) if not wanted[unpruned(logits, RowParameters(seed=seed))]]
+    inside = next(seed for seed in range(40) if seed not in outside)
+    for seed in (inside, outside[0]):
+        params = RowParameters(top_k=top_k, top_p=top_p, seed=seed)
+        token, cut = chosen_with_cut(logits, params)
+        assert wanted[token]
+        if seed == inside:
+            assert token == unpruned(logits, replace(params, top_k=0, top_p=1.0))
+        if seed == inside and not top_k:
+            assert cut == -np.inf
+        else:
+            # Within the tolerance of a nucleus' mass; a count is exact.
+            kept = (row >= cut).sum()
+            assert kept == wanted.sum() if top_k else abs(kept - wanted.sum()) <= MASS_TOLERANCE * len(row) + 1

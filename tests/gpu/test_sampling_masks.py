@@ -16,7 +16,7 @@ from pillion.errors import Internal
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
-from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+from pillion.kernels.gpu.sampling.sampling_record import pack_rows
 from tests.support.examples import examples
 from tests.support.gpu_sampling import nearly_tie
 from tests.support.sampling import RowParameters, packed_bits, rows_of
@@ -92,7 +92,7 @@ def test_masked_rows_choose_what_the_cpu_chooses_of_masked_logits(permitted):
     apply_masks(table, masks.to(DEVICE), numbers.to(DEVICE))
     out = torch.zeros(len(kinds), dtype=torch.int32, device=DEVICE)
     record, scratch = torch.from_numpy(pack_rows(rows)).to(DEVICE), SamplerScratch(len(kinds), vocab, DEVICE)
-    choose(table, record, out, scratch, cutting=cuts_any(rows))
+    choose(table, record, out, scratch)
     expected = masked(logits, masks, numbers)
     for row, (found, wanted) in enumerate(zip(out.tolist(), sample(expected, rows).token_ids, strict=True)):
         assert allowed[row, found]

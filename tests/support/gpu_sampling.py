@@ -13,12 +13,12 @@ from pillion.engine.sampling.sampler import edited
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits
-from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.kernels.gpu.sampling.sampling_record import EditPacker, pack_rows
 from tests.support.sampling import RowParameters, all_noise, rows_of
 
 
 def chosen_on_device(
-    logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0, cutting: bool | None = None
+    logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0
 ) -> list[int]:
     """Returns the kernels' choice from a copy of logits [R, V]; -7 where nothing was written."""
     rows, vocab = rows_of(all_params), logits.shape[1]
@@ -32,7 +32,7 @@ def chosen_on_device(
     record = torch.from_numpy(pack_rows(rows, padded_to)).to(DEVICE)
     out = torch.full((count,), -7, dtype=torch.int32, device=DEVICE)
     scratch = SamplerScratch(count, vocab, DEVICE)
-    choose(table, record, out, scratch, cutting=cuts_any(rows) if cutting is None else cutting)
+    choose(table, record, out, scratch)
     return out.tolist()
 
 

@@ -3,8 +3,9 @@
     GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
-A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), chooses tokens and begins
-their copy to the host, all without waiting; a launch without rows leaves the choice to ``GpuInFlightStep.choose``.
+A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), which mostly chooses the
+tokens, too, and begins their copy to the host, all without waiting; a launch without rows leaves the choice to
+``GpuInFlightStep.choose``.
 ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
 embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
@@ -92,22 +93,26 @@ class BoundPool:
         layout: KVLayout,
         limits: GpuLimits,
         states: GpuStates | None,
+        sampler: GpuSampler | None,
         *,
         eager: bool,
     ) -> None:
         """Makes the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
-        [slots, ...]."""
+        [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none."""
         self.num_slots = len(parts[0][1])
         # In these shards this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
         words = [part.attention_words for part in self.parts]
-        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, words, model.device)
+        # Steps have at most these rows, of which each may choose a token within the step.
+        samples = 0 if sampler is None else limits.max_samples
+        self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, words, model.device)
+        self._sampler = sampler
         # A model with states has one part: it has no ranks.
         self.states = None if states is None else states.over(parts[0][1])
         self.decoder = GpuDecoder(model, self.parts, self.record, self.states)
         self.graphs = StepGraphs(
-            self.decoder.run,
+            self._run,
             limits.max_tokens,
             limits.max_samples,
             model.device,
@@ -115,6 +120,18 @@ class BoundPool:
             adapters=model.adapters is not None,
             agree=bool if model.ranks is None else model.ranks.agree,
         )
+
+    def chooses(self, rows: SamplingRows | None) -> bool:
+        """Returns whether a step can choose the tokens of its first rows itself."""
+        return rows is not None and not rows.edits and rows.masks is None and len(rows) <= len(self.record.sampling)
+
+    def _run(self, shape: StepShape) -> torch.Tensor:
+        """Runs the step in the record, as :meth:`GpuDecoder.run` does, and chooses the tokens of rows that want one."""
+        logits = self.decoder.run(shape)
+        count = min(len(logits), len(self.record.sampling))
+        if self._sampler is not None:
+            self._sampler.choose(logits[:count], self.record.sampling[:count])
+        return logits
 
     def plans(self, batch: StepBatch) -> list[GpuAttentionPlan | None]:
         """Returns the plan of a step's attention for each part of the pool."""
@@ -259,7 +276,7 @@ class GpuBackend:
             # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
-            logits = self._forward(bound, batch)
+            logits, chosen = self._forward(bound, batch, rows)
             # Ranks above 0 have no logits, and nobody asks them for texts.
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
@@ -273,22 +290,23 @@ class GpuBackend:
             self.settle()
             raise
         if rows is not None:
-            step.choose(rows)
+            step.choose(rows, chosen=chosen)
         return step
 
-    def choose(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
-        """Begins to choose a token for each row of a launched step's logits."""
+    def choose(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool = False) -> GpuChoice:
+        """Begins to choose a token for each row of a launched step's logits, unless the step itself has ``chosen``
+        them, and to bring the tokens to the host."""
         if self._sampler is None:
             raise Internal("only rank 0 chooses tokens")
         try:
-            return self._sampler.launch(logits, rows)
+            return self._sampler.launch(logits, rows, chosen=chosen)
         except Exception:
             self.settle()
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; ranks above 0 return none."""
-        logits = self._forward(self._bound_or_raise(), batch)
+        logits, _ = self._forward(self._bound_or_raise(), batch)
         self.settle()
         return logits.cpu()
 
@@ -322,7 +340,7 @@ class GpuBackend:
             if layout.state_pages:
                 batch = replace(batch, states=StateSlots(np.full_like(pages, -1), pages % slots))
             blocks.copy(scratch, nothing)
-            logits = self._forward(bound, batch)
+            logits, _ = self._forward(bound, batch)
             if self._sampler is not None:
                 self.choose(logits, _one_row(self.vocab_size, drawn=drawn)).wait()
         if device.type == "cuda":
@@ -394,7 +412,7 @@ class GpuBackend:
         return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
 
     def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
-        return BoundPool(self._model, parts, self.layout, self._limits, self._states, eager=eager)
+        return BoundPool(self._model, parts, self.layout, self._limits, self._states, self._sampler, eager=eager)
 
     def _bound_or_raise(self) -> BoundPool:
         if self._bound is None:
@@ -408,13 +426,16 @@ class GpuBackend:
         if batch.adapters is not None:
             bound_adapters(self.adapters).check(batch)
 
-    def _forward(self, bound: BoundPool, batch: StepBatch) -> torch.Tensor:
+    def _forward(
+        self, bound: BoundPool, batch: StepBatch, sampling: SamplingRows | None = None
+    ) -> tuple[torch.Tensor, bool]:
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows`` but those
-        whose vectors are wanted."""
+        whose vectors are wanted, and whether the step also chooses the tokens of the rows in ``sampling``."""
         self.check_step(batch)
         if bound.states is not None:
             bound.states.record.check(batch.states, batch.num_seqs)
         rows, places = distinct_rows(batch)
+        chooses = places is None and bound.chooses(sampling)
         plans = bound.plans(batch)
         # All parts agree on which sequences are chunks, because that depends only on the batch.
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
@@ -424,17 +445,17 @@ class GpuBackend:
         with torch.inference_mode():
             if batch.adapters is not None:
                 bound_adapters(self.adapters).send(batch, rows, shape)
-            bound.record.send(batch, rows, shape, plans)
+            bound.record.send(batch, rows, shape, plans, sampling if chooses else None)
             if bound.states is not None:
                 bound.states.record.send(batch, shape)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])
             logits = self._compute(bound, shape, batch.num_tokens)[: len(rows) - batch.pooled]
-            if places is None or self._sampler is None:
+            if places is not None and self._sampler is not None:
                 # Ranks above 0 have no logits.
-                return logits
-            return logits.index_select(0, to_device(places, logits.device))
+                logits = logits.index_select(0, to_device(places, logits.device))
+            return logits, chooses
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
         """Runs the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; returns its
@@ -490,9 +511,10 @@ class GpuInFlightStep:
         self._texts = texts
         self._choice: GpuChoice | None = None
 
-    def choose(self, rows: SamplingRows) -> None:
-        """Queues the sampling behind the forward pass; changes the logits."""
-        self._choice = self._backend.choose(self._logits, rows)
+    def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
+        """Queues the sampling behind the forward pass, which changes the logits; or what is left of it, where the step
+        has ``chosen`` the tokens."""
+        self._choice = self._backend.choose(self._logits, rows, chosen=chosen)
 
     def wait(self) -> Sampled:
         """Waits for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""

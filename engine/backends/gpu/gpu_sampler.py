@@ -1,9 +1,14 @@
 """Chooses tokens on the GPU as :mod:`pillion.engine.sampling.sampler` chooses them on the host (I6).
 
-    masks of grammars --pinned, as bits--> device
-      '--> logits --unedited, rows that report log probabilities--> host
-             |--rows of a prompt--> scores --> host
-             '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
+    within the step   logits --> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
+    after it          masks of grammars --pinned, as bits--> device
+                        '--> logits --unedited, rows that report log probabilities--> host
+                               |--rows of a prompt--> scores --> host
+                               '--edits--> choose --> sampled --copy--> host
+
+A step whose rows have neither masks nor edits chooses their tokens itself, in the same CUDA graph: their records are a
+part of the step's. Other steps choose after it, and so do those whose rows the host knows only when they run; in their
+records no row wants a token.
 
 A mask that is late does not hold the step up: the token that its row chooses without it is dropped. Log probabilities
 are computed on the host by the host's code, for the few rows that report them; those of a prompt, which are many, on
@@ -28,7 +33,7 @@ from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
-from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
+from pillion.kernels.gpu.sampling.sampling_record import EditPacker, pack_rows
 from pillion.kernels.step import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
 from pillion.types import TokenLogprob
 
@@ -81,26 +86,30 @@ class GpuSampler:
         self._device = sampled.device
         self._pinned = sampled.is_cuda
 
-    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
+    def choose(self, logits: torch.Tensor, record: torch.Tensor) -> None:
+        """Chooses tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] that want one. It
+        allocates nothing, so a graph can capture it."""
+        for begin in range(0, len(logits), self._max_rows):
+            part = slice(begin, min(begin + self._max_rows, len(logits)))
+            choose(logits[part], record[part], self._sampled[part], self._scratch)
+
+    def launch(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool) -> GpuChoice:
         """Begins to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
-        and to score the others."""
+        if the step that made them has not ``chosen`` them, and to score the others."""
         count = len(rows)
         with torch.inference_mode():
             logits, scores = logits[:count], self._score(logits[count:], rows)
             if not count:
                 return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event(), scores)
-            logits, late, edits = logits[:count], NO_IDS, rows.edits
+            late, edits = NO_IDS, rows.edits
             if rows.masks is not None:
                 late, edits = self._mask(logits, rows.masks, edits)
             raw = self._keep_raw(logits, rows)
             if edits:
                 apply_edits(logits, to_device(self._edits.pack(edits), self._device))
-            chosen = self._sampled[:count]
-            record, cutting = to_device(pack_rows(rows), self._device), cuts_any(rows)
-            for begin in range(0, count, self._max_rows):
-                part = slice(begin, begin + self._max_rows)
-                choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuChoice(to_host(chosen), raw, rows, self._event(), scores, late)
+            if not chosen:
+                self.choose(logits, to_device(pack_rows(rows), self._device))
+            return GpuChoice(to_host(self._sampled[:count]), raw, rows, self._event(), scores, late)
 
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
-from pillion.kernels.step import Int32, StepBatch
+from pillion.kernels.gpu.sampling.sampling_record import NO_ROW, RECORD_FIELDS, write_rows
+from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
 HOST_RECORDS = 3
@@ -45,16 +46,26 @@ class GpuStepRecord:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
             the pool: slot * block_size + offset, or -1.
         sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
+        sampling: int32 [max_samples, RECORD_FIELDS], how the first of these choose their tokens within the step.
         attention: int32, for each part of the process's KV heads, the plan of
             :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
 
-    def __init__(self, max_tokens: int, block_size: int, attention_words: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_samples: int,
+        block_size: int,
+        attention_words: Sequence[int],
+        device: torch.device,
+    ) -> None:
         """Makes the record. ``attention_words`` is the greatest length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._plans_at = [4 * max_tokens + sum(attention_words[:part]) for part in range(len(attention_words))]
-        words = 4 * max_tokens + sum(attention_words)
+        self._sampling_at = slice(4 * max_tokens, 4 * max_tokens + RECORD_FIELDS * max_samples)
+        first = self._sampling_at.stop
+        self._plans_at = [first + sum(attention_words[:part]) for part in range(len(attention_words))]
+        words = first + sum(attention_words)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
@@ -62,15 +73,22 @@ class GpuStepRecord:
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         parts = self._device[: 4 * max_tokens].view(4, max_tokens)
         self.token_ids, self.rope_rows, self.rows, self.sample_rows = parts.unbind(0)
+        self.sampling = self._device[self._sampling_at].view(max_samples, RECORD_FIELDS)
         self.attention = [
             self._device[begin : begin + count] for begin, count in zip(self._plans_at, attention_words, strict=True)
         ]
 
     def send(
-        self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plans: Sequence[GpuAttentionPlan | None]
+        self,
+        batch: StepBatch,
+        sample_rows: Int32,
+        shape: StepShape,
+        plans: Sequence[GpuAttentionPlan | None],
+        sampling: SamplingRows | None,
     ) -> None:
         """Begins the copy of a step on the current stream. ``plans`` are the attention's plans of ``batch``, None for a
-        part that is only written."""
+        part that is only written; ``sampling`` has the first of the sampled rows, None where the step chooses no
+        tokens."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
         record, most = self._arrays[turn], self._max_tokens
@@ -87,7 +105,8 @@ class GpuStepRecord:
             begin, end = place * most, place * most + len(values)
             record[begin:end] = values
             record[end : begin + padded] = padding
-        used = 4 * most
+        write_rows(record[self._sampling_at].reshape(-1, RECORD_FIELDS)[: shape.samples], sampling)
+        used = self._sampling_at.stop
         for begin, plan in zip(self._plans_at, plans, strict=True):
             if plan is not None:
                 used = begin + len(plan.record)
@@ -98,3 +117,4 @@ class GpuStepRecord:
         """Makes the record an empty step: kernels that run over it write nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)
+        self.sampling.view(torch.float32)[:, 0] = NO_ROW

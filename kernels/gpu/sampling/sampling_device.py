@@ -15,30 +15,32 @@ from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
 GROUP: tl.constexpr = tl.constexpr(128)
+NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
-# Each slice of each row reports the largest logit's bits, its token, whether there is a NaN, and the winner.
-REPORT_FIELDS = 4
+# Each slice of each row reports the largest logit's bits, its token, and whether there is a NaN.
+REPORT_FIELDS = 3
 # Counts are summed in float32, which is exact up to this number.
 MAX_VOCAB_TOKENS = 2**24
 
 GROUP_TOKENS = 128
 # Logits of a row that reach a first bound are copied together if there are at most this many, and searched there.
-HEAD_TOKENS = 4096
+HEAD_TOKENS = 1024
 
 
 class SamplerScratch:
     """Holds device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
-    sum of exp((logit - largest) / temperature). able: int32 [R, groups], groups that reach the bound. heads: float32
-    [R, HEAD_TOKENS], logits that reach it. cut: float32 [R].
+    sum of exp((logit - largest) / temperature). able: int32 [R, groups], the groups that a program lists. heads:
+    float32 [R, HEAD_TOKENS], logits that reach a bound of the cut. cut: float32 [R], the least logit that the last
+    choice let a drawn row have, -inf for any.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocates scratch memory for a vocabulary. Raises Internal for one that is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
         self.vocab_size = vocab_size
-        self.slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]
+        self.slice_groups = tuned("sample_survey", arch_of(device))["slice_groups"]
         self.num_groups = triton.cdiv(vocab_size, GROUP_TOKENS)
         self.num_slices = triton.cdiv(self.num_groups, self.slice_groups)
 
@@ -77,3 +79,26 @@ def slice_tile(source, groups, vocab):
     broken = values != values
     odd = tl.max(tl.max(broken.to(tl.int32), axis=1), axis=0)
     return tokens, tl.where(broken, float("-inf"), values), odd
+
+
+@triton.jit
+def listed(able, groups, wanted):
+    """Writes the ``wanted`` ones of ``groups`` [N] to ``able``, rising; returns their number."""
+    # Other threads of this program read what is stored here, and may still read what was, hence the barriers.
+    tl.debug_barrier()
+    place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+    tl.store(able + place, groups, mask=wanted)
+    tl.debug_barrier()
+    return tl.sum(wanted.to(tl.int32), axis=0)
+
+
+@triton.jit
+def group_tile(source, able, start, count, vocab, CHUNK: tl.constexpr):
+    """Loads the logits of CHUNK groups from place ``start`` of the ``count`` in ``able`` on: returns the groups
+    [CHUNK], and tokens, float32 values and which are there [CHUNK, 128]."""
+    which = start + tl.arange(0, CHUNK)
+    groups = tl.load(able + which, mask=which < count, other=0)
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (which < count)[:, None] & (tokens < vocab)
+    values = tl.load(source + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    return groups, tokens, values, inside

@@ -1,4 +1,4 @@
-"""Packs the parameters of the sampler's kernels as arrays of int32, one copy to the device each. Imports no torch.
+"""Packs the parameters of the sampler's kernels as arrays of int32. Imports no torch.
 
 A row's record has RECORD_FIELDS numbers, floats by their bits:
 
@@ -23,31 +23,37 @@ from pillion.kernels.step import MIN_TEMPERATURE, Int32, RowEdit, SamplingRows
 
 RECORD_FIELDS = 8
 EDIT_FIELDS = 5
-_GREEDY, _NO_ROW = np.float32(0.0), np.float32(-1.0)
-
-
-def cuts_any(rows: SamplingRows) -> bool:
-    """Returns whether a drawn row keeps less than its whole vocabulary, so that the step needs the kernels that find
-    cuts."""
-    some = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
-    return bool((some & (rows.temperature >= MIN_TEMPERATURE)).any())
+# The temperature of rows that choose no token.
+NO_ROW = -1.0
+_GREEDY = np.float32(0.0)
 
 
 def pack_rows(rows: SamplingRows, padded_to: int = 0) -> Int32:
     """Packs the records [max(R, padded_to), RECORD_FIELDS]; rows beyond R are padding."""
-    count = len(rows.positions)
-    table = np.zeros((max(count, padded_to), RECORD_FIELDS), np.int32)
-    floats = table.view(np.float32)
-    floats[:, 0] = _NO_ROW
+    table = np.zeros((max(len(rows), padded_to), RECORD_FIELDS), np.int32)
+    write_rows(table, rows)
+    return table
+
+
+def write_rows(table: Int32, rows: SamplingRows | None) -> None:
+    """Writes the records of R rows, or of none, into ``table`` [at least R, RECORD_FIELDS], C-contiguous; rows beyond R
+    become padding."""
+    count = 0 if rows is None else len(rows)
+    floats, words = table.view(np.float32), table.view(np.int64)
+    floats[count:, 0] = NO_ROW
+    if rows is None or not count:
+        return
     floats[:count, 0] = np.where(rows.temperature >= MIN_TEMPERATURE, rows.temperature, _GREEDY)
     # A top_k that int32 cannot hold is larger than any vocabulary, so it is cut.
     table[:count, 1] = np.minimum(rows.top_k, np.iinfo(np.int32).max)
     floats[:count, 2] = rows.top_p
-    with np.errstate(divide="ignore", invalid="ignore"):
-        floats[:count, 3] = np.where(rows.min_p > 0.0, rows.temperature * np.log(rows.min_p), np.float32(-np.inf))
-    table[:count, 4:6] = np.ascontiguousarray(rows.seeds, np.uint64).view(np.int32).reshape(count, 2)
-    table[:count, 6:8] = np.ascontiguousarray(rows.positions, np.int64).view(np.int32).reshape(count, 2)
-    return table
+    if rows.min_p.any():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            floats[:count, 3] = np.where(rows.min_p > 0.0, rows.temperature * np.log(rows.min_p), np.float32(-np.inf))
+    else:
+        floats[:count, 3] = -np.inf
+    words[:count, 2] = rows.seeds.view(np.int64)
+    words[:count, 3] = rows.positions
 
 
 class EditPacker:

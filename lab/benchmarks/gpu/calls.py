@@ -260,7 +260,7 @@ def _sampling_case(temperature: float, top_p: float, logits_of: Callable[[Bench,
     def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu.sampling.gpu_sampling import choose
         from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
-        from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+        from pillion.kernels.gpu.sampling.sampling_record import pack_rows
 
         size = rows * shape.vocab * 4
         count = rotations(size, bench.smoke)
@@ -269,10 +269,9 @@ def _sampling_case(temperature: float, top_p: float, logits_of: Callable[[Bench,
         record = torch.from_numpy(pack_rows(sampling)).to(bench.device)
         scratch = SamplerScratch(rows, shape.vocab, bench.device)
         out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
-        cutting = cuts_any(sampling)
 
         def one(which: torch.Tensor) -> None:
-            choose(which, record, out, scratch, cutting=cutting)
+            choose(which, record, out, scratch)
 
         def verify() -> None:
             # Only the range of sampled tokens is checked here; the kernels' tests compare them.

@@ -207,15 +207,15 @@ TUNABLES: dict[str, Tunable] = {
     "blocks": Tunable(
         "blocks", _small(("blocks, gathered", 16)), {"part_words": (1024, 2048, 4096), "num_warps": (4, 8)}
     ),
-    "sample_race": Tunable(
-        "sample_race",
-        _small(("sampling, greedy", 64), ("sampling, temperature 1", 1), ("sampling, temperature 1", 256)),
-        {"slice_groups": (16, 32, 64), "num_warps": (4, 8), "settle_warps": (1, 2)},
+    "sample_survey": Tunable(
+        "sample_survey",
+        _small(("sampling, greedy", 64), ("sampling, top_p 0.9", 1), ("sampling, temperature 1", 256)),
+        {"slice_groups": (16, 32, 64), "num_warps": (4, 8)},
     ),
-    "sample_cut": Tunable(
-        "sample_cut",
-        _small(("sampling, top_p 0.9", 1), ("sampling, top_p 0.9", 256)),
-        {"survey_warps": (4, 8), "num_warps": (4, 8, 16), "block": (2048, 4096)},
+    "sample_settle": Tunable(
+        "sample_settle",
+        _small(("sampling, top_p 0.9", 1), ("sampling, temperature 1", 256), ("sampling, top_p 0.9, flat", 64)),
+        {"gathered_groups": (8, 16), "raced_groups": (2, 4, 8), "num_warps": (4, 8)},
     ),
     **{f"quantized_product_int4_{rows}": _quantized(rows, 4, "int4 in groups of 128") for rows in ROW_TILES},
     **{f"quantized_product_8_bits_{rows}": _quantized(rows, 8, "int8") for rows in ROW_TILES},
