@@ -57,7 +57,8 @@ class StepGraphs:
     """Holds the CUDA graphs of one backend, which are captured over the address of one pool.
 
     Args:
-        run: the forward pass of a shape over the record on the device; returns logits [samples, vocab].
+        run: a step of a shape over the record on the device, with the choice of tokens; returns logits
+            [samples, vocab].
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
         eager: whether nothing is captured.
         adapters: whether steps may have rows with adapters, for which there are graphs of their own.

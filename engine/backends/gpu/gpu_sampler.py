@@ -25,6 +25,7 @@ import torch
 
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu.device_memory import event_on, to_device, to_host
+from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS
 from pillion.engine.sampling.cuts import whole_groups
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
@@ -85,6 +86,9 @@ class GpuSampler:
         self._edits = EditPacker(vocab_size)
         self._device = sampled.device
         self._pinned = sampled.is_cuda
+        # The tokens of steps take turns, as their records do: to allocate pinned memory for each step takes longer.
+        self._hosts = [torch.empty_like(sampled, device="cpu", pin_memory=self._pinned) for _ in range(HOST_RECORDS)]
+        self._turn = 0
 
     def choose(self, logits: torch.Tensor, record: torch.Tensor) -> None:
         """Chooses tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] that want one. It
@@ -109,7 +113,9 @@ class GpuSampler:
                 apply_edits(logits, to_device(self._edits.pack(edits), self._device))
             if not chosen:
                 self.choose(logits, to_device(pack_rows(rows), self._device))
-            return GpuChoice(to_host(self._sampled[:count]), raw, rows, self._event(), scores, late)
+            tokens = self._hosts[self._turn][:count].copy_(self._sampled[:count], non_blocking=True)
+            self._turn = (self._turn + 1) % HOST_RECORDS
+            return GpuChoice(tokens, raw, rows, self._event(), scores, late)
 
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
