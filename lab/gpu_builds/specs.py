@@ -598,7 +598,6 @@ def gpu_sampling_specs() -> list[BuildSpec]:
                 kernel=gpu_sampling._settle,
                 signature=f"{found}, *i32:16, *fp32:16, *fp32:16, *i32:16, {sizes}",
                 constants=gpu_sampling._settle_constants(90, groups // slice_groups + 1, groups),
-                max_registers=128,
             ),
         ]
     return specs

@@ -240,7 +240,7 @@ def chosen_with_cut(logits: torch.Tensor, params: RowParameters) -> tuple[int, f
     ("params", "size"),
     [
         (RowParameters(top_p=0.9), 128_256),
-        (RowParameters(top_p=0.95, temperature=1.2), 20_000),
+        (RowParameters(top_p=0.95, temperature=0.8), 20_000),
         (RowParameters(top_k=40), 20_000),
         (RowParameters(top_k=200, top_p=0.9, temperature=0.7), 20_000),
         (RowParameters(top_k=50, temperature=0.01), 20_000),

@@ -17,9 +17,7 @@ from pillion.kernels.gpu.sampling.sampling_record import EditPacker, pack_rows
 from tests.support.sampling import RowParameters, all_noise, rows_of
 
 
-def chosen_on_device(
-    logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0
-) -> list[int]:
+def chosen_on_device(logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0) -> list[int]:
     """Returns the kernels' choice from a copy of logits [R, V]; -7 where nothing was written."""
     rows, vocab = rows_of(all_params), logits.shape[1]
     count = max(len(all_params), padded_to)

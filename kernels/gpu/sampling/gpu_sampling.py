@@ -123,7 +123,9 @@ def _drawn(
         count = listed(able, groups, there & (largest >= bound))
         found = gather(source, able, head, count, vocab, bound, GATHERED, HEAD)
         if found <= HEAD:
-            cut = tl.maximum(cut, cut_among(head, found, bound, top, rate, top_k, top_p, total, HEAD, 1))
+            offsets = tl.arange(0, HEAD)
+            held = tl.load(head + offsets, mask=offsets < found, other=float("-inf"))
+            cut = tl.maximum(cut, cut_among(held, found, bound, top, rate, top_k, top_p, total, 0, 1))
         else:
             wide += 1
     token = tl.full((), NO_TOKEN, tl.int32)

@@ -12,8 +12,8 @@ of negative ones flipped, are integers in the same order, so c is searched among
 float32 exactly. Counts are exact; masses are float32 sums in an order that depends on the row alone.
 
 Where more than HEAD_TOKENS logits reach the bound, as where a distribution is flat, the whole row is searched. That
-takes some 100 us, so a token is drawn without the nucleus before. It is mostly inside, which one pass shows, and then it
-is also what wins among the tokens inside.
+takes some 200 us, so a token is drawn without the nucleus before. It is mostly inside, which one pass shows, and then
+it is also what wins among the tokens inside.
 """
 
 from __future__ import annotations
@@ -51,14 +51,23 @@ def _value(key):
 def _reaching(
     values, count, least, top, rate, BY_MASS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Returns how many of ``count`` logits reach each of ``least`` [N], or their mass (rate: 1 / temperature)."""
-    offsets = tl.arange(0, BLOCK)
-    sums = tl.zeros((N, BLOCK), tl.float32)
-    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        inside = start + offsets < count
-        value = tl.load(values + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((value - top) * rate) if BY_MASS else inside.to(tl.float32)
-        sums += tl.where(value[None, :] >= least[:, None], weight[None, :], 0.0)
+    """Returns how many logits reach each of ``least`` [N], or their mass (rate: 1 / temperature).
+
+    The logits are ``count`` ones in memory, read BLOCK at a time, or, where BLOCK is 0, the tile ``values``, which ends
+    with -inf. No bound is -inf.
+    """
+    if BLOCK == 0:
+        weight = tl.exp((values - top) * rate) if BY_MASS else tl.full(values.shape, 1.0, tl.float32)
+        sums = tl.where(values[None, :] >= least[:, None], weight[None, :], 0.0)
+    else:
+        # Tiles of two dimensions are loaded as they are summed, so that no logit moves between threads.
+        offsets = tl.arange(0, BLOCK)[None, :]
+        sums = tl.zeros((N, BLOCK), tl.float32)
+        for start in tl.range(0, count, BLOCK, num_stages=STAGES):
+            there = start + offsets < count
+            value = tl.load(values + start + offsets, mask=there, other=float("-inf")).to(tl.float32)
+            weight = tl.exp((value - top) * rate) if BY_MASS else tl.full((1, BLOCK), 1.0, tl.float32)
+            sums += tl.where(value >= least[:, None], weight, 0.0)
     return tl.sum(sums, axis=1)
 
 
@@ -66,7 +75,7 @@ def _reaching(
 def _largest(
     values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Returns the largest key in [low, high] that a count or mass of at least ``goal`` reaches; ``low`` if none does."""
+    """Returns the largest key in [low, high] that a count or mass of ``goal`` or more reaches; ``low`` if none does."""
     while low < high:
         keys = tl.minimum(low + (high - low + WAYS) // (WAYS + 1) * (1 + tl.arange(0, WAYS)), high)
         reached = _reaching(values, count, _value(keys), top, rate, BY_MASS, WAYS, BLOCK, STAGES) >= goal
@@ -78,11 +87,9 @@ def _largest(
 
 
 @triton.jit
-def cut_among(
-    values, count, bound, top, rate, top_k, top_p, total, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
-    """Returns a row's cut by top_k (0: all) and top_p among ``count`` logits, which include all that reach ``bound``;
-    ``total`` is the row's mass."""
+def cut_among(values, count, bound, top, rate, top_k, top_p, total, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Returns a row's cut by top_k (0: all) and top_p among logits that _reaching takes, which include all that reach
+    ``bound``; ``total`` is the row's mass."""
     low, high = _key(bound), _key(top)
     if top_k > 0:
         low = _largest(values, count, low, high, top_k.to(tl.float32), top, rate, False, BLOCK, STAGES)
@@ -94,14 +101,14 @@ def cut_among(
 
 @triton.jit
 def mass_from(values, count, least, top, rate, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Returns the mass of those of ``count`` logits that are at least ``least``."""
+    """Returns the mass of those logits, given as to _reaching, that are at least ``least``."""
     one = tl.full((1,), 0.0, tl.float32) + least
     return tl.sum(_reaching(values, count, one, top, rate, True, 1, BLOCK, STAGES), axis=0)
 
 
 @triton.jit
 def mass_above(values, count, value, top, rate, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Returns the mass of those of ``count`` logits that are larger than ``value``."""
+    """Returns the mass of those logits, given as to _reaching, that are larger than ``value``."""
     return mass_from(values, count, _value(_key(value) + 1), top, rate, BLOCK, STAGES)
 
 
@@ -134,10 +141,13 @@ def gather(source, able, head, count, vocab, least, CHUNK: tl.constexpr, HEAD: t
     start = tl.full((), 0, tl.int32)
     while (start < count) & (found <= HEAD):
         _, _, values, inside = group_tile(source, able, start, count, vocab, CHUNK)
-        reach = tl.reshape((inside & (values >= least)).to(tl.int32), (CHUNK * GROUP,))
-        place = found + tl.cumsum(reach, axis=0) - 1
-        tl.store(head + place, tl.reshape(values, (CHUNK * GROUP,)), mask=(reach > 0) & (place < HEAD))
-        found += tl.sum(reach, axis=0)
+        reach = (inside & (values >= least)).to(tl.int32)
+        each = tl.sum(reach, axis=1)
+        # Sums within a group, and then over a few groups, need fewer barriers than one over all tokens.
+        before = found + tl.cumsum(each, axis=0) - each
+        place = before[:, None] + tl.cumsum(reach, axis=1) - 1
+        tl.store(head + place, values, mask=(reach > 0) & (place < HEAD))
+        found += tl.sum(each, axis=0)
         start += CHUNK
     tl.debug_barrier()
     return found

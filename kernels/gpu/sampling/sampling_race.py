@@ -1,11 +1,11 @@
 """Draws a row's token on the device: the one with the largest score + noise, by the noise of the CPU's sampler
 (engine/sampling/gumbel.py).
 
-One random word gives a group of 128 tokens its largest noise and the token that has it. So one program that knows a
-row's largest logits by group has, from one word for each group, the totals of these tokens, the largest of which some
-token must exceed to win, and a bound for every other token. Groups that may exceed it are listed, mostly one to three of
-1,002 (some 20 where the distribution is flat), and only their tokens cost a random word each. They are looked at some
-groups at a time, with one reduction at the end, because no group has to wait for another one's result.
+One random word gives a group of 128 tokens its largest noise and the token that has it. So a program that knows a
+row's largest logits by group has, from one word for each group, the totals of these tokens, and a bound for all others.
+The largest of these totals must be exceeded to win. Groups that may do so are listed, mostly one to three of 1,002
+(some 20 where the distribution is flat), and only their tokens cost a random word each. Several groups are looked at
+together, with one reduction at the end, because none has to wait for another one's result.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def race(source, fields, able, vocab, top, largest, groups, temperature, cut, CH
     words = random_words(s0, s1, p0, p1, groups, GROUP_STREAM)
     most = -tl.log(_group_wait(words))
     first = groups * GROUP + (words % GROUP).to(tl.int32)
-    values = tl.load(source + first, mask=first < vocab, other=float("-inf")).to(tl.float32)
-    least = tl.max(tl.where(values >= cut, tl.div_rn(values - top, temperature) + most, float("-inf")), axis=0)
+    noisiest = tl.load(source + first, mask=first < vocab, other=float("-inf")).to(tl.float32)
+    least = tl.max(tl.where(noisiest >= cut, tl.div_rn(noisiest - top, temperature) + most, float("-inf")), axis=0)
     bounds = tl.where(largest >= cut, tl.div_rn(largest - top, temperature) + most + SLACK, float("-inf"))
     count = listed(able, groups, (bounds > float("-inf")) & (bounds >= least))
     best = tl.full((CHUNK, GROUP), float("-inf"), tl.float32)
