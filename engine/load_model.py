@@ -129,6 +129,8 @@ def _load_decoder(
         return load_ranks(flags, prepared, threads)
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
+        if flags.batch_invariant:
+            raise ConfigError(f"--batch-invariant needs a GPU or the CPU kernels: {reason}")
         # That torch runs is worth a warning where nobody asked for it, because the CPU kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)

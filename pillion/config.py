@@ -460,6 +460,9 @@ class ComputeFlags(ModelFlags):
         "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: that of --dtype.", choices=("auto", "fp8", "int8")
     )
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
+    batch_invariant: bool = flag(
+        False, "Compute the same bits on a GPU whatever is in the batch, which is slower; CPU kernels always do."
+    )
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
 
 

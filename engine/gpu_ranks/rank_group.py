@@ -123,9 +123,21 @@ class GpuRankGroup:
             raise ConfigError(f"{failed}: {_first_line(error)}") from None
         return cls(shard, group, rendezvous, device, aborted, name)
 
-    def sum(self, values: torch.Tensor) -> None:
-        """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
+    def sum(self, values: torch.Tensor, *, in_order: bool = False) -> None:
+        """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then.
+
+        In which order depends on how many values there are, and two values have only one. ``in_order``: it is that of
+        the ranks, rounded once.
+        """
         host = self._reachable(values)
+        if in_order and self.shard.size > 2:
+            every = [torch.empty_like(host) for _ in range(self.shard.size)]
+            self._run(self._group.allgather, [every], [host])
+            total = every[0].float()
+            for part in every[1:]:
+                total += part
+            values.copy_(total)
+            return
         self._run(self._group.allreduce, [host])
         if host is not values:
             values.copy_(host)

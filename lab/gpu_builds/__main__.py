@@ -37,6 +37,7 @@ RARE = (
     "attention_*_64*",
     "attention_*_96",
     "attention_decode_256",
+    "attention_parts_*_*",
     "attention_*_fp16",
     "attention_*_fp32",
     "attention_*_qwen_28_heads",

@@ -10,11 +10,17 @@ from typing import Any
 import torch
 
 from pillion.kernels.gpu import blocks
-from pillion.kernels.gpu.attention import kv_write, latent_attention, latent_write, paged_attention
+from pillion.kernels.gpu.attention import (
+    kv_write,
+    latent_attention,
+    latent_write,
+    paged_attention,
+    parted_attention,
+)
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
-from pillion.kernels.gpu.products import low_rank_product, plain_product, quantized_product
+from pillion.kernels.gpu.products import head_product, low_rank_product, plain_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.sampling import gpu_sampling, sampling_edits, sampling_masks
@@ -138,6 +144,12 @@ def latent_attention_specs() -> list[BuildSpec]:
         for kernel in ("latents_decode", "latents_chunk")
         for arch in ARCHITECTURES
     ]
+    specs += [
+        _latent_parts_spec(place, name, arch, dtype, shape)
+        for name, dtype, shape in cases[:4]
+        for place in range(2)
+        for arch in ARCHITECTURES
+    ]
     return specs + [
         BuildSpec(
             name="latents_merge",
@@ -160,6 +172,22 @@ def _latent_attention_spec(kernel: str, name: str, arch: int, dtype: str, shape:
         name=f"{kernel}{name}",
         kernel=latent_attention._attend_latents,
         signature=f"{pointers}, i32:16, i32:16, i32, i32, fp32",
+        constants=constants,
+        architectures=(arch,),
+    )
+
+
+def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
+    """Describes attention over latents in parts, of decodes (``place`` 0) or of chunks (1)."""
+    fp8 = name == "_fp8"
+    each = latent_attention._parted_constants(arch, shape, fp8, 4 if dtype == "fp32" else 2, 131072, 132)
+    constants, _ = each[:2][place]
+    pool, scales = ("*u8", "*fp32") if fp8 else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    return BuildSpec(
+        name=f"latents_parts_{('decode', 'chunk')[place]}{name}",
+        kernel=latent_attention._attend_latent_parts,
+        signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32",
         constants=constants,
         architectures=(arch,),
     )
@@ -222,7 +250,24 @@ def paged_attention_specs() -> list[BuildSpec]:
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
     ]
+    parted = ("", "_fp16", "_fp8", "_fp32", "_64", "_sinks", "_256", "_256_fp8", "_256_window_softcap")
+    specs += [
+        _parted_attention_spec(place, name, arch, dtype, kv, {**llama, **other})
+        for name, dtype, kv, other in cases
+        for place in range(2)
+        for arch in ARCHITECTURES
+        if name in parted
+    ]
     heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
+    specs += [
+        BuildSpec(
+            name="attention_parts_merge",
+            kernel=parted_attention._merge_parts,
+            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
+            constants={**paged_attention._merge_constants(90, {**heads, "SINKS": False}, 64, 128), "PARTS": 8},
+            max_registers=128,
+        )
+    ]
     return specs + [
         BuildSpec(
             name="attention_merge" + "_sinks" * sinks,
@@ -252,6 +297,25 @@ def _paged_attention_spec(
         signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
         constants=constants,
         max_spill_bytes=paged_attention.WIDE_SPILL_BYTES if wide else 0,
+        architectures=(arch,),
+    )
+
+
+def _parted_attention_spec(
+    place: int, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
+) -> BuildSpec:
+    """Describes attention in parts, of decodes (``place`` 0) or of chunks (1)."""
+    windowed, keys = shape["WINDOW"] > 0, 131072
+    each = paged_attention._parted_constants(arch, shape, kv, 4 if dtype == "fp32" else 2, windowed, keys, 132)
+    constants, _ = each[:2][place]
+    pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16, *fp32:16"
+    return BuildSpec(
+        name=f"attention_parts_{('decode', 'chunk')[place]}{name}",
+        kernel=parted_attention._attend_parts,
+        signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
+        constants=constants,
+        max_spill_bytes=parted_attention.SPILL_BYTES.get(constants["BLOCK_D"], 0),
         architectures=(arch,),
     )
 
@@ -332,6 +396,21 @@ def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: 
         constants={"ADDED": False, **constants},
         architectures=(arch,),
     )
+
+
+def head_product_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: DeepSeek V3's queries, whose matrices are the other way round than those of
+    its values."""
+    return [
+        BuildSpec(
+            name=f"head_product-{dtype}",
+            kernel=head_product._head_product,
+            # The last stride of the matrices is 1 or another one, which a launch finds out.
+            signature=", ".join([f"*{dtype}:16"] * 3 + ["i32"] + ["i32:16"] * 6 + ["i32", "i32:16", "i32:16"]),
+            constants=head_product._constants(4 if dtype == "fp32" else 2, _ARCH),
+        )
+        for dtype in ("bf16", "fp32")
+    ]
 
 
 def quantized_product_specs() -> list[BuildSpec]:
@@ -727,6 +806,7 @@ def build_specs() -> list[BuildSpec]:
         blocks_specs,
         low_rank_product_specs,
         plain_product_specs,
+        head_product_specs,
         quantized_product_specs,
         expert_specs,
         grouped_product_specs,

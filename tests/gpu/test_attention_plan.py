@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -37,6 +38,8 @@ TILINGS = st.builds(
     programs=st.integers(1, 24),
     unit_tiles=st.integers(0, 3),
 )
+# Cut anywhere, or in parts of a fixed number of keys.
+CUT = TILINGS | st.builds(replace, TILINGS, part_keys=st.sampled_from([KEYS, 3 * KEYS]))
 PARTS_OF_BATCH = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=5)
 
 
@@ -83,8 +86,8 @@ def merges_of(record, planner, window, chunk):
     parts=PARTS_OF_BATCH,
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 4]),
-    decode=TILINGS,
-    chunk=TILINGS,
+    decode=CUT,
+    chunk=CUT,
     windows=st.sampled_from([(0,), (0, 5), (30, 1)]),
 )
 @settings(max_examples=examples(150))
@@ -105,6 +108,8 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
             components_of = {}
             for item in np.concatenate(programs):
                 assert item[BEGIN] % KEYS == 0
+                if tiling.part_keys and item[PARTIAL] >= 0:
+                    assert item[END] <= (item[BEGIN] // tiling.part_keys + 1) * tiling.part_keys
                 assert 0 < item[ROWS] <= tiling.rows
                 for row in range(item[ROW], item[ROW] + item[ROWS]):
                     position = row // group + item[SHIFT]
@@ -117,7 +122,7 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
                     components_of.setdefault(unit, []).append(int(item[PARTIAL]))
                     rows = range(item[PARTIAL], item[PARTIAL] + tiling.rows)
                     assert partials.isdisjoint(rows)
-                    assert rows.stop <= planner.partial_rows
+                    assert rows.stop <= planner.own_at(False)
                     partials.update(rows)
             merges = merges_of(record, planner, window, is_chunk)
             assert len(merges) == len(components_of) <= tiling.max_merges

@@ -63,6 +63,7 @@ def gpu_backend(
     *,
     fp8: bool = False,
     eager: bool = False,
+    invariant: bool = False,
     ranks: GpuRankGroup | None = None,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,
@@ -83,7 +84,7 @@ def gpu_backend(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )
     sizes = prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED
-    model = GpuModel(weights, *sizes, max_samples=MAX_SEQS, ranks=ranks, shard=shard)
+    model = GpuModel(weights, *sizes, max_samples=MAX_SEQS, ranks=ranks, shard=shard, invariant=invariant)
     return make(model, layout, limits, enforce_eager=eager)
 
 

@@ -99,7 +99,7 @@ class BoundPool:
     ) -> None:
         """Makes the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
         [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none."""
-        self.num_slots = len(parts[0][1])
+        self.num_slots, self.products = len(parts[0][1]), model.plain_products
         # In these shards this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
@@ -166,6 +166,7 @@ def _part_rows(
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
             first_kv_head=part.heads.start - part.shard_heads.start,
             sinks=model.has_sinks,
+            invariant=model.invariant,
             device=model.device,
         )
     return PartRows(config, model.kv_heads, part, pool, attention, limits.max_tokens, model.qkv)
@@ -189,6 +190,7 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
         max_context_blocks=-(-limits.max_model_len // layout.block_size),
         fp8=layout.dtype == FP8_E4M3,
         decode_rows=1 + limits.num_speculative_tokens,
+        invariant=model.invariant,
         device=model.device,
     )
 
@@ -332,6 +334,8 @@ class GpuBackend:
         slots = min(SCRATCH_SLOTS, -(-max_tokens // layout.block_size))
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind([(part, scratch) for part in self._one_part()], eager=True)
+        if self._model.invariant:
+            log.info("%s", _what_is_fixed(bound, self._limits.max_model_len))
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
         batches = warm_up_batches(max_tokens, layout.block_size, slots)
@@ -461,6 +465,18 @@ class GpuBackend:
         """Runs the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; returns its
         logits."""
         return bound.graphs.run(shape)
+
+
+def _what_is_fixed(bound: BoundPool, max_model_len: int) -> str:
+    """Says by counts what it costs that a token's bits depend on its sequence alone."""
+    keys = [part.attention.planner.decode.part_keys for part in bound.parts if part.attention is not None]
+    every = f"{bound.products} products a step run on kernels of one order, and none on cuBLAS"
+    if not keys:
+        return f"--batch-invariant: {every}"
+    return (
+        f"--batch-invariant: {every}; attention is cut at every {keys[0]} tokens, a text of {max_model_len} into"
+        f" {-(-max_model_len // keys[0])} parts"
+    )
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:

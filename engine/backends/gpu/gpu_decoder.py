@@ -299,7 +299,7 @@ class GpuDecoder:
     def _sum(self, values: torch.Tensor) -> None:
         """Adds up the partial sums of all ranks, in place."""
         if self._model.ranks is not None:
-            self._model.ranks.sum(values)
+            self._model.ranks.sum(values, in_order=self._model.invariant)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
         """Adds the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
@@ -344,8 +344,8 @@ class GpuDecoder:
             part.attend(self._places[index], queries, step.rows, record, chunks=shape.chunks)
         self._go_on(index, step, shape)
         rows, step.rows = step.rows, buffers.found[: len(step.rows)]
-        by_head, out = (each.view(len(rows), heads, -1).transpose(0, 1) for each in (rows, step.rows))
-        torch.bmm(by_head, value_up.mT, out=out)
+        by_head, out = (each.view(len(rows), heads, -1) for each in (rows, step.rows))
+        model.by_head(by_head, value_up, out)
 
     def _write_latents(
         self,
@@ -371,8 +371,7 @@ class GpuDecoder:
         if operation.grows:
             projected.mul_(self._growth(count))
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
-        absorbed = queries[..., : latents.rank].transpose(0, 1)
-        torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
+        model.by_head(projected[..., : latents.still], key_up.mT, queries[..., : latents.rank])
         if operation.rope is None:
             rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
         else:
@@ -420,10 +419,10 @@ class GpuDecoder:
         config, whole, shard = model.config, model.weights.config, ranks.shard
         ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
         parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
-        sums = torch.stack([part.float().square().sum(1) for part in parts])
+        sums = torch.stack([model.square_sums(part) for part in parts])
         # Each of the ranks that have a KV head in common gives a part of its sum.
         sums[1] /= max(1, shard.size // whole.num_kv_heads)
-        ranks.sum(sums)
+        self._sum(sums)
         widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
         for part, total, width, weight in zip(parts, sums, widths, (q_norm, k_norm), strict=True):
             normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
@@ -455,7 +454,7 @@ class GpuDecoder:
             return found
         (gate,) = layer.matrices[operation.row_gate.name]
         assert isinstance(gate, torch.Tensor)
-        return found.mul_(torch.mm(normed, gate.T).sigmoid_())
+        return found.mul_(model.product(normed, gate, None, normed.new_empty(count, len(gate))).sigmoid_())
 
     def _mix_experts(self, layer: GpuLayer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
         """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""

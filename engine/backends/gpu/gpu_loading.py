@@ -108,6 +108,7 @@ def load_gpu_backend(
             max_samples=limits.max_samples + limits.max_scored,
             ranks=ranks,
             shard=shard,
+            invariant=flags.batch_invariant,
         )
         backend = make(model, layout, limits, enforce_eager=flags.enforce_eager)
         progress("compiling the GPU kernels")

@@ -24,6 +24,7 @@ from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.products.head_product import head_product
 from pillion.kernels.gpu.products.plain_product import PlainProduct
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
@@ -117,17 +118,19 @@ class GpuModel:
         max_samples: int = 0,
         ranks: GpuRankGroup | None = None,
         shard: ModelShard | None = None,
+        invariant: bool = False,
     ) -> None:
         """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
 
         ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
-        ``shard`` is what the process computes: by default the share of its rank, or the whole model.
+        ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``invariant`` says
+        that a token's bits may depend on nothing but its sequence (``--batch-invariant``).
         """
         self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
         config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
         self.config, self.device, self.dtype = config, device, dtype
         self.max_tokens = max_tokens
-        self.ranks = ranks
+        self.ranks, self.invariant = ranks, invariant
         self.capturable = config.moe is None and (ranks is None or ranks.capturable)
         self.weights = weights
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
@@ -182,11 +185,33 @@ class GpuModel:
         assert weight is not None
         if isinstance(weight, PackedMatrix):
             return self._quantized(rows, weight, bias, out)
-        if len(rows) <= self._plain.most_rows(weight):
+        if self.invariant or len(rows) <= self._plain.most_rows(weight):
             return self._plain(rows, weight, bias, out)
         if bias is None:
             return torch.mm(rows, weight.T, out=out)
         return torch.addmm(bias, rows, weight.T, out=out)
+
+    def by_head(self, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
+        """Multiplies rows [T, heads, in] by each head's matrix [heads, out, in] into ``out`` [T, heads, out]."""
+        if self.invariant:
+            head_product(rows, matrices, out)
+        else:
+            torch.bmm(rows.transpose(0, 1), matrices.mT, out=out.transpose(0, 1))
+
+    def square_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Adds up the squares of each row of [T, in] in float32: [T]."""
+        squares = rows.float().square()
+        if not self.invariant:
+            return squares.sum(1)
+        # torch adds up the values of a row in an order that depends on the number of rows.
+        ones, sums = squares.new_ones(1, 1, squares.shape[1]), squares.new_empty(len(rows), 1, 1)
+        return head_product(squares[:, None], ones, sums).view(-1)
+
+    @property
+    def plain_products(self) -> int:
+        """Counts the matrices that are not quantized, those of a layer's experts as one."""
+        every = [each[0] for layer in self.layers.values() for each in layer.matrices.values()] + [self.weights.head]
+        return sum(isinstance(each, torch.Tensor) and each.dim() == 2 for each in every)
 
     @property
     def has_sinks(self) -> bool:
@@ -208,7 +233,8 @@ class GpuModel:
         for weight, bias in plain:
             if (weight.shape, bias is None) not in compiled:
                 compiled.add((weight.shape, bias is None))
-                self._plain.compile(weight, bias, min(self._plain.most_rows(weight), self.max_tokens))
+                most = self.max_tokens if self.invariant else self._plain.most_rows(weight)
+                self._plain.compile(weight, bias, min(most, self.max_tokens))
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:

@@ -44,6 +44,9 @@ PADDED_TABLES = 2
 # The last words of a window's record hold the number of decode merges and their offset in the record, and the same for
 # chunk merges.
 COUNT_WORDS = 4
+# Where units are cut into parts of a fixed number of keys (Tiling.part_keys), there is room for the results of so many
+# parts for each program. A unit may be cut if it is more than one of so many pieces of a program's share.
+PARTS_A_PROGRAM, PIECES_A_PROGRAM = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +58,35 @@ class Tiling:
         keys: keys of a key tile.
         programs: number of programs that share the work.
         unit_tiles: overhead of a unit (queries, results, an empty pipeline), in key tiles.
+        part_keys: units are cut at multiples of so many keys, a multiple of ``keys``, and nowhere else
+            (:mod:`pillion.kernels.gpu.attention.parted_attention`); 0: at any key tile.
     """
 
     rows: int
     keys: int
     programs: int
     unit_tiles: int = 1
+    part_keys: int = 0
 
     @property
     def max_partials(self) -> int:
         """Returns how many items cut units can have at most: there are programs - 1 cuts at most, and c cuts make c + 1
-        <= 2c items of a unit."""
-        return 2 * (self.programs - 1)
+        <= 2c items of a unit. Of units in parts as many are cut as there is room for."""
+        return PARTS_A_PROGRAM * self.programs if self.part_keys else 2 * (self.programs - 1)
 
     @property
     def max_merges(self) -> int:
         """Returns how many units can be cut at most, each of which needs a merge."""
-        return self.programs - 1
+        return self.max_partials // 2
+
+    @property
+    def own_rows(self) -> int:
+        """Returns how many rows of results programs have for units in parts that they do not cut."""
+        return self.programs * self.rows if self.part_keys else 0
 
     def max_items(self, units: int) -> int:
         """Returns into how many items ``units`` units can be cut at most."""
-        return units + self.programs - 1
+        return units + self.max_partials // (1 if self.part_keys else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,35 @@ def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
     return ordered
 
 
+def _in_parts(units: _Units, tiling: Tiling, first_partial: int) -> tuple[Int32, Int64, Int32]:
+    """Shares units out whole, or cut at all multiples of ``tiling.part_keys``: the longest ones are cut, as long as
+    there is room for their results. Returns items, starts and merges like ``_share_out``; loads differ from the mean by
+    an item at most."""
+    tiles, lows = units.tiles, units.lows[units.row_tiles]
+    depth = tiling.part_keys // tiling.keys
+    first_parts = lows // depth
+    parts = -(-(lows + tiles) // depth) - first_parts
+    long = np.flatnonzero((parts > 1) & (tiles * (tiling.programs * PIECES_A_PROGRAM) > tiles.sum()))
+    long = long[np.argsort(-tiles[long], kind="stable")]
+    cut = np.zeros(len(tiles), bool)
+    cut[long[parts[long].cumsum() <= tiling.max_partials]] = True
+    counts = np.where(cut, parts, 1)
+    firsts = counts.cumsum() - counts
+    owner = np.arange(len(tiles)).repeat(counts)
+    part = first_parts[owner] + np.arange(len(owner)) - firsts[owner]
+    items, parted = units.rows[units.row_tiles[owner]], cut[owner]
+    ends = np.where(parted, np.minimum((part + 1) * tiling.part_keys, items[:, END]), items[:, END])
+    items[:, HEAD] = units.heads[owner]
+    items[:, BEGIN], items[:, END] = np.maximum(part * depth, lows[owner]) * tiling.keys, ends
+    items[:, PARTIAL] = np.where(parted, first_partial + (parted.cumsum() - 1) * tiling.rows, -1)
+    merges = items[firsts[cut]]
+    merges[:, PARTS] = parts[cut]
+    loads = -(-ends // tiling.keys) - items[:, BEGIN] // tiling.keys + tiling.unit_tiles
+    middles = loads.cumsum() - loads / 2
+    program = middles * tiling.programs // loads.sum()
+    return items, program.searchsorted(np.arange(tiling.programs + 1)), merges
+
+
 class GpuAttentionPlanner:
     """Plans a model's steps. It holds limits and sizes, and no state of a step."""
 
@@ -181,7 +221,9 @@ class GpuAttentionPlanner:
         lists += chunk.max_items(chunk_units) + chunk.max_merges
         tables = seqs * max_context_blocks + ITEM_WORDS
         self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS) + tables
-        self.partial_rows = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
+        # Behind the results of units that are cut each program has rows of its own.
+        self._own_at = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
+        self.partial_rows = self._own_at + decode.own_rows + chunk.own_rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
         """Returns the offset, in words, at which each record has the list of every program's first work item, for
@@ -191,6 +233,10 @@ class GpuAttentionPlanner:
     def counts_at(self, window: int) -> int:
         """Returns where a record has the numbers of merges of a window; the offset is the same in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
+
+    def own_at(self, chunk: bool) -> int:
+        """Returns the first of the programs' own rows in the partial results."""
+        return self._own_at + (self.decode.own_rows if chunk else 0)
 
     def plan(self, batch: StepBatch) -> GpuAttentionPlan:
         """Plans all rows of ``batch``. A sequence's positions are consecutive and end with its context.
@@ -243,6 +289,8 @@ class GpuAttentionPlanner:
             empty = np.zeros((0, ITEM_WORDS), np.int32)
             return empty, np.zeros(tiling.programs + 1, np.int64), empty
         units = self._units(sequences, tiling, window)
+        if tiling.part_keys:
+            return _in_parts(units, tiling, first_partial)
         overhead = tiling.unit_tiles
         lengths = units.tiles + overhead
         ends = lengths.cumsum()

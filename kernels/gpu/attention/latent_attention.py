@@ -21,6 +21,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_part, _merge_parts, in_parts
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
@@ -42,7 +43,7 @@ LEAST_WIDTH, MOST_LATENTS, MOST_ROTARY = 16, 512, 128
 LATENT_SCALES = 2
 # These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
 _TABLE, _ROW, _ROWS, _SHIFT, _BEGIN, _END, _PARTIAL = map(tl.constexpr, (0, 1, 2, 3, 5, 6, 7))
-_WORDS = tl.constexpr(8)
+_WORDS, _LOWEST = tl.constexpr(8), tl.constexpr(-1.0e30)
 
 
 # fmt: off
@@ -147,6 +148,56 @@ def _attend_latents(
         )  # fmt: skip
 
 
+# fmt: off
+@triton.jit
+def _attend_latent_parts(
+    queries, pool, scales, record, starts_at, out, partials, partial_logs, own_at, slot_stride, layer_offset,
+    scale_slot_stride, scale_layer_offset, score_scale,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, PART: tl.constexpr,
+):
+    # fmt: on
+    """Runs a program's items part by part (:mod:`pillion.kernels.gpu.attention.parted_attention`)."""
+    mine = record + starts_at + tl.program_id(0)
+    own = own_at + tl.program_id(0) * BLOCK_M
+    columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
+    scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
+    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+        item = record + at
+        table = record + tl.load(item + _TABLE)
+        row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
+        begin, end = tl.load(item + _BEGIN), tl.load(item + _END)
+
+        packed = row + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+        positions = packed // HEADS + shift
+        cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
+        query = tl.load(cells + columns, mask=columns < RANK, other=0.0)
+        turned = tl.load(cells + RANK + behind, mask=behind < ROTARY, other=0.0)
+
+        all_top, all_total = _before_all(queries, packed, False)
+        for first in range(begin // PART * PART, end, PART):
+            lower, upper = tl.maximum(first, begin), tl.minimum(first + PART, end)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            whole_begin, whole_end = _whole(row, rows, shift, lower, upper, HEADS, BLOCK_N, 0)
+            acc, top, total = _tiles(
+                acc, top, total, query, turned, positions, pool, scales, table, whole_begin, whole_end, upper - 1,
+                slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
+                RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, False,
+            )  # fmt: skip
+            acc, top, total = _tiles(
+                acc, top, total, query, turned, positions, pool, scales, table, whole_end, upper, upper - 1,
+                slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
+                RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
+            )  # fmt: skip
+            all_top, all_total = _end_part(
+                acc, top, total, all_top, all_total, lower > begin, upper == end, item, own, out, partials,
+                partial_logs, HEADS, HEADS, RANK, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
+
+
 class LatentAttention:
     """Computes attention over one pool of latents for all layers of a model, as
     :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention` does over one of keys and values."""
@@ -167,6 +218,7 @@ class LatentAttention:
         max_context_blocks: int,
         fp8: bool = False,
         decode_rows: int = 1,
+        invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
@@ -179,6 +231,7 @@ class LatentAttention:
             scale: factor of the scores; positive.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
+            invariant: whether a row's bits depend on its sequence alone.
             device: what computes; None: the device of the pool.
         """
         check_widths(rank, rotary)
@@ -192,9 +245,15 @@ class LatentAttention:
         self._score_scale = scale * math.log2(math.e)
         arch, processors = arch_of(self._device), processors_of(self._device)
         shape = {"HEADS": num_heads, "RANK": rank, "ROTARY": rotary, "BLOCK_SIZE": block_size}
-        self._decode, decode = _constants("latents_decode", arch, shape, fp8, dtype.itemsize, processors)
-        self._chunk, chunk = _constants("latents_chunk", arch, shape, fp8, dtype.itemsize, processors)
-        self._merge = _merge_constants(arch, num_heads, rank, decode.rows, chunk.rows)
+        self._invariant = invariant
+        merge: dict[str, int] = {}
+        if invariant:
+            each = _parted_constants(arch, shape, fp8, dtype.itemsize, max_context_blocks * block_size, processors)
+            (self._decode, decode), (self._chunk, chunk), merge = each
+        else:
+            self._decode, decode = _constants("latents_decode", arch, shape, fp8, dtype.itemsize, processors)
+            self._chunk, chunk = _constants("latents_chunk", arch, shape, fp8, dtype.itemsize, processors)
+        self._merge = {**_merge_constants(arch, num_heads, rank, decode.rows, chunk.rows), **merge}
         self._merge_programs = tuned("attention_merge", arch, head_dim=_padded(rank))["programs"] * processors
         self.planner = GpuAttentionPlanner(
             kv_heads=1,
@@ -235,13 +294,16 @@ class LatentAttention:
         places = (*strides, *(stride // KV_SCALE_BYTES for stride in strides), self._score_scale)
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
-            _attend_latents[(tiling.programs,)](
+            kernel = _attend_latent_parts if self._invariant else _attend_latents
+            kernel[(tiling.programs,)](
                 *(queries, self._pool, self._scales, record, planner.starts_at(0, chunk), out),
                 *partials,
+                *((planner.own_at(chunk),) if self._invariant else ()),
                 *places,
                 **constants,
             )
-        _merge[(self._merge_programs,)](record, planner.counts_at(0), *partials, out, self._partial_logs, **self._merge)
+        merge = _merge_parts if self._invariant else _merge
+        merge[(self._merge_programs,)](record, planner.counts_at(0), *partials, out, self._partial_logs, **self._merge)
 
 
 def widths_fit(rank: int, rotary: int) -> bool:
@@ -278,6 +340,20 @@ def _constants(
         "num_stages": use["num_stages"],
     }
     return constants, Tiling(use["rows"], use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def _parted_constants(
+    arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, max_keys: int, processors: int = 1
+) -> tuple[tuple[dict[str, Any], Tiling], tuple[dict[str, Any], Tiling], dict[str, int]]:
+    """Returns the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
+    merge. ``max_keys`` are those of the longest sequence."""
+    native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
+    widths = {"BLOCK_D": _padded(shape["RANK"]), "BLOCK_R": _padded(shape["ROTARY"])}
+    # A token's rows of all heads fill several tiles, each of which needs room for its parts.
+    tiles = -(-shape["HEADS"] // 16)
+    facts = {"kv": "fp8_e4m3" if fp8 else "plain", "bytes": item_bytes}
+    constants = {**shape, **widths, "FP8": fp8, "NATIVE_FP8": native}
+    return in_parts("latents_parts", arch, constants, tiles, max_keys, processors, **facts)
 
 
 def _merge_constants(arch: int, heads: int, rank: int, decode_rows: int, chunk_rows: int) -> dict[str, int]:

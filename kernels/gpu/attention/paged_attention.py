@@ -8,6 +8,9 @@ context from being split, and a few long decodes then occupy only a few processo
 
 ``attend`` neither allocates nor waits, and its grids depend on the limits alone, so that a graph can capture it and
 replay it over another record at the same address. A graph without chunks serves all steps without chunks.
+
+With ``invariant`` other kernels cut a sequence's keys at fixed places
+(:mod:`pillion.kernels.gpu.attention.parted_attention`); the launches are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.attention.parted_attention import _attend_parts, _merge_parts, in_parts
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
@@ -86,6 +90,7 @@ class PagedAttention:
         decode_rows: int = 1,
         first_kv_head: int = 0,
         sinks: bool = False,
+        invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
@@ -101,7 +106,7 @@ class PagedAttention:
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
             first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
-            sinks: whether the layers have sinks.
+            sinks: whether the layers have sinks. invariant: whether a row's bits depend on its sequence alone.
             device: what computes; None: the device of the pool.
         """
         _check_heads(num_heads, num_kv_heads, head_dim, scale, dtype)
@@ -115,10 +120,11 @@ class PagedAttention:
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
         heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "SINKS": sinks}
         shape = {**heads, "POOL_HEADS": pool.shape[3], "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
-        options = (kv, dtype.itemsize, any(windows), decode_rows, processors)
-        self._decode, decode = _attend_constants("attention_decode", arch, shape, *options)
-        self._chunk, chunk = _attend_constants("attention_chunk", arch, shape, *options)
-        self._merge = _merge_constants(arch, heads, decode.rows, chunk.rows)
+        self._invariant, cut = invariant, _parted_constants if invariant else _cut_anywhere
+        most = max_context_blocks * block_size if invariant else decode_rows
+        each = cut(arch, shape, kv, dtype.itemsize, any(windows), most, processors)
+        (self._decode, decode), (self._chunk, chunk), merge = each
+        self._merge = {**_merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
         self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
         self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
@@ -131,9 +137,8 @@ class PagedAttention:
             max_seqs=max_seqs,
             max_context_blocks=max_context_blocks,
         )
-        rows = self.planner.partial_rows
-        self._partials = torch.empty((rows, padded_head_dim(head_dim)), dtype=torch.float32, device=self._device)
-        self._partial_logs = torch.empty(rows, dtype=torch.float32, device=self._device)
+        results = torch.empty((self.planner.partial_rows, padded_head_dim(head_dim)), device=self._device)
+        self._partials, self._partial_logs = results, torch.empty(len(results), device=self._device)
 
     def attend(
         self,
@@ -172,9 +177,13 @@ class PagedAttention:
         inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
-            starts_at = planner.starts_at(window, chunk)
-            _attend[(tiling.programs,)](*inputs, starts_at, out, *partials, terms, *places, WINDOW=window, **constants)
-        _merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, terms, **self._merge)
+            starts_at, own = planner.starts_at(window, chunk), (planner.own_at(chunk),) if self._invariant else ()
+            kernel = _attend_parts if self._invariant else _attend
+            kernel[(tiling.programs,)](
+                *inputs, starts_at, out, *partials, terms, *own, *places, WINDOW=window, **constants
+            )
+        merge = _merge_parts if self._invariant else _merge
+        merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, terms, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
@@ -242,6 +251,42 @@ def _attend_constants(
         **dependent(arch),
     }
     return constants, Tiling(rows, use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def _cut_anywhere(
+    arch: int,
+    shape: dict[str, int],
+    kv: PlainOrFloat8,
+    item_bytes: int,
+    windowed: bool,
+    decode_rows: int,
+    processors: int,
+) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
+    """Returns the constants and the cutting of attention that is cut by the work of the batch, for decodes and for
+    chunks; the merge has no constants of its own."""
+    decode, chunk = (
+        _attend_constants(f"attention_{kernel}", arch, shape, kv, item_bytes, windowed, decode_rows, processors)
+        for kernel in ("decode", "chunk")
+    )
+    return decode, chunk, {}
+
+
+def _parted_constants(
+    arch: int,
+    shape: dict[str, int],
+    kv: PlainOrFloat8,
+    item_bytes: int,
+    windowed: bool,
+    max_keys: int,
+    processors: int = 1,
+) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
+    """Returns the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
+    merge. ``max_keys`` are those of the longest sequence."""
+    width, fp8 = padded_head_dim(shape["HEAD_DIM"]), kv == "fp8_e4m3"
+    native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
+    constants = {**shape, "BLOCK_D": width, "FP8": fp8, "NATIVE_FP8": native, **dependent(arch)}
+    facts = {"head_dim": width, "kv": kv, "bytes": item_bytes, "masks_or_sinks": windowed or bool(shape["SINKS"])}
+    return in_parts("attention_parts", arch, constants, shape["KV_HEADS"], max_keys, processors, **facts)
 
 
 def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:

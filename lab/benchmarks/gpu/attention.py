@@ -34,6 +34,7 @@ def run(bench: Bench) -> None:
         name = f"chunk of {chunk} behind {prefix}, blocks of {block_size}"
         bench.attempt(name, lambda size=block_size, name=name: _chunk(bench, shape, name, chunk, prefix, size, rate))  # type: ignore[misc]
     bench.attempt("mixed batch", lambda: _mixed(bench, shape))
+    bench.attempt("attention in parts", lambda: _in_parts(bench, shape))
 
 
 def _kind(kv: PlainOrFloat8) -> str:
@@ -100,6 +101,19 @@ def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times,
     attended.calls[0]()
     off = check_near(attended.out, found)
     return bench.time([attend]), bench.time([gather]), off
+
+
+def _in_parts(bench: Bench, shape: LlamaShape) -> None:
+    """Measures attention in parts of fixed keys (--batch-invariant), against attention that is cut anywhere."""
+    streams, context, chunk = (2, 20, 8) if bench.smoke else (64, 4096, 2048)
+    cases = (decodes(streams, context), decodes(1, context), [BatchEntry(chunk, 4 * context - chunk)])
+    tokens = (streams + 4) * -(-context // 16) * 16
+    pool = AttentionPool(bench, shape, block_size=16, tokens=tokens, layers=2)
+    for name, entries in zip((f"{streams} decodes", "a decode", f"a chunk of {chunk}"), cases, strict=True):
+        attended = pool.attend(entries, invariant=True)
+        verify_rows(pool, attended)
+        anywhere, parts = (bench.time(each.calls).median_s for each in (pool.attend(entries), attended))
+        bench.report(Row(f"attention in parts, {name}", parts * 1e6, "us", parts / anywhere, "cut anywhere"))
 
 
 def _mixed(bench: Bench, shape: LlamaShape) -> None:

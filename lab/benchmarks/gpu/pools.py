@@ -79,8 +79,8 @@ class AttentionPool:
         self._tables = Tables(slots, block_size)
         self._device = bench.device
 
-    def attend(self, entries: list[BatchEntry]) -> Attended:
-        """Plans the attention of a step and sends the plan to the device."""
+    def attend(self, entries: list[BatchEntry], *, invariant: bool = False) -> Attended:
+        """Plans the attention of a step and sends the plan to the device. ``invariant``: in parts of fixed keys."""
         shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,
@@ -95,6 +95,7 @@ class AttentionPool:
             max_seqs=batch.num_seqs,
             max_context_blocks=batch.block_tables.shape[1],
             kv=self._kv,
+            invariant=invariant,
         )
         work = attention.planner.plan(batch)
         record = torch.zeros(attention.planner.max_record_words, dtype=torch.int32)

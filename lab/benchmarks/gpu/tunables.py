@@ -53,23 +53,23 @@ def _small(*wanted: tuple[str, int]) -> Cases:
     return cases
 
 
-def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]]) -> Cases:
-    """Returns attention cases of steps, each given for a real and for a smoke run."""
+def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]], invariant: bool = False) -> Cases:
+    """Returns attention cases of steps, each given for a real and for a smoke run. ``invariant``: in parts."""
 
     def cases(bench: Bench) -> list[Build]:
-        return [_attention(bench, tiny if bench.smoke else entries, kv) for entries, tiny in wanted]
+        return [_attention(bench, tiny if bench.smoke else entries, kv, invariant) for entries, tiny in wanted]
 
     return cases
 
 
-def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8) -> Build:
+def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8, invariant: bool) -> Build:
     def build() -> KernelCase:
         shape = shape_of(bench.smoke)
         tokens = sum(-(-(entry.prefix + entry.tokens) // BLOCK_SIZE) * BLOCK_SIZE for entry in entries)
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
         # Candidates share a pool, since filling a large one with random numbers takes longer than the measurement.
         pool = _pool(bench, tokens, layers, kv)
-        attended = pool.attend(entries)
+        attended = pool.attend(entries, invariant=invariant)
         return KernelCase(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
 
     return build
@@ -168,6 +168,13 @@ TUNABLES: dict[str, Tunable] = {
         "attention_chunk",
         _attended("plain", _CHUNK),
         {"rows": (64, 128), "keys": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        {"head_dim": 128, "kv": "plain", "bytes": 2},
+    ),
+    # Decodes and chunks keep 64 rows for each 4 warps.
+    "attention_parts": Tunable(
+        "attention_parts",
+        _attended("plain", _WIDE, _LONG, _CHUNK, invariant=True),
+        {"keys": (64, 128), "num_stages": (3, 4, 5), "part_keys": (512, 1024)},
         {"head_dim": 128, "kv": "plain", "bytes": 2},
     ),
     "attention_merge": Tunable(

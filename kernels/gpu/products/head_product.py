@@ -1,0 +1,83 @@
+"""Multiplies rows of heads by a matrix for each head, so that a row's bits do not depend on how many rows there are
+(``--batch-invariant``).
+
+    rows [T, H, K] --tiles [inputs, tokens]---dot--> sums in registers --> out [T, H, N]
+    matrices [H, N, K] --tiles [outputs, inputs]--'
+
+A program computes one tile of tokens and outputs of a head. Tiles have one size, whatever the number of rows, and
+their inputs are added up in order. So it is slower than torch.bmm, which chooses another kernel for each number of
+rows. All strides but those of the inputs of rows, and of the results, are free: attention over latents has its
+matrices one way for queries, and the other way for values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.launch import arch_of, check
+from pillion.kernels.gpu.tuned import tuned
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["tokens"])
+def _head_product(
+    rows, matrices, out, tokens, outputs, inputs, row_stride, row_head, matrix_head, matrix_output, matrix_input,
+    out_stride, out_head, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    # fmt: on
+    head = tl.program_id(1).to(tl.int64)
+    wide = tl.cdiv(outputs, BLOCK_N)
+    output = tl.program_id(0) % wide * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = (tl.program_id(0) // wide * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    column = tl.arange(0, BLOCK_K)
+    # Outputs and tokens after the last ones are computed as those, and not stored.
+    output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
+    left = matrices + (head * matrix_head + output_read[:, None] * matrix_output + column[None, :] * matrix_input)
+    right = rows + (head * row_head + token_read[None, :] * row_stride + column[:, None])
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for first in range(0, inputs, BLOCK_K):
+        inside = first + column < inputs
+        weights = tl.load(left + first * matrix_input, mask=inside[None, :], other=0.0)
+        acc = dot(weights, tl.load(right + first, mask=inside[:, None], other=0.0), acc)
+    cells = out + (head * out_head + token[None, :] * out_stride + output[:, None])
+    tl.store(cells, acc.to(out.dtype.element_ty), mask=(output < outputs)[:, None] & (token < tokens)[None, :])
+
+
+def head_product(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Multiplies ``rows`` [T, H, K] by ``matrices`` [H, N, K] into ``out`` [T, H, N], all of one type; returns it.
+
+    The values of a head are contiguous in rows and results. Raises Internal for tensors that do not fit.
+    """
+    count, heads, inputs = rows.shape
+    outputs = matrices.shape[1]
+    fits = tuple(matrices.shape) == (heads, outputs, inputs) and tuple(out.shape) == (count, heads, outputs)
+    check(fits and count > 0, f"{list(rows.shape)} times {list(matrices.shape)} into {list(out.shape)}")
+    check(rows.stride(2) == 1 and out.stride(2) == 1, "the values of a head are not contiguous")
+    check(rows.dtype == matrices.dtype == out.dtype, f"{rows.dtype} times {matrices.dtype} into {out.dtype}")
+    check(rows.device == matrices.device == out.device, f"matrices are on {matrices.device}, not on {rows.device}")
+    constants = _constants(rows.element_size(), arch_of(rows.device))
+    tiles = triton.cdiv(count, constants["BLOCK_T"]) * triton.cdiv(outputs, constants["BLOCK_N"])
+    _head_product[(tiles, heads)](
+        rows,
+        matrices,
+        out,
+        count,
+        outputs,
+        inputs,
+        *rows.stride()[:2],
+        *matrices.stride(),
+        *out.stride()[:2],
+        **constants,
+    )
+    return out
+
+
+def _constants(item_bytes: int, arch: int) -> dict[str, Any]:
+    use = tuned("head_product", arch, bytes=item_bytes)
+    tile = {"BLOCK_T": use["rows"], "BLOCK_N": use["outputs"], "BLOCK_K": use["inputs"]}
+    return {**tile, "num_warps": use["num_warps"], "num_stages": use["num_stages"]}
