@@ -10,6 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lab.benchmarks.gpu.bench import Bench
+from lab.benchmarks.gpu.mixture_shapes import GPT_OSS_20B
+from lab.benchmarks.gpu.model import RandomModel
 from pillion.engine.backends.gpu import gpu_model
 from pillion.errors import Internal
 from pillion.kernels.gpu.launch import arch_of
@@ -148,3 +151,14 @@ def test_misshapen_tensors_are_refused():
     many, wide, found = (torch.zeros(*size, device=DEVICE) for size in ((200, 512), (4096, 512), (200, 4096)))
     with pytest.raises(Internal, match="more than the workspace holds"):
         product(many, wide, None, found)
+
+
+def test_a_router_whose_bias_is_exact_is_left_to_its_own_kernel(tmp_path):
+    """Its matrix has the model's type and its bias is float32 (gpt-oss), which no product here takes."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"head_dim": 16, "num_local_experts": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    config = {**GPT_OSS_20B, **sizes, **more, "layer_types": ["sliding_attention", "full_attention"]}
+    bench = Bench(smoke=not NATIVE, rows=tmp_path / "rows")
+    model = RandomModel(bench, max_tokens=2, max_seqs=1, max_model_len=64, config=config).model
+    assert torch.float32 in [bias.dtype for bias in model.layers[0].biases.values() if bias is not None]
+    model.compile_products()

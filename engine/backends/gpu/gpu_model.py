@@ -92,10 +92,14 @@ class GpuLayer:
                     yield matrix, bias[number] if bias is not None and bias.dim() > 1 else bias
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields the plain matrices of this type, but for those of experts, and their biases."""
+        """Yields the plain matrices of this type, but for those of experts, and their biases. A router whose bias is
+        exact is left out: a kernel of its own multiplies by it."""
         for name, (matrix, *others) in self.matrices.items():
-            if isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.dtype == dtype and not others:
-                yield matrix, self.biases[name]
+            bias = self.biases[name]
+            if others or (bias is not None and bias.dtype != dtype):
+                continue
+            if isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.dtype == dtype:
+                yield matrix, bias
 
 
 class GpuModel:
