@@ -203,7 +203,7 @@ def options(family: ModelFamily) -> str:
     if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
     if "router_jitter_noise" in family.defaults:
-        said.append("experts chosen one by one (sparse mixer; not on GPUs)")
+        said.append("experts chosen one by one (sparse mixer)")
     if layer.get("sinks"):
         said.append("attention sinks")
     if "expert_selection_fn" in family.defaults:

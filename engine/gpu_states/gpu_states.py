@@ -211,8 +211,7 @@ class StatesInPool:
         return self._layers.buffer(name, len(rows), width)
 
     def _tensor(self, index: int, tensor: LayerTensor) -> GpuMatrix:
-        (found,) = self._model.layers[index].matrices[tensor.name]
-        return found
+        return self._model.layers[index].matrices[tensor.name]
 
     def _vector(self, index: int, tensor: LayerTensor) -> torch.Tensor:
         found = self._tensor(index, tensor)

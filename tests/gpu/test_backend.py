@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
 from pillion.engine.backends.backend import warm_up_batches
 from pillion.engine.backends.gpu.gpu_backend import SCRATCH_SLOTS
+from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs, sizes_for
 from pillion.engine.backends.gpu.gpu_loading import check_operations, limits_of
 from pillion.engine.backends.gpu.gpu_model import GpuModel
@@ -167,18 +168,19 @@ def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe"])
 def test_the_buffers_of_a_large_step_are_those_that_are_told(family, tmp_path):
-    """All that a model keeps for steps of 65,536 tokens, but its weights and rotary tables."""
+    """All that a model and its experts keep for steps of 65,536 tokens, but weights and rotary tables."""
     _, flags = make_model(tmp_path / "model", FAMILIES[family])
     prepared, tokens = prepare(flags), 65_536
     backend = gpu_backend(prepared)
     small, config = backend._model, load_config(prepared.folder)
     model = GpuModel(small.weights, prepared.max_model_len, tokens, 256, max_samples=MAX_SEQS)
-    kept = {
-        name: value.untyped_storage()
-        for name, value in vars(model).items()
-        if isinstance(value, torch.Tensor) and name != "weights"
-    }
-    taken = sum({storage.data_ptr(): storage.nbytes() for storage in kept.values()}.values())
+    owned = list(vars(model).values())
+    if model.has_experts:
+        experts = GpuExperts(model)
+        owned += [getattr(experts._buffers, each.name) for each in fields(experts._buffers)]
+        owned += [*vars(experts._route).values(), *vars(experts._sort).values()]
+    kept = [value.untyped_storage() for value in owned if isinstance(value, torch.Tensor)]
+    taken = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
     told = step_bytes(config, prepared.dtype, tokens, MAX_SEQS)
     assert told / 4 < taken <= told
 
@@ -372,6 +374,7 @@ def test_a_layer_without_a_kernel_is_refused():
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
     config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
     check_operations(parse_config({**config, "model_type": "llama"}))
+    check_operations(parse_config({**config, "model_type": "phimoe", "num_local_experts": 6}))
     config["rotary_pct"] = 0.5
     for name, words in (("phi", "no bias of logits"), ("gpt_neox", "no gelu"), ("gpt2", "no learned positions")):
         own = {key: value for key, value in config.items() if name == "gpt_neox" or key != "rotary_pct"}

@@ -6,6 +6,7 @@
     gpu_roofline.py    what a step costs by the device's rates, before any was measured, and the budget that suits it
     gpu_decoder.py     the forward pass over fused kernels and fixed buffers
     gpu_model.py       a model's weights, rotary tables and buffers
+    gpu_experts.py     mixtures of experts: their buffers, and the kernels' order
     gpu_weights.py     weights in memory that all workers of a GPU map
     gpu_step.py        a step's arrays as one record on the device
     pool_parts.py      where a process's KV heads lie in a pool, also in one that is divided over GPUs

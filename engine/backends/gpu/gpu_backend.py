@@ -40,7 +40,8 @@ from pillion.engine.backends.backend import (
 )
 from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device, to_host
 from pillion.engine.backends.gpu.gpu_decoder import GpuDecoder
-from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
+from pillion.engine.backends.gpu.gpu_experts import GpuExperts
+from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
@@ -94,6 +95,7 @@ class BoundPool:
         limits: GpuLimits,
         states: GpuStates | None,
         sampler: GpuSampler | None,
+        experts: GpuExperts | None,
         *,
         eager: bool,
     ) -> None:
@@ -110,7 +112,7 @@ class BoundPool:
         self._sampler = sampler
         # A model with states has one part: it has no ranks.
         self.states = None if states is None else states.over(parts[0][1])
-        self.decoder = GpuDecoder(model, self.parts, self.record, self.states)
+        self.decoder = GpuDecoder(model, self.parts, self.record, self.states, experts)
         self.graphs = StepGraphs(
             self._run,
             limits.max_tokens,
@@ -220,6 +222,7 @@ class GpuBackend:
         self._limits = limits
         self._eager = enforce_eager
         self._states = GpuStates(model, layout, limits.max_seqs) if layout.state_pages else None
+        self._experts = GpuExperts(model) if model.has_experts else None
         if self._states is not None:
             # That decodes and drafts find their states while steps run ahead is not shown yet.
             self.max_steps_under_way = 1
@@ -268,6 +271,7 @@ class GpuBackend:
                 for chunks in (True, False):
                     bound.decoder.run(StepShape(1, min(1, self._limits.max_samples), chunks))
             bound.graphs.capture(log.info)
+        log.info(without_graphs(self._model, self._limits, eager=self._eager))
         if self._ranks is not None:
             self._ranks.begin_steps()
 
@@ -338,6 +342,8 @@ class GpuBackend:
             log.info("%s", _what_is_fixed(bound, self._limits.max_model_len))
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
+        if self._experts is not None:
+            self._experts.compile()
         batches = warm_up_batches(max_tokens, layout.block_size, slots)
         pages = np.arange(layout.state_pages, dtype=np.int32)[None]
         for batch, drawn in zip(batches, (True, False), strict=True):
@@ -416,7 +422,8 @@ class GpuBackend:
         return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
 
     def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
-        return BoundPool(self._model, parts, self.layout, self._limits, self._states, self._sampler, eager=eager)
+        own = self._states, self._sampler, self._experts
+        return BoundPool(self._model, parts, self.layout, self._limits, *own, eager=eager)
 
     def _bound_or_raise(self) -> BoundPool:
         if self._bound is None:
@@ -477,6 +484,17 @@ def _what_is_fixed(bound: BoundPool, max_model_len: int) -> str:
         f"--batch-invariant: {every}; attention is cut at every {keys[0]} tokens, a text of {max_model_len} into"
         f" {-(-max_model_len // keys[0])} parts"
     )
+
+
+def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
+    """Says in one line which steps the host launches kernel by kernel."""
+    if eager or not model.capturable:
+        return "no step runs in a CUDA graph: " + ("--enforce-eager" if eager else "ranks share a GPU")
+    few = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
+    samples = f"with more than {limits.max_samples} sampled rows" if limits.max_scored else ""
+    adapted = "with virtual tokens, biases or DoRA of adapters" if model.adapters is not None else ""
+    left = [words for words in (few, samples, adapted, "that give vectors of texts") if words]
+    return "steps leave their CUDA graph: those " + ", those ".join(left)
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds,
 before in the residual stream's buffer, and leave theirs there.
 
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch, or our kernel's where
-the tuning file says so (few rows); those by matrices in quantized weights are our kernels'. Nothing here synchronises,
-and nothing but logits, sampled rows and gates of attention's results is allocated, so that a step can be captured as a
-CUDA graph. The exceptions (``capturable``) are a mixture of experts, whose group sizes only the device knows, and ranks
-that share a GPU, whose sums go through the host.
+the tuning file says so (few rows); those by matrices in quantized weights are our kernels', as are those of experts
+(``gpu_experts.py``). Nothing here synchronises, and nothing but logits, sampled rows and gates of attention's results
+is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are ranks that share a
+GPU, whose sums go through the host.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
@@ -57,7 +58,7 @@ from pillion.engine.models.layer_operations import (
     ShortConvolution,
     StateSpace,
 )
-from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
+from pillion.engine.models.layers import soft_cap
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.attention.latent_write import latent_write
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
@@ -74,7 +75,7 @@ _BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 @dataclass(slots=True)
 class _LayerStep:
     """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
-    of it, or that it kept.
+    of it, or that it kept. ``count`` is int32 [1], how many of the rows are not padding.
 
     ``gate`` is what multiplies attention's results, where a layer has such a gate. ``mixers`` counts the layer's
     operations that are left of those that write keys and values, or states. ``ended`` says whether nothing has to be
@@ -83,6 +84,7 @@ class _LayerStep:
 
     residual: torch.Tensor
     rows: torch.Tensor
+    count: torch.Tensor
     kept: list[torch.Tensor] = field(default_factory=list)
     gate: torch.Tensor | None = None
     mixers: int = 0
@@ -98,10 +100,11 @@ class GpuDecoder:
         parts: Sequence[PartRows | LatentRows],
         record: GpuStepRecord,
         states: StatesInPool | None = None,
+        experts: GpuExperts | None = None,
     ) -> None:
         """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
-        those of layers that have some."""
-        self._model, self._states = model, states
+        and ``experts`` those of layers that have some."""
+        self._model, self._states, self._experts = model, states, experts
         # A block has a place for the keys and values of each of these layers.
         self._places = {index: place for place, index in enumerate(model.config.kv_layers)}
         # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
@@ -125,7 +128,7 @@ class GpuDecoder:
         first, *_ = model.layers.values()
         if 0 in model.layers:
             self._embed(residual, shape)
-        step = _LayerStep(residual, self._normed(residual, _first_norm(first)))
+        step = _LayerStep(residual, self._normed(residual, _first_norm(first)), self._record.num_rows)
         for index, layer in model.layers.items():
             self._begin_layer(index, layer, step, shape)
             if not step.ended:
@@ -209,7 +212,8 @@ class GpuDecoder:
                 case Mlp():
                     step.rows = self._gated(index, layer, operation, step.rows, shape)
                 case Experts():
-                    step.rows = self._mix_experts(layer, operation, step.rows)
+                    assert self._experts is not None
+                    step.rows = self._experts.run(layer, operation, step.rows, step.count)
                 case AddToResidual():
                     self._add_to_residual(index, layer, operation, place, step)
             if step.ended:
@@ -246,7 +250,7 @@ class GpuDecoder:
         if self._ends(index, step, shape):
             return
         sinks = operation.sinks
-        scores = None if sinks is None else layer.matrices[sinks.name][0]
+        scores = None if sinks is None else layer.matrices[sinks.name]
         step.rows = self._attend(index, step.rows, shape, operation.window, scores)
         self._go_on(index, step, shape)
 
@@ -285,14 +289,14 @@ class GpuDecoder:
         """Goes on with the sampled rows alone, and ends where there are none."""
         step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
+        step.count = self._record.num_samples
         step.gate = None if step.gate is None else step.gate.index_select(0, wanted)
 
     def _product(
         self, index: int, layer: GpuLayer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
         """Computes one linear layer, with the products that adapters add to it."""
-        (matrix,) = layer.matrices[name]
-        found = self._model.product(x, matrix, layer.biases[name], out)
+        found = self._model.product(x, layer.matrices[name], layer.biases[name], out)
         self._adapt(index, name, x, found, shape)
         return found
 
@@ -333,7 +337,7 @@ class GpuDecoder:
         assert latents is not None
         assert buffers is not None
         heads = model.config.num_heads
-        (ups,) = layer.matrices[operation.up.name]
+        ups = layer.matrices[operation.up.name]
         assert isinstance(ups, torch.Tensor)
         key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
         queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
@@ -452,37 +456,9 @@ class GpuDecoder:
         found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
         if operation.row_gate is None:
             return found
-        (gate,) = layer.matrices[operation.row_gate.name]
+        gate = layer.matrices[operation.row_gate.name]
         assert isinstance(gate, torch.Tensor)
         return found.mul_(model.product(normed, gate, None, normed.new_empty(count, len(gate))).sigmoid_())
-
-    def _mix_experts(self, layer: GpuLayer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
-        """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""
-        ups, downs = layer.matrices[operation.gate_up.name], layer.matrices[operation.down.name]
-        up_biases, down_biases = layer.biases[operation.gate_up.name], layer.biases[operation.down.name]
-        act, (router,) = expert_activation(operation), layer.matrices[operation.router.name]
-        assert isinstance(router, torch.Tensor)
-
-        def run(number: int, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            inner = act(self._expert_product(rows, ups[number], up_biases, number))
-            return self._expert_product(inner, downs[number], down_biases, number)
-
-        def bias(tensor: LayerTensor | None) -> torch.Tensor | None:
-            found = None if tensor is None else layer.matrices[tensor.name][0]
-            assert found is None or isinstance(found, torch.Tensor)
-            return found
-
-        biases = RouterBiases(bias(operation.router_bias), bias(operation.choice_bias))
-        return mix_experts(normed, router, run, operation, biases)
-
-    def _expert_product(
-        self, rows: torch.Tensor, matrix: GpuMatrix, biases: torch.Tensor | None, number: int
-    ) -> torch.Tensor:
-        """Computes a product with the matrix of one expert, whose bias is row ``number`` of ``biases``, and allocates
-        its result."""
-        outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
-        bias = None if biases is None else biases[number]
-        return self._model.product(rows, matrix, bias, rows.new_empty(len(rows), outputs))
 
     def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
         """Norms the residual stream; where a model has no norm, the stream itself is returned."""

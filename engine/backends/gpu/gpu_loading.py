@@ -177,8 +177,6 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.family}: the GPU kernels have no layers that differ in their KV heads; use --device cpu"
         )
-    if config.moe is not None and config.moe.sparse is not None:
-        raise ConfigError(f"{config.family}: the GPU kernels have no sparse mixer; use --device cpu")
     if any(isinstance(one, AddUp) for layer in layers_of(config) for one in layer):
         raise ConfigError(f"{config.family}: the GPU kernels have no norms of sums; use --device cpu")
     latents = config.latents

@@ -14,6 +14,7 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     Attend,
+    Experts,
     KeepGate,
     Layer,
     Role,
@@ -63,14 +64,14 @@ class GpuLayer:
 
     Attributes:
         norms: the norms of the residual stream, and those of queries and keys.
-        matrices: the matrices of linear layers, those of all experts, and the router.
-        biases: the biases of linear layers; None where one has none.
+        matrices: the matrices of linear layers, those of all experts in one stack, and the router.
+        biases: the biases of linear layers, those of all experts as rows; None where one has none.
     """
 
     def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
         self.operations = operations
         self.norms: dict[str, GpuNorm] = {}
-        self.matrices: dict[str, list[GpuMatrix]] = {}
+        self.matrices: dict[str, GpuMatrix] = {}
         self.biases: dict[str, torch.Tensor | None] = {}
         for tensor in tensors_of(operations):
             name = f"layers.{index}.{tensor.name}"
@@ -79,24 +80,22 @@ class GpuLayer:
                 continue
             matrix = weights.matrix(name)
             assert matrix is not None
-            self.matrices[tensor.name] = _each(matrix) if tensor.experts else [matrix]
+            self.matrices[tensor.name] = matrix
             self.biases[tensor.name] = weights.get(f"{name}.bias")
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
-        """Yields the quantized matrices, and their biases."""
-        for name, matrices in self.matrices.items():
-            for number, matrix in enumerate(matrices):
-                if isinstance(matrix, PackedMatrix):
-                    bias = self.biases[name]
-                    # The biases of experts are rows of one tensor.
-                    yield matrix, bias[number] if bias is not None and bias.dim() > 1 else bias
+        """Yields the quantized matrices that all rows pass, and their biases."""
+        for tensor in tensors_of(self.operations):
+            matrix = self.matrices.get(tensor.name)
+            if isinstance(matrix, PackedMatrix) and not tensor.experts:
+                yield matrix, self.biases[tensor.name]
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yields the plain matrices of this type, but for those of experts, and their biases. A router whose bias is
         exact is left out: a kernel of its own multiplies by it."""
-        for name, (matrix, *others) in self.matrices.items():
+        for name, matrix in self.matrices.items():
             bias = self.biases[name]
-            if others or (bias is not None and bias.dtype != dtype):
+            if bias is not None and bias.dtype != dtype:
                 continue
             if isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.dtype == dtype:
                 yield matrix, bias
@@ -135,7 +134,7 @@ class GpuModel:
         self.config, self.device, self.dtype = config, device, dtype
         self.max_tokens = max_tokens
         self.ranks, self.invariant = ranks, invariant
-        self.capturable = config.moe is None and (ranks is None or ranks.capturable)
+        self.capturable = ranks is None or ranks.capturable
         self.weights = weights
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
         # This process writes and attends these KV heads of the model.
@@ -223,6 +222,11 @@ class GpuModel:
         every = (operation for layer in self.layers.values() for operation in layer.operations)
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 
+    @property
+    def has_experts(self) -> bool:
+        """Says whether a layer of this process is a mixture of experts."""
+        return any(isinstance(operation, Experts) for layer in self.layers.values() for operation in layer.operations)
+
     def compile_products(self) -> None:
         """Compiles the kernels of products, but for cuBLAS's, for every number of rows."""
         compiled: set[object] = set()
@@ -253,11 +257,3 @@ def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: t
     half = 0 if config.latents is None else config.latents.rotary // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))
-
-
-def _each(stacked: GpuMatrix) -> list[GpuMatrix]:
-    """Splits the stacked matrices of a layer's experts."""
-    if isinstance(stacked, torch.Tensor):
-        return list(stacked)
-    every = [dict(zip(stacked.parts, each, strict=True)) for each in zip(*stacked.parts.values(), strict=True)]
-    return [PackedMatrix(stacked.kind, **parts) for parts in every]

@@ -5,7 +5,7 @@
 The record on the device has a fixed address, so a CUDA graph that was captured over it runs any later step. Host
 records take turns: one is written again only after the step that it was copied for has finished. Steps are padded to
 the graph's size with rows that write nothing: no slot (-1), token 0, row 0 of the rotary tables, and no part in the
-attention's plan.
+attention's plan, and no experts: a step's true numbers of rows are in its record, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
 HOST_RECORDS = 3
+# Each of the two numbers of rows has so many words, so that kernels find both at addresses of 16 bytes.
+_COUNT_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class GpuStepRecord:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
             the pool: slot * block_size + offset, or -1.
         sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
-        sampling: int32 [max_samples, RECORD_FIELDS], how the first of these choose their tokens within the step.
+        num_rows, num_samples: int32 [1], how many rows and sampled rows the step has without padding.
+        sampling: int32 [max_samples, RECORD_FIELDS], how the first sampled rows choose their tokens within the step.
         attention: int32, for each part of the process's KV heads, the plan of
             :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
@@ -62,7 +65,9 @@ class GpuStepRecord:
         """Makes the record. ``attention_words`` is the greatest length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
-        self._sampling_at = slice(4 * max_tokens, 4 * max_tokens + RECORD_FIELDS * max_samples)
+        self._counts_at = slice(4 * max_tokens, 4 * max_tokens + 2 * _COUNT_WORDS)
+        begin = self._counts_at.stop
+        self._sampling_at = slice(begin, begin + RECORD_FIELDS * max_samples)
         first = self._sampling_at.stop
         self._plans_at = [first + sum(attention_words[:part]) for part in range(len(attention_words))]
         words = first + sum(attention_words)
@@ -73,6 +78,8 @@ class GpuStepRecord:
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         parts = self._device[: 4 * max_tokens].view(4, max_tokens)
         self.token_ids, self.rope_rows, self.rows, self.sample_rows = parts.unbind(0)
+        counts = self._device[self._counts_at].view(2, _COUNT_WORDS)
+        self.num_rows, self.num_samples = counts[0, :1], counts[1, :1]
         self.sampling = self._device[self._sampling_at].view(max_samples, RECORD_FIELDS)
         self.attention = [
             self._device[begin : begin + count] for begin, count in zip(self._plans_at, attention_words, strict=True)
@@ -105,6 +112,7 @@ class GpuStepRecord:
             begin, end = place * most, place * most + len(values)
             record[begin:end] = values
             record[end : begin + padded] = padding
+        record[self._counts_at][::_COUNT_WORDS] = batch.num_tokens, len(sample_rows)
         write_rows(record[self._sampling_at].reshape(-1, RECORD_FIELDS)[: shape.samples], sampling)
         used = self._sampling_at.stop
         for begin, plan in zip(self._plans_at, plans, strict=True):

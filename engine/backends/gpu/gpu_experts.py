@@ -1,0 +1,202 @@
+"""Runs mixtures of experts on a GPU, without asking the device how many rows an expert has.
+
+    rows --router--> scores, chosen --sort--> order, tiles
+    rows, gathered by order --up, activation--> inner --down--> found, at each pair's place --sum by scores--> rows
+
+Each arrow is one launch, but that many pairs are sorted in three. Grids follow the padded number of rows alone, so a
+mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts.
+
+Buffers are those of the widest layer, for a step of the most tokens, and all layers share them. Larger steps than
+MAX_MIXED_ROWS are computed in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
+from pillion.engine.models.layer_operations import Experts, LayerTensor
+from pillion.engine.models.layers import MAX_MIXED_ROWS
+from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
+from pillion.kernels.gpu.experts.expert_sums import add_up
+from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
+from pillion.kernels.gpu.experts.pair_sorting import FEW_PAIRS, TILE_WORDS, PairSorter, most_tiles, tile_rows_of
+from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+
+
+def route_options(how: Experts) -> RouteOptions:
+    """Returns how the router's kernel chooses a mixture's experts."""
+    return RouteOptions(
+        how.router.shape[0],
+        how.per_token,
+        how.normalize,
+        sigmoid=how.sigmoid,
+        # Families with these options do not round the router's products.
+        exact=how.exact or how.sigmoid or how.choice_bias is not None,
+        scale=how.scale,
+        groups=how.groups,
+        kept_groups=how.kept_groups,
+        group_best=how.group_best,
+        sparse=how.sparse,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PairBuffers:
+    """Holds what is known of pairs of a row and one of its experts, for the most pairs: scores, experts, the pairs'
+    order and their tiles, and the number of these; inner values and results; and scaled inputs, where there are any."""
+
+    scores: torch.Tensor
+    chosen: torch.Tensor
+    order: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor
+    inner: torch.Tensor
+    found: torch.Tensor
+    scaled: torch.Tensor
+
+
+class GpuExperts:
+    """Holds the buffers and kernels of a model's mixtures of experts, which are made before there is a pool."""
+
+    def __init__(self, model: GpuModel) -> None:
+        """Makes the buffers of ``model``, some of whose layers have experts."""
+        self._model, self._hidden = model, model.config.hidden_size
+        every = [operation for _, operation in self._mixtures()]
+        rows = min(model.max_tokens, MAX_MIXED_ROWS)
+        self._pairs = pairs = rows * max(how.per_token for how in every)
+        experts = max(how.router.shape[0] for how in every)
+        columns = max(route_options(how).columns for how in every)
+        scaled = any(how.scaled_inputs for how in every)
+
+        def room(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=model.device)
+
+        self._buffers = _PairBuffers(
+            scores=room(pairs, torch.float32),
+            chosen=room(pairs, torch.int32),
+            order=room(pairs, torch.int32),
+            # Of few pairs there are the most tiles for each pair.
+            tiles=room(TILE_WORDS * most_tiles(experts, pairs, ROW_TILES[0]), torch.int32),
+            count=room(1, torch.int32),
+            inner=room(pairs * max(how.down.shape[1] for how in every), model.dtype),
+            found=room(pairs * self._hidden, model.dtype),
+            scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
+        )
+        self._route = ExpertRouter(columns, self._hidden, rows, model.device)
+        self._sort = PairSorter(experts, pairs, model.device)
+        self._product = GroupedProduct(model.dtype, model.device)
+
+    def run(self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
+        padding, to rows [T, hidden] of a buffer that all layers share."""
+        out = self._model.found[: len(rows)]
+        for first in range(0, len(rows), MAX_MIXED_ROWS):
+            part = slice(first, first + MAX_MIXED_ROWS)
+            self._run_some(layer, how, rows[part], count, first, out[part])
+        return out
+
+    def compile(self) -> None:
+        """Compiles every kernel for every number of rows, by running them over rows that are all padding: a
+        compilation takes seconds, which no step may wait for."""
+        none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
+        compiled = set()
+        for layer, how in self._mixtures():
+            kinds = tuple(
+                (matrix.kind, *matrix.parts) if isinstance(matrix, PackedMatrix) else ()
+                for matrix in (layer.matrices[tensor.name] for tensor in (how.gate_up, how.down))
+            )
+            key = (route_options(how), how.gate_up.shape, how.down.shape, *kinds)
+            if key not in compiled:
+                compiled.add(key)
+                for count in self._sizes(how):
+                    self.run(layer, how, self._model.residual[:count], none)
+
+    def _sizes(self, how: Experts) -> list[int]:
+        """Returns numbers of rows that together need every kernel."""
+        most = min(self._model.max_tokens, MAX_MIXED_ROWS)
+        pairs = FEW_PAIRS, *(rows * how.router.shape[0] for rows in ROW_TILES)
+        sizes = SHARED_ROWS, most, *(max(1, count // how.per_token) for count in pairs)
+        return sorted({min(most, size) for size in sizes})
+
+    def _mixtures(self) -> Iterator[tuple[GpuLayer, Experts]]:
+        """Yields the layers that have experts, with the operation."""
+        for layer in self._model.layers.values():
+            yield from ((layer, operation) for operation in layer.operations if isinstance(operation, Experts))
+
+    def _run_some(
+        self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, first: int, out: torch.Tensor
+    ) -> None:
+        """Computes a mixture of experts over at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
+        step, into ``out``."""
+        buffers, choices = self._buffers, how.per_token
+        pairs = len(rows) * choices
+        scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
+        router = layer.matrices[how.router.name]
+        assert isinstance(router, torch.Tensor)
+        self._route(
+            rows,
+            router,
+            route_options(how),
+            count,
+            scores,
+            chosen,
+            first=first,
+            bias=_vector(layer, how.router_bias),
+            choice_bias=_vector(layer, how.choice_bias),
+            factors=_vector(layer, how.expert_scales),
+        )
+        experts = how.router.shape[0]
+        size = tile_rows_of(experts, pairs)
+        order, capacity = buffers.order[:pairs], most_tiles(experts, pairs, size)
+        tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
+        self._sort(chosen, order, tiles, buffers.count, size)
+        if how.scaled_inputs:
+            scaled = buffers.scaled[: pairs * self._hidden]
+            torch.mul(rows[:, None], scores.to(rows.dtype)[..., None], out=scaled.view(len(rows), choices, -1))
+            rows, choices = scaled.view(pairs, -1), 1
+            scores.fill_(1.0)
+        width = how.down.shape[1]
+        inner = buffers.inner[: pairs * width].view(pairs, width)
+        found = buffers.found[: pairs * self._hidden].view(pairs, self._hidden)
+        self._product(
+            rows,
+            order,
+            choices,
+            tiles,
+            buffers.count,
+            layer.matrices[how.gate_up.name],
+            layer.biases[how.gate_up.name],
+            how.activation if how.clamped is None else (how.clamped.alpha, how.clamped.limit),
+            gated=how.gated,
+            out=inner,
+            scatter=False,
+            tile_rows=size,
+        )
+        self._product(
+            inner,
+            order,
+            1,
+            tiles,
+            buffers.count,
+            layer.matrices[how.down.name],
+            layer.biases[how.down.name],
+            None,
+            gated=False,
+            out=found,
+            scatter=True,
+            tile_rows=size,
+            gathered=False,
+        )
+        add_up(found, scores, chosen, out)
+
+
+def _vector(layer: GpuLayer, tensor: LayerTensor | None) -> torch.Tensor | None:
+    """Returns the numbers of a layer's vector; None where there is none."""
+    found = None if tensor is None else layer.matrices[tensor.name]
+    assert found is None or isinstance(found, torch.Tensor)
+    return None if found is None else found.view(-1)

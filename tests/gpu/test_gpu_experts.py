@@ -1,0 +1,179 @@
+"""Mixtures of experts on the GPU kernels against the decoder's own, and whole models of families with experts."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import GpuDriver, make_family  # isort: skip  (before the kernels)
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion.engine.backends.gpu import gpu_experts
+from pillion.engine.backends.gpu.gpu_experts import GpuExperts
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.layer_operations import ClampedSwiglu, Entries, Experts, LayerTensor, Role
+from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
+from pillion.errors import ConfigError
+from tests.gpu.test_backend import close
+from tests.support.families import FAMILIES, mixed, tokens_of
+from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order
+
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+HIDDEN, INNER, EXPERTS, ROWS = 40, 24, 5, 21
+
+
+def vector(name: str) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.EXACT_VECTOR, rows=(Entries(EXPERTS),), checkpoint_names=())
+
+
+PLAIN = mixed(2, True)
+OPERATIONS = {
+    "silu": PLAIN,
+    "gelu": replace(PLAIN, activation="gelu_tanh", scale=1.5, normalize=False),
+    "no gates": replace(PLAIN, activation="relu2", gated=False),
+    "clamped": replace(PLAIN, clamped=ClampedSwiglu(1.3, 0.7), router_bias=vector("router.bias")),
+    "sigmoid": replace(PLAIN, sigmoid=True, choice_bias=vector("choice_bias"), per_token=3),
+    "scaled inputs": replace(PLAIN, sigmoid=True, normalize=False, per_token=1, scaled_inputs=True),
+    "two scaled inputs": replace(PLAIN, scaled_inputs=True, expert_scales=vector("expert_scales")),
+}
+
+
+def layer_of(how: Experts, biases: bool) -> tuple[Experts, SimpleNamespace]:
+    """A mixture, and random tensors of its layer."""
+    torch.manual_seed(3)
+    wide = (2 if how.gated else 1) * INNER
+    shapes = {"router": (HIDDEN,), "experts.gate_up": (wide, HIDDEN), "experts.down": (HIDDEN, INNER)}
+    tensors = {
+        name: LayerTensor(
+            name=name,
+            role=Role.MATRIX,
+            rows=(Entries(shape[0] if shape[1:] else EXPERTS),),
+            inputs=(Entries(shape[-1]),),
+            checkpoint_names=(),
+        )
+        for name, shape in shapes.items()
+    }
+    how = replace(how, router=tensors["router"], gate_up=tensors["experts.gate_up"], down=tensors["experts.down"])
+    matrices = {name: torch.randn(EXPERTS, *shape).to(DEVICE) / 5 for name, shape in shapes.items()}
+    for each in (how.router_bias, how.choice_bias, how.expert_scales):
+        if each is not None:
+            matrices[each.name] = torch.randn(EXPERTS).to(DEVICE) / 2
+    added = {name: torch.randn(EXPERTS, shape[0]).to(DEVICE) / 2 if biases else None for name, shape in shapes.items()}
+    return how, SimpleNamespace(operations=(how,), matrices=matrices, biases=added)
+
+
+def made(how: Experts, biases: bool = False, rows: int = ROWS) -> tuple[GpuExperts, Experts, SimpleNamespace]:
+    how, layer = layer_of(how, biases)
+    model = SimpleNamespace(
+        config=SimpleNamespace(hidden_size=HIDDEN),
+        layers={0: layer},
+        max_tokens=rows,
+        dtype=torch.float32,
+        device=DEVICE,
+        found=torch.full((rows, HIDDEN), torch.nan, device=DEVICE),
+        residual=torch.zeros(rows, HIDDEN, device=DEVICE),
+    )
+    return GpuExperts(model), how, layer
+
+
+def number(count: int) -> torch.Tensor:
+    return torch.tensor([count], dtype=torch.int32, device=DEVICE)
+
+
+def expected(how: Experts, layer: SimpleNamespace, rows: torch.Tensor) -> torch.Tensor:
+    act = expert_activation(how)
+
+    def product(name: str, expert: int, values: torch.Tensor) -> torch.Tensor:
+        bias = layer.biases[name]
+        return values @ layer.matrices[name][expert].T + (0 if bias is None else bias[expert])
+
+    def run(expert: int, values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return product(how.down.name, expert, act(product(how.gate_up.name, expert, values)))
+
+    vectors = (
+        None if one is None else layer.matrices[one.name]
+        for one in (how.router_bias, how.choice_bias, how.expert_scales)
+    )
+    return mix_experts(rows, layer.matrices[how.router.name], run, how, RouterBiases(*vectors))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_layer_is_the_decoders(name, monkeypatch):
+    """All rows at once, and as a step that is computed in parts."""
+    experts, how, layer = made(OPERATIONS[name], biases=name == "clamped")
+    rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
+    wanted = expected(how, layer, rows)
+    torch.testing.assert_close(experts.run(layer, how, rows, number(ROWS)), wanted, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(gpu_experts, "MAX_MIXED_ROWS", 16)
+    torch.testing.assert_close(experts.run(layer, how, rows, number(ROWS)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_pad_a_step_touch_nobodys_experts(monkeypatch):
+    experts, how, layer = made(PLAIN)
+    rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
+    rows[9:] = torch.nan
+    wanted = expected(how, layer, rows[:9])
+    found = experts.run(layer, how, rows, number(9))
+    torch.testing.assert_close(found[:9], wanted, rtol=1e-4, atol=1e-4)
+    assert bool((found[9:] == 0).all())
+    assert int(experts._buffers.tiles.view(-1, 3)[: int(experts._buffers.count), 2].sum()) == 9 * how.per_token
+
+
+def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
+    """Whatever the other rows are, how many, and how the step is padded, which tiles follow."""
+    add_up_in_one_order(monkeypatch)
+    experts, how, layer = made(PLAIN, rows=96)
+    rows = torch.randn(96, HIDDEN).to(DEVICE)
+    together = experts.run(layer, how, rows, number(96)).clone()
+    order = torch.randperm(96)
+    assert torch.equal(experts.run(layer, how, rows[order], number(96)), together[order])
+    for begin, count, real in ((7, 1, 1), (3, 40, 33)):
+        found = experts.run(layer, how, rows[begin : begin + count], number(real))
+        assert torch.equal(found[:real], together[begin : begin + real])
+
+
+def test_every_kernel_is_compiled_ahead(monkeypatch):
+    """A step of any size launches with constants that compiling ahead has launched with."""
+    experts, how, layer = made(PLAIN, rows=96)
+    seen: set[tuple[object, ...]] = set()
+    for name in ("_route", "_sort", "_product"):
+        one = getattr(experts, name)
+
+        def spy(*args, one=one, name=name, **options):
+            own = (args[0].shape[0] <= 64,) if name == "_route" else (options.get("tile_rows", args[-1]),)
+            seen.add((name, *own))
+            return one(*args, **options)
+
+        monkeypatch.setattr(experts, name, spy)
+    monkeypatch.setattr(gpu_experts, "SHARED_ROWS", 64)
+    experts.compile()
+    ahead = set(seen)
+    for count in (1, 9, 30, 50, 96):
+        experts.run(layer, how, torch.zeros(count, HIDDEN, device=DEVICE), number(0))
+    assert seen == ahead
+
+
+COUNTS = {"num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(NATIVE, reason="test_backend.py runs every family")
+@pytest.mark.parametrize("family", [name for name, options in sorted(FAMILIES.items()) if COUNTS & options.keys()])
+def test_families_with_experts(family, tmp_path):
+    """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
+    try:
+        folder, flags = make_family(tmp_path / "model", family)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text, other = tokens_of(26, 2), tokens_of(9, 3)
+    with torch.inference_mode():
+        wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
+    driver = GpuDriver(prepare(flags), num_slots=8)
+    one, two = driver.sequences.add(2)
+    close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
+    found = driver.step((one, text[25:]), (two, other), sample=range(10))
+    close(found, torch.cat((wanted[25:], beside)))
