@@ -374,7 +374,7 @@ def test_a_layer_without_a_kernel_is_refused():
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
     config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
     check_operations(parse_config({**config, "model_type": "llama"}))
-    check_operations(parse_config({**config, "model_type": "phimoe", "num_local_experts": 6}))
+    check_operations(parse_config({**config, "model_type": "phimoe", "num_key_value_heads": 4}))
     config["rotary_pct"] = 0.5
     for name, words in (("phi", "no bias of logits"), ("gpt_neox", "no gelu"), ("gpt2", "no learned positions")):
         own = {key: value for key, value in config.items() if name == "gpt_neox" or key != "rotary_pct"}

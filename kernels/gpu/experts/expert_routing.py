@@ -35,8 +35,8 @@ SHARED_ROWS = 256
 MOST_PARTS, PART_UNIT = 8, 128
 # A block of a product has at most this many experts.
 BLOCK_EXPERTS = 64
-# So many experts' scores of 16 rows fit into a program's registers.
-MAX_EXPERTS = 1024
+# So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program.
+WARPS_EXPERTS, MAX_EXPERTS = 256, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +360,7 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "ROWS": ROWS,
         "BLOCK_EXPERTS": min(BLOCK_EXPERTS, how.columns),
         "BLOCK_INPUTS": use["inputs"],
-        "num_warps": use["num_warps"],
+        # Scores of more experts need more threads, whose registers hold all parts of them.
+        "num_warps": use["num_warps"] * max(1, how.columns // WARPS_EXPERTS),
         "num_stages": use["num_stages"],
     }
