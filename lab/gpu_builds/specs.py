@@ -634,16 +634,28 @@ def norms_specs() -> list[BuildSpec]:
         ),
         _norms_spec(norms._add_rms_norm, 16384, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
         _norms_spec(norms._add_rms_norm, 576, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
+        *(
+            _norms_spec(
+                norms._add_rms_norm,
+                columns,
+                "bf16",
+                {"WIDE": False, "POST": False, "NORM": True, "EXPERTS": experts},
+                max_registers=160,
+            )
+            for columns, experts in ((2048, 8), (2880, 4), (7168, 8))
+        ),
     ]
 
 
-def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
+def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, int], max_registers: int) -> BuildSpec:
     row, weight = f"*{dtype}:16", "*fp32:16" if options["WIDE"] else f"*{dtype}:16"
     options = {"CENTERED": False, "BIAS": False, **options}
     bias = "*fp32:16" if options["BIAS"] else row
     types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
     if kernel is norms._add_rms_norm:
-        types = [row, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
+        options = {"EXPERTS": 0, **options}
+        pairs = ["*fp32:16", "*i32:16"] if options["EXPERTS"] else [row, row]
+        types = [row, row, *pairs, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
     flags = "-".join(name.lower() for name, on in options.items() if on)
     return BuildSpec(
         name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),

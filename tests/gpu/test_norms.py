@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lab.testbed import gpu_reference as reference
 from pillion.engine.models import layers
 from pillion.errors import Internal
+from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.rows.norms import MAX_COLUMNS, add_rms_norm, rms_norm
 from tests.support.examples import examples
 from tests.support.guarded import Guarded
@@ -113,6 +114,28 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
         torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
     assert residual.margins_are_whole()
     assert out.margins_are_whole()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 80), (2, 2048)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_of_experts_are_added_up_first(dtype, rows, columns):
+    """The bits are those of both kernels one after the other."""
+    torch.manual_seed(6)
+    residual, once, out, other = (torch.randn(rows, columns).to(dtype).to(DEVICE) for _ in range(4))
+    weight, post_weight = (made_weight(columns, dtype, False) for _ in range(2))
+    chosen = torch.randint(-1, 4, (rows, 3), dtype=torch.int32, device=DEVICE)
+    found = torch.randn(3 * rows, columns, device=DEVICE).to(dtype)
+    found[chosen.flatten() < 0] = torch.nan
+    results = PairResults(found, torch.rand(rows, 3, device=DEVICE), chosen)
+    add_up(results, once)
+    total = residual.clone()
+    norms = {"weight": weight, "post_weight": post_weight, "scale": 0.5, "eps": EPS, "wide": False}
+    add_rms_norm(total, once, other, **norms)
+    add_rms_norm(residual, results, out, **norms)
+    assert torch.equal(residual, total)
+    assert torch.equal(out, other)
+    with pytest.raises(Internal, match="scores"):
+        add_rms_norm(residual, results._replace(scores=results.scores[1:]), out, **norms)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.gpu.experts import pair_sorting
-from pillion.kernels.gpu.experts.expert_sums import add_up
+from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.pair_sorting import PairSorter, most_tiles
 from tests.support.examples import examples
 from tests.support.guarded import MARK, Guarded
@@ -73,7 +73,7 @@ def test_sums_skip_choices_without_an_expert(tokens, hidden, choices, dtype):
     terms = (scores.double().flatten()[:, None] * found.double()).masked_fill(missing[:, None], 0.0)
     found[missing] = torch.nan
     out = Guarded((tokens, hidden), dtype)
-    add_up(found.to(DEVICE), scores.to(DEVICE), chosen.to(DEVICE), out.inside)
+    add_up(PairResults(found.to(DEVICE), scores.to(DEVICE), chosen.to(DEVICE)), out.inside)
     expected = terms.view(tokens, choices, hidden).sum(1).to(dtype)
     torch.testing.assert_close(out.inside.cpu(), expected, **rounded(dtype, 4))
     assert bool((out.inside[-1] == 0).all())
@@ -92,5 +92,6 @@ def test_misuse_is_refused():
         PairSorter(2, 8, DEVICE)(chosen, order[:7], tiles, count, 16)
     with mock.patch.object(pair_sorting, "FEW_PAIRS", 0), pytest.raises(Internal, match="workspace"):
         PairSorter(2, 0, DEVICE)(chosen, order, tiles, count, 16)
+    results = PairResults(torch.zeros(4, 8, device=DEVICE), torch.zeros(4, 2, device=DEVICE), chosen)
     with pytest.raises(Internal, match="found"):
-        add_up(torch.zeros(4, 8), torch.zeros(4, 2), chosen.cpu(), torch.zeros(4, 8))
+        add_up(results, torch.zeros(4, 8, device=DEVICE))

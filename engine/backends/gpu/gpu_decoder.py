@@ -61,6 +61,7 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.layers import soft_cap
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.attention.latent_write import latent_write
+from pillion.kernels.gpu.experts.expert_sums import PairResults
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
@@ -76,6 +77,7 @@ _BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 class _LayerStep:
     """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
     of it, or that it kept. ``count`` is int32 [1], how many of the rows are not padding.
+    ``results`` is what experts have found of the rows, where the sum into the residual stream adds it up.
 
     ``gate`` is what multiplies attention's results, where a layer has such a gate. ``mixers`` counts the layer's
     operations that are left of those that write keys and values, or states. ``ended`` says whether nothing has to be
@@ -85,6 +87,7 @@ class _LayerStep:
     residual: torch.Tensor
     rows: torch.Tensor
     count: torch.Tensor
+    results: PairResults | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
     gate: torch.Tensor | None = None
     mixers: int = 0
@@ -212,8 +215,7 @@ class GpuDecoder:
                 case Mlp():
                     step.rows = self._gated(index, layer, operation, step.rows, shape)
                 case Experts():
-                    assert self._experts is not None
-                    step.rows = self._experts.run(layer, operation, step.rows, step.count)
+                    self._mix(layer, operation, place, step)
                 case AddToResidual():
                     self._add_to_residual(index, layer, operation, place, step)
             if step.ended:
@@ -264,7 +266,8 @@ class GpuDecoder:
         following = operations[place + 1] if place + 1 < len(operations) else None
         by = _norm_of(layer, following) if following is not None else self._following.get(index)
         post = None if operation.norm is None else layer.norms[operation.norm.name].weight
-        step.rows = self._add(step.residual, step.rows, post, by, operation.scale)
+        found = step.rows if step.results is None else step.results
+        step.rows, step.results = self._add(step.residual, found, post, by, operation.scale), None
 
     def _is_last(self, index: int, shape: StepShape) -> bool:
         """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
@@ -460,6 +463,18 @@ class GpuDecoder:
         assert isinstance(gate, torch.Tensor)
         return found.mul_(model.product(normed, gate, None, normed.new_empty(count, len(gate))).sigmoid_())
 
+    def _mix(self, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep) -> None:
+        """Computes a mixture of experts. Its sums are the residual stream's, where they go there next, and no sums over
+        ranks come before."""
+        assert self._experts is not None
+        following = layer.operations[place + 1 : place + 2]
+        summed = self._model.ranks is not None or not any(isinstance(one, AddToResidual) for one in following)
+        found = self._experts.run(layer, operation, step.rows, step.count, summed=summed)
+        if isinstance(found, PairResults):
+            step.results = found
+        else:
+            step.rows = found
+
     def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
         """Norms the residual stream; where a model has no norm, the stream itself is returned."""
         if norm is None:
@@ -480,7 +495,7 @@ class GpuDecoder:
     def _add(
         self,
         residual: torch.Tensor,
-        found: torch.Tensor,
+        found: torch.Tensor | PairResults,
         post: torch.Tensor | None,
         following: GpuNorm | None,
         scale: float,

@@ -21,7 +21,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
 from pillion.engine.models.layer_operations import Experts, LayerTensor
 from pillion.engine.models.layers import MAX_MIXED_ROWS
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
-from pillion.kernels.gpu.experts.expert_sums import add_up
+from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
 from pillion.kernels.gpu.experts.pair_sorting import FEW_PAIRS, TILE_WORDS, PairSorter, most_tiles, tile_rows_of
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
@@ -91,13 +91,18 @@ class GpuExperts:
         self._sort = PairSorter(experts, pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
 
-    def run(self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, *, summed: bool = True
+    ) -> torch.Tensor | PairResults:
         """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
-        padding, to rows [T, hidden] of a buffer that all layers share."""
+        padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
+        what experts have found, where one pass computes all rows."""
+        if len(rows) <= MAX_MIXED_ROWS and not summed:
+            return self._find(layer, how, rows, count, 0)
         out = self._model.found[: len(rows)]
         for first in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(first, first + MAX_MIXED_ROWS)
-            self._run_some(layer, how, rows[part], count, first, out[part])
+            add_up(self._find(layer, how, rows[part], count, first), out[part])
         return out
 
     def compile(self) -> None:
@@ -128,11 +133,9 @@ class GpuExperts:
         for layer in self._model.layers.values():
             yield from ((layer, operation) for operation in layer.operations if isinstance(operation, Experts))
 
-    def _run_some(
-        self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, first: int, out: torch.Tensor
-    ) -> None:
-        """Computes a mixture of experts over at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
-        step, into ``out``."""
+    def _find(self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, first: int) -> PairResults:
+        """Returns what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
+        step."""
         buffers, choices = self._buffers, how.per_token
         pairs = len(rows) * choices
         scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
@@ -192,7 +195,7 @@ class GpuExperts:
             tile_rows=size,
             gathered=False,
         )
-        add_up(found, scores, chosen, out)
+        return PairResults(found, scores, chosen)
 
 
 def _vector(layer: GpuLayer, tensor: LayerTensor | None) -> torch.Tensor | None:

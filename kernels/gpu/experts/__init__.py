@@ -5,6 +5,6 @@
     grouped_product.py   products of rows by their experts' matrices, with the activation between the two
     expert_sums.py       each row's sum over its experts' results
 
-Grids follow the number of rows alone, so that a CUDA graph runs
-any step of its size. Rows that pad a step, and pairs that are another process's, have expert -1, which no kernel reads.
+Grids follow the number of rows alone, so that a CUDA graph runs any step of its size. Rows that pad a step, and pairs
+that are another process's, have expert -1, which no kernel reads.
 """

@@ -3,9 +3,13 @@
 Sums are in float32, with scores as the router has them, and the result is rounded once. transformers rounds each score
 and each product to the rows' type, and mostly each sum, too: so results differ from its own by some units of that type,
 and are nearer to exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
+
+Where the sums go to the residual stream next, its kernel (:mod:`pillion.kernels.gpu.rows.norms`) computes them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,33 +19,52 @@ from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 
+class PairResults(NamedTuple):
+    """Holds what experts have found: results [T * k, H], their scores float32 [T, k], and the numbers of the experts
+    int32 [T, k], -1 where there is no result."""
+
+    found: torch.Tensor
+    scores: torch.Tensor
+    chosen: torch.Tensor
+
+    def check(self, tokens: int, hidden: int, like: torch.Tensor) -> None:
+        """Raises Internal unless these are results of so many rows [tokens, hidden], of the type of ``like``."""
+        check_tensor("scores", self.scores, (tokens, None), torch.float32, like.device)
+        check_tensor("chosen", self.chosen, tuple(self.scores.shape), torch.int32, like.device)
+        check_tensor("found", self.found, (self.scores.numel(), hidden), like.dtype, like.device)
+
+
+@triton.jit
+def weighed(found, scores, chosen, row, column, inside, hidden, PER_TOKEN: tl.constexpr):
+    """Returns the float32 sums of columns of rows, both int64, where ``inside``. All rows are read."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for choice in tl.static_range(PER_TOKEN):
+        pair = row * PER_TOKEN + choice
+        counted = tl.load(chosen + pair) >= 0
+        values = tl.load(found + pair * hidden + column, mask=inside & counted, other=0.0)
+        total += tl.load(scores + pair) * values.to(tl.float32)
+    return total
+
+
 @triton.jit
 def _add_up(found, scores, chosen, out, hidden, parts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(PER_TOKEN):
-        pair = row * PER_TOKEN + choice
-        counted = tl.load(chosen + pair) >= 0
-        values = tl.load(found + pair * hidden + columns, mask=inside & counted, other=0.0)
-        total += tl.load(scores + pair) * values.to(tl.float32)
+    total = weighed(found, scores, chosen, row, columns, inside, hidden, PER_TOKEN)
     tl.store(out + row * hidden + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_up(found: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes into ``out`` [T, H] the sums of each row's results ``found`` [T * k, H], of the same type, weighed by
-    ``scores`` float32 [T, k], without those whose ``chosen`` int32 [T, k] is -1. Raises Internal for misshapen
+def add_up(results: PairResults, out: torch.Tensor) -> None:
+    """Writes into ``out`` [T, H] the sums of each row's results, weighed by their scores. Raises Internal for misshapen
     tensors."""
     check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, hidden = out.shape
-    check_tensor("scores", scores, (tokens, None), torch.float32, out.device)
-    check_tensor("chosen", chosen, tuple(scores.shape), torch.int32, out.device)
-    check_tensor("found", found, (scores.numel(), hidden), out.dtype, out.device)
     check(tokens > 0 and hidden > 0, "no rows to add up")
-    constants = sum_constants(scores.shape[1], arch_of(out.device))
+    results.check(tokens, hidden, out)
+    constants = sum_constants(results.scores.shape[1], arch_of(out.device))
     parts = triton.cdiv(hidden, constants["BLOCK"])
-    _add_up[(tokens * parts,)](found, scores, chosen, out, hidden, parts, **constants)
+    _add_up[(tokens * parts,)](*results, out, hidden, parts, **constants)
 
 
 def sum_constants(per_token: int, arch: int) -> dict[str, int]:

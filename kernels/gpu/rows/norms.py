@@ -6,6 +6,7 @@ The end of one layer and the beginning of the next are one pass over the rows:
     found --[post norm]--> * scale --+
     residual ------------------------+--> residual --[norm]--> out
 
+What a layer found may be results of its rows' experts, which are added up first (experts/expert_sums.py).
 Both norms are optional. Sums are in float32; roundings are where transformers has them: after a
 post norm, after the sum, and in a norm either before its weight multiplies ("plain") or only after ("wide").
 
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
+from pillion.kernels.gpu.experts.expert_sums import PairResults, weighed
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
@@ -88,6 +90,8 @@ def _rms_norm(
 def _add_rms_norm(
     residual,
     found,
+    scores,
+    chosen,
     post_weight,
     weight,
     bias,
@@ -96,6 +100,7 @@ def _add_rms_norm(
     columns,
     scale,
     eps,
+    EXPERTS: tl.constexpr,
     POST: tl.constexpr,
     NORM: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -112,7 +117,11 @@ def _add_rms_norm(
         factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     wait_for_earlier(DEPENDENT)
     stream = tl.load(residual + at, mask=inside, other=0.0)
-    added = tl.load(found + at, mask=inside, other=0.0)
+    if EXPERTS:
+        read = tl.minimum(row, rows - 1)
+        added = weighed(found, scores, chosen, read, column, inside, columns, EXPERTS).to(stream.dtype)
+    else:
+        added = tl.load(found + at, mask=inside, other=0.0)
     if POST:
         post = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
         added = _normed(added.to(tl.float32), post, inside, columns, eps, CENTERED, WIDE, added.dtype)
@@ -159,7 +168,7 @@ def rms_norm(
 
 def add_rms_norm(
     residual: torch.Tensor,
-    found: torch.Tensor,
+    found: torch.Tensor | PairResults,
     out: torch.Tensor | None,
     *,
     weight: torch.Tensor | None,
@@ -171,14 +180,17 @@ def add_rms_norm(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Adds to the residual stream and norms it: residual += scale * post_norm(found), in place, and out =
-    norm(residual). All are [T, columns] and of one type.
+    norm(residual). All are [T, columns] and of one type; ``found`` may be results of experts, which are added up.
 
     weight, post_weight, centered, bias: as in :func:`rms_norm`; None omits that norm. ``bias`` is that of the norm
     after the sum. ``out`` is None if and only if ``weight`` is. ``out`` may be the memory of ``found``. Raises Internal
     for misshapen tensors.
     """
     rows, columns = _check_rows("residual", residual)
-    for name, tensor in (("residual", residual), ("found", found), ("out", out)):
+    whole = None if isinstance(found, PairResults) else found
+    if isinstance(found, PairResults):
+        found.check(rows, columns, residual)
+    for name, tensor in (("residual", residual), ("found", whole), ("out", out)):
         if tensor is not None:
             check_tensor(name, tensor, (rows, columns), residual.dtype, residual.device)
     check((out is None) == (weight is None), "out and weight are given both or neither")
@@ -189,10 +201,12 @@ def add_rms_norm(
     tile = _row_tile(columns, arch_of(residual.device))
     # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
     optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, out))
-    flags = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
+    flags: dict[str, int] = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
     flags |= {"CENTERED": centered, "BIAS": bias is not None}
+    mixed = found if isinstance(found, PairResults) else PairResults(found, residual, residual)
+    flags |= {"EXPERTS": mixed.scores.shape[1] if whole is None else 0}
     grid = (triton.cdiv(rows, tile["ROWS"]),)
-    _add_rms_norm[grid](residual, found, *optional, rows, columns, scale, eps, **flags, **tile)
+    _add_rms_norm[grid](residual, *mixed, *optional, rows, columns, scale, eps, **flags, **tile)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:

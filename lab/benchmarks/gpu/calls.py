@@ -163,7 +163,7 @@ def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Makes a case of the sums of what rows' experts have found."""
-    from pillion.kernels.gpu.experts.expert_sums import add_up
+    from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 
     size = 2 * rows * (PER_TOKEN + 1) * shape.hidden
     scores = torch.rand(rows, PER_TOKEN, device=bench.device)
@@ -171,11 +171,11 @@ def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     found = [_random(bench, rows * PER_TOKEN, shape.hidden) for _ in range(rotations(size, bench.smoke))]
 
     def verify() -> None:
-        add_up(found[0], scores, chosen, out)
+        add_up(PairResults(found[0], scores, chosen), out)
         terms = found[0].float().view(rows, PER_TOKEN, -1) * scores[..., None]
         _close(out, terms.sum(1).bfloat16())
 
-    return KernelCase([_bound(add_up, each, scores, chosen, out) for each in found], size, verify)
+    return KernelCase([_bound(add_up, PairResults(each, scores, chosen), out) for each in found], size, verify)
 
 
 def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
