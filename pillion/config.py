@@ -656,6 +656,9 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
         "", "File by which the workers of a host lend each other cores. Empty: this worker lends none.", placement=True
     )
     first_core: int = flag(0, "This worker's first core in that lending table.", least=0, placement=True)
+    enable_expert_parallel: bool = flag(
+        False, "Give each rank on a GPU whole experts of a mixture, instead of a part of each."
+    )
     pipeline_parallel_size: int = flag(
         1,
         "Stages over which each prefill worker splits the model's layers; a stage is --tensor-parallel-size processes.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pillion.config import WorkerFlags
@@ -15,12 +15,14 @@ from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.rank_loading import loading_order, worker_label
 from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.ranks.ranked_backend import RankedAheadBackend
+from pillion.errors import ConfigError
 from pillion.kvstore.gpu.mapped_memory import map_pool
 
 log = logging.getLogger("pillion.worker")
@@ -37,7 +39,8 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
     rendezvous = os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC)
     try:
         with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, rendezvous):
-            group = join_ranks(RankShard.of(config, 0, size), rendezvous, memory, apart=apart)
+            shard = rank_shard(flags, RankShard.of(config, 0, size), config)
+            group = join_ranks(shard, rendezvous, memory, apart=apart)
             own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
     finally:
         os.close(rendezvous)
@@ -53,9 +56,20 @@ def load_gpu_share(
     """Loads the share of a rank above 0, and the ranks' memory. ``rendezvous`` is the descriptor by which the ranks
     find each other. Raises ConfigError."""
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
-    shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
+    config = load_config(prepared.folder)
+    shard = rank_shard(flags, RankShard.of(config, order["rank"], order["size"]), config)
     group = join_ranks(shard, rendezvous, memory, apart=order["apart"])
     return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
+
+
+def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> ModelShard:
+    """Returns a process's share with the division of experts that ``flags`` ask for. Raises ConfigError where there are
+    fewer experts than ranks."""
+    if not flags.enable_expert_parallel or shard.whole or config.moe is None:
+        return shard
+    if config.moe.num_experts < shard.size:
+        raise ConfigError(f"--enable-expert-parallel: {config.moe.num_experts} experts are fewer than the ranks")
+    return replace(shard, whole_experts=True)
 
 
 def join_ranks(shard: ModelShard, rendezvous: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:

@@ -15,7 +15,7 @@ from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
 from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.gpu_ranks.gpu_rank_loading import join_ranks
+from pillion.engine.gpu_ranks.gpu_rank_loading import join_ranks, rank_shard
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
 from pillion.engine.models.config_parser import load_config
@@ -118,7 +118,8 @@ def load_share_of(
     """Meets the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
     ``memory`` shows whether a process has ended, ``apart`` says whether each has a GPU of its own. Raises
     ConfigError."""
-    shard, device, given = place.shard(load_config(prepared.folder)), step_device(), list(rendezvous)
+    config, device, given = load_config(prepared.folder), step_device(), list(rendezvous)
+    shard = rank_shard(flags, place.shard(config), config)
     group = join_ranks(shard, given.pop(0), memory, apart=apart) if place.ranks > 1 else None
     own_device = apart and device.type == "cuda"
     link = GpuStageLink.join(place, given, device, own_device=own_device, aborted=lambda: memory.aborted)

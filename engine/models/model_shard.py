@@ -45,12 +45,14 @@ class ModelShard:
     Attributes:
         kv_heads: the model's KV heads that the process has.
         layers: the layers that it computes; None stands for all.
+        whole_experts: whether it has some of a mixture's experts, and all of each, where processes share a mixture.
     """
 
     kv_heads: range
     rank: int = 0
     size: int = 1
     layers: range | None = None
+    whole_experts: bool = False
 
     @property
     def whole(self) -> bool:
@@ -72,7 +74,7 @@ class ModelShard:
     def name(self) -> str:
         """Gives the name that tells the files of this share's packed weights from those of other shares; "" for the
         whole model."""
-        return "" if self.whole else f"{self.rank}of{self.size}"
+        return "" if self.whole else f"{self.rank}of{self.size}" + "_experts" * self.whole_experts
 
     def kv_heads_of(self, count: int) -> range:
         """Returns the KV heads that the process has in a layer with ``count`` of them."""
@@ -107,6 +109,10 @@ class ModelShard:
     def inner(self, width: int) -> range:
         """Returns the inner values of an MLP, or of each expert, that the process has out of ``width``."""
         return range(width)
+
+    def experts(self, count: int) -> range:
+        """Returns the experts that the process has, or has a part of, out of ``count``."""
+        return range(count)
 
     def entries(self, piece: Entries) -> range:
         """Returns the entries of a piece of a tensor that the process has."""

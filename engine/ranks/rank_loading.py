@@ -44,6 +44,8 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
         raise ConfigError(f"{needs} Linux")
     if device != CPU:
         check_gpu_ranks(size)
+    elif isinstance(flags, WorkerFlags) and flags.enable_expert_parallel:
+        raise ConfigError("--enable-expert-parallel needs GPUs")
     elif reason := choose_kernels(flags, prepared)[1]:
         raise ConfigError(f"{needs} the CPU kernels: {reason}")
 

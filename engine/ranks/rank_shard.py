@@ -6,7 +6,7 @@
                     than keys several ranks have the same key, as with KV heads
     convolutions    each rank has the channels of its heads, and those that share a piece of the state with them, which
                     other ranks compute, too; or a range of the channels, where there are no heads
-    MLP, experts    each rank has a range of the inner values
+    MLP, experts    each rank has a range of the inner values; with ``whole_experts`` a range of the experts instead
     vocabulary      each rank has a range of the tokens: rows of the embedding, and logits
 
 A layer adds to the residual stream a sum over all ranks, in their order; the residual stream, norms and routers are the
@@ -119,6 +119,9 @@ class RankShard(ModelShard):
     def inner(self, width: int) -> range:
         return _share(width, UNIT, self.rank, self.size)
 
+    def experts(self, count: int) -> range:
+        return _share(count, 1, self.rank, self.size) if self.whole_experts else range(count)
+
     def entries(self, piece: Entries) -> range:
         match piece.share:
             case Share.WHOLE:
@@ -143,7 +146,8 @@ class RankShard(ModelShard):
     def local(self, config: ModelConfig) -> ModelConfig:
         moe = config.moe
         if moe is not None:
-            inner, shared = len(self.inner(moe.intermediate_size)), len(self.inner(moe.shared))
+            width, shared = moe.intermediate_size, len(self.inner(moe.shared))
+            inner = width if self.whole_experts else len(self.inner(width))
             moe = replace(moe, intermediate_size=inner, shared=shared)
         mine = {count: len(self.kv_heads_of(count)) for count in config.kv_head_counts}
         return replace(

@@ -2,6 +2,7 @@
 
     qkv, gate and up   the outputs of the rank's heads, or inner values: all inputs
     o, down            all outputs: the inputs of the rank's heads, or inner values
+    experts            the same, or with ``whole_experts`` all of the rank's own
     states             the same: the outputs of the rank's heads and channels, then the inputs of its heads
     norms, routers     whole, but for norms over heads
 
@@ -37,6 +38,10 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
         found = weights[tensor.name]
         if isinstance(found, Linear | tuple):
             linears = weights.linears(tensor)
+            if tensor.experts and shard.whole_experts:
+                mine_alone = shard.experts(tensor.experts)
+                share[tensor.name] = linears[mine_alone.start : mine_alone.stop]
+                continue
             after = weights.linears(downs[tensor.name]) if tensor.name in downs else [None] * len(linears)
             cut = tuple(
                 _linear(one, tensor, shard, None if down is None else inner_values(down, shard))

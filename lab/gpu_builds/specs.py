@@ -517,11 +517,12 @@ def _route_spec(
 ) -> BuildSpec:
     constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
     rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
-    types = [rows, rows, wide, wide, wide, whole, wide, whole, wide, whole, "i32", "i32", "i32:16", "fp32", "fp32"]
+    pointers = [rows, rows, wide, wide, wide, whole, wide, whole, wide, whole]
+    numbers = ["i32", "i32", "i32:16", "fp32", "fp32", "i32", "i32"]
     return BuildSpec(
         name=f"route-{name}",
         kernel=expert_routing._route,
-        signature=", ".join(types),
+        signature=", ".join(pointers + numbers),
         constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, **flags, **constants},
         architectures=(arch,),
     )

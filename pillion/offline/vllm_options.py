@@ -39,7 +39,6 @@ _ABSENT: Mapping[str, _Absent] = {
     "skip_tokenizer_init": _Absent((False,), "give prompts as token ids; the tokenizer is loaded all the same"),
     "pipeline_parallel_size": _Absent((1,), "set tensor_parallel_size; prefill workers of `pillion serve` have stages"),
     "data_parallel_size": _Absent((1,), "start `pillion serve` with several --decode-workers"),
-    "enable_expert_parallel": _Absent((False,), "set tensor_parallel_size"),
     "distributed_executor_backend": _Absent(("mp", "uni"), "ranks are processes of this machine"),
     "cpu_offload_gb": _Absent((0, 0.0), "choose a quantization, such as int8"),
     "swap_space": _Absent(_ANY),

@@ -16,6 +16,8 @@ from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.layer_operations import ClampedSwiglu, Entries, Experts, LayerTensor, Role
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from tests.gpu.test_backend import close
 from tests.support.families import FAMILIES, mixed, tokens_of
@@ -65,11 +67,22 @@ def layer_of(how: Experts, biases: bool) -> tuple[Experts, SimpleNamespace]:
     return how, SimpleNamespace(operations=(how,), matrices=matrices, biases=added)
 
 
-def made(how: Experts, biases: bool = False, rows: int = ROWS) -> tuple[GpuExperts, Experts, SimpleNamespace]:
+WHOLE = ModelShard(range(1))
+
+
+def made(
+    how: Experts, biases: bool = False, rows: int = ROWS, shard: ModelShard = WHOLE
+) -> tuple[GpuExperts, Experts, SimpleNamespace]:
+    """The experts of a process, an operation, and the process's tensors."""
     how, layer = layer_of(how, biases)
+    mine = shard.experts(EXPERTS)
+    for stacks in (layer.matrices, layer.biases):
+        for name in (how.gate_up.name, how.down.name):
+            stacks[name] = None if stacks[name] is None else stacks[name][mine.start : mine.stop].contiguous()
     model = SimpleNamespace(
         config=SimpleNamespace(hidden_size=HIDDEN),
         layers={0: layer},
+        shard=shard,
         max_tokens=rows,
         dtype=torch.float32,
         device=DEVICE,
@@ -109,6 +122,20 @@ def test_a_layer_is_the_decoders(name, monkeypatch):
     torch.testing.assert_close(experts.run(layer, how, rows, number(ROWS)), wanted, rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(gpu_experts, "MAX_MIXED_ROWS", 16)
     torch.testing.assert_close(experts.run(layer, how, rows, number(ROWS)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_whole_experts_add_up_to_the_layer():
+    how, layer = layer_of(OPERATIONS["clamped"], True)
+    rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
+    wanted, total = expected(how, layer, rows), torch.zeros(ROWS, HIDDEN, device=DEVICE)
+    for rank in range(2):
+        shard = RankShard(range(1), rank, 2, whole_experts=True)
+        experts, how, own = made(OPERATIONS["clamped"], True, shard=shard)
+        assert len(own.matrices["experts.down"]) == (3, 2)[rank]
+        found = experts.run(own, how, rows, number(ROWS))
+        assert isinstance(found, torch.Tensor)
+        total += found
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_pad_a_step_touch_nobodys_experts(monkeypatch):

@@ -4,7 +4,9 @@
     rows, gathered by order --up, activation--> inner --down--> found, at each pair's place --sum by scores--> rows
 
 Each arrow is one launch, but that many pairs are sorted in three. Grids follow the padded number of rows alone, so a
-mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts.
+mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. Where ranks have
+whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the sum over ranks adds up the
+rest.
 
 Buffers are those of the widest layer, for a step of the most tokens, and all layers share them. Larger steps than
 MAX_MIXED_ROWS are computed in parts.
@@ -88,7 +90,7 @@ class GpuExperts:
             scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
         )
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
-        self._sort = PairSorter(experts, pairs, model.device)
+        self._sort = PairSorter(len(model.shard.experts(experts)), pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
 
     def run(
@@ -149,13 +151,13 @@ class GpuExperts:
             scores,
             chosen,
             first=first,
+            own=(own := self._model.shard.experts(how.router.shape[0])),
             bias=_vector(layer, how.router_bias),
             choice_bias=_vector(layer, how.choice_bias),
             factors=_vector(layer, how.expert_scales),
         )
-        experts = how.router.shape[0]
-        size = tile_rows_of(experts, pairs)
-        order, capacity = buffers.order[:pairs], most_tiles(experts, pairs, size)
+        size = tile_rows_of(how.router.shape[0], pairs)
+        order, capacity = buffers.order[:pairs], most_tiles(len(own), pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
         self._sort(chosen, order, tiles, buffers.count, size)
         if how.scaled_inputs:

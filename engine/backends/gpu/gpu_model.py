@@ -213,8 +213,8 @@ class GpuModel:
     @property
     def plain_products(self) -> int:
         """Counts the matrices that are not quantized, those of a layer's experts as one."""
-        every = [each[0] for layer in self.layers.values() for each in layer.matrices.values()] + [self.weights.head]
-        return sum(isinstance(each, torch.Tensor) and each.dim() == 2 for each in every)
+        every = [each for layer in self.layers.values() for each in layer.matrices.values()] + [self.weights.head]
+        return sum(isinstance(each, torch.Tensor) and each.dim() > 1 for each in every)
 
     @property
     def has_sinks(self) -> bool:

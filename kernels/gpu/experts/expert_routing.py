@@ -185,7 +185,7 @@ def _choose(
 @triton.jit
 def _settle(
     mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, plane, limit, scale,
-    TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+    own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
     PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr,
@@ -217,14 +217,15 @@ def _settle(
     kept = (row < tokens)[:, None] & (place < PER_TOKEN)
     at = row.to(tl.int64)[:, None] * PER_TOKEN + place
     tl.store(scores + at, tl.where(counted, found, 0.0), mask=kept)
-    tl.store(chosen + at, tl.where(counted, numbers, -1), mask=kept)
+    own = counted & (numbers >= own_begin) & (numbers < own_end)
+    tl.store(chosen + at, tl.where(own, numbers - own_begin, -1), mask=kept)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["tokens", "first"])
+@triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end"])
 def _route(
     rows, router, bias, choice_bias, factors, count, parts, tickets, scores, chosen, tokens, first, hidden, limit,
-    scale,
+    scale, own_begin, own_end,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
@@ -264,8 +265,9 @@ def _route(
             tl.store(tickets + tile, 0)
         _settle(
             mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS, limit,
-            scale, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS, GROUP_BEST, PER_TOKEN,
-            PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS, PARTS if SHARED else 1,
+            scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS,
+            GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
+            PARTS if SHARED else 1,
         )  # fmt: skip
 
 
@@ -298,6 +300,7 @@ class ExpertRouter:
         chosen: torch.Tensor,
         *,
         first: int = 0,
+        own: range | None = None,
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
@@ -306,8 +309,10 @@ class ExpertRouter:
         router [E, H] of their type.
 
         count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
-        the first row in its step. bias, choice_bias, factors: float32 [E], or None: what is added to products, what is
-        added to scores where experts are chosen, and what multiplies scores. Raises Internal for misshapen tensors.
+        the first row in its step. own: the experts that this process has, all by default: they are numbered from 0 on
+        in ``chosen``, where others are -1. bias, choice_bias, factors: float32 [E], or None: what is added to products,
+        what is added to scores where experts are chosen, and what multiplies scores. Raises Internal for misshapen
+        tensors.
         """
         tokens, hidden = rows.shape
         vector, pairs = (how.experts,), (tokens, how.per_token)
@@ -330,7 +335,8 @@ class ExpertRouter:
         # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
         optional = (scores if tensor is None else tensor for tensor in (bias, choice_bias, factors))
         outs = self._parts, self._tickets, scores, chosen
-        numbers = tokens, first, hidden, how.sparse or 0.0, how.scale
+        own = range(how.experts) if own is None else own
+        numbers = tokens, first, hidden, how.sparse or 0.0, how.scale, own.start, own.stop
         _route[(tiles, parts, blocks) if shared else (tiles,)](
             rows, router, *optional, count, *outs, *numbers, **constants, **flags
         )

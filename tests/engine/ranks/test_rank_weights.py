@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.engine.models.layers import GATED, RmsNorm
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.ranks.rank_weights import inner_values, shard_layer
@@ -115,3 +117,27 @@ def test_all_ranks_together_do_what_the_layer_does(size, order):
     torch.testing.assert_close(outputs, widened(layer["o"])(attended), atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(inner, mlp_of(layer, rows), atol=1e-1, rtol=1e-4)
     assert sorted(seen) == list(range(INNER))
+
+
+def test_whole_experts_of_a_rank():
+    """Each expert and its biases are those of one rank, and the MLP beside them is divided by inner values."""
+    raw = {"model_type": "glm4_moe", "vocab_size": 258, "hidden_size": HIDDEN, "intermediate_size": 96}
+    raw |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    raw |= {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2}
+    config = parse_config({**raw, "first_k_dense_replace": 0})
+    (layer,) = layers_of(config)
+    weights = LayerWeights()
+    for tensor in tensors_of(layer):
+        matrices = [Linear.plain(torch.randn(tensor.shape), None) for _ in range(max(1, tensor.experts))]
+        if tensor.role is Role.MATRIX:
+            weights[tensor.name] = tuple(matrices) if tensor.experts else matrices[0]
+        else:
+            weights[tensor.name] = torch.randn(tensor.shape)
+    shares = [replace(RankShard.of(config, rank, 2), whole_experts=True) for rank in range(2)]
+    found = [shard_layer(weights, layer, shard) for shard in shares]
+    for name in ("experts.gate_up", "experts.down"):
+        assert [len(share[name]) for share in found] == [3, 2]
+        assert all(one is other for one, other in zip(found[0][name] + found[1][name], weights[name], strict=True))
+    assert [share["shared.down"].weight.shape[1] for share in found] == [64, 32]
+    assert [shard.local(config).moe.intermediate_size for shard in shares] == [48, 48]
+    assert len({shard.name for shard in (*shares, RankShard.of(config, 0, 2))}) == 3
