@@ -437,7 +437,7 @@ def quantized_product_specs() -> list[BuildSpec]:
         for (name, kind, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
     ]
     use = tuned("quantized_sum", 90)
-    constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"]}
+    constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"], "DEPENDENT": True}
     signature = "*fp32:16, *bf16:16, *bf16:16, i32, i32:16"
     return [
         *specs,

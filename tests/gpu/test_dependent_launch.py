@@ -18,7 +18,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.gpu.attention import attention_kernel, kv_write
 from pillion.kernels.gpu.dependent import DEPENDENT_ARCH, dependent
 from pillion.kernels.gpu.launch import arch_of
-from pillion.kernels.gpu.products import plain_product
+from pillion.kernels.gpu.products import plain_product, quantized_product
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.tuned import tuning_file
 from tests.support.families import tokens_of
@@ -33,6 +33,8 @@ EARLY = (
     (attention_kernel._early, {"record"}),
     (attention_kernel._merge, {"record"}),
     (plain_product._product, set()),
+    (quantized_product._product, set()),
+    (quantized_product._sum, set()),
 )
 STEPS = 40
 
@@ -52,7 +54,10 @@ def calls_of(statements: list[ast.stmt], name: str) -> list[ast.Call]:
     return [each for each in calls if ast.unparse(each.func) == name]
 
 
-@pytest.mark.parametrize(("kernel", "constants"), [pytest.param(*each, id=each[0].fn.__name__) for each in EARLY])
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [pytest.param(*each, id=f"{each[0].fn.__module__.rpartition('.')[2]}.{each[0].fn.__name__}") for each in EARLY],
+)
 def test_a_kernel_reads_only_constants_early(kernel, constants):
     """Every program waits, once and before it writes; what a kernel loads before that are its constants."""
     body, arguments = body_of(kernel), set(inspect.signature(kernel.fn).parameters)

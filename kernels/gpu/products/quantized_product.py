@@ -22,8 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, prefetch, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
-from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
+from pillion.kernels.gpu.products.gpu_packing import BITS, COLUMNS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
@@ -36,6 +37,9 @@ SHARED_ROWS = 64
 # The parts of a matrix are as many as fill two programs for each of an H200's 132 multiprocessors, 64 outputs each.
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
 _LEAST_UNITS, _MOST_SPLITS = 2, 16
+# So many units of a program's words, of 8 to 16 KB, are brought into the L2 while the kernel before still runs.
+_EARLY_UNITS = tl.constexpr(4)
+_COLUMNS = tl.constexpr(COLUMNS)
 
 
 # fmt: off
@@ -45,7 +49,7 @@ def _product(
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
     ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
@@ -61,6 +65,11 @@ def _product(
     read = tl.minimum(token, tokens - 1)
     made = tl.minimum(output, outputs - 1)
     depth = tl.cdiv(units, SPLITS)
+    if DEPENDENT and TAIL == 0:
+        # Words are constant, and a unit's of one tile are one piece of memory. Rows and parts may be in use.
+        unit = tl.minimum(part * depth + tl.arange(0, _EARLY_UNITS), units - 1)
+        prefetch(words + (unit * padded + n * BLOCK_N) * _COLUMNS, BLOCK_N * _COLUMNS * 4)
+    wait_for_earlier(DEPENDENT)
     if SHARED or SPLITS == 1:
         begin = part * depth
         total = packed_part(
@@ -84,8 +93,19 @@ def _product(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _sum(partials, bias, out, tokens, outputs, SPLITS: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(
+    partials,
+    bias,
+    out,
+    tokens,
+    outputs,
+    SPLITS: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Adds the parts [SPLITS, T, N] of one token's outputs in order, and the bias."""
+    wait_for_earlier(DEPENDENT)
     token = tl.program_id(1)
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
@@ -185,6 +205,7 @@ class QuantizedProduct:
                 ADDED=bias is not None,
                 BLOCK=use["block"],
                 num_warps=use["num_warps"],
+                **dependent(self._arch),
             )
         return out
 
@@ -201,4 +222,6 @@ def _constants(kind: PackedKind, rows: int, dtype: torch.dtype, arch: int) -> di
         "GROUP_N": use["group"],
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
+        # Large tiles compute for long, and have no registers for it.
+        **(dependent(arch) if rows <= SHARED_ROWS else {"DEPENDENT": False}),
     }
