@@ -49,11 +49,16 @@ class LayerState:
         inputs: how many inputs of its convolution it keeps, those of the last tokens, and how many channels each has.
         memory: how many matrices it has, and their rows and columns; () for none.
         turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
+        keys: how many vectors each token has that write into the matrices, which neighbouring ones share, and their
+            values; (0, 0) for none.
+        rates: how many numbers each token has for a matrix that say how much it learns and forgets.
     """
 
     inputs: tuple[int, int]
     memory: tuple[int, ...] = ()
     turned: bool = False
+    keys: tuple[int, int] = (0, 0)
+    rates: int = 0
 
     @property
     def values(self) -> int:

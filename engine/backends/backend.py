@@ -150,10 +150,16 @@ class KVLayout:
 
 
 def kv_layout(
-    prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, kv_cache_dtype: str = "auto"
+    prepared: PreparedModel,
+    block_size: int,
+    inside: str = LAYOUT_VERSION,
+    kv_cache_dtype: str = "auto",
+    *,
+    state_chunk: int = 0,
 ) -> KVLayout:
     """Makes a model's layout. ``inside`` names the layout of a KV head's keys or values of one layer in a block;
-    ``kv_cache_dtype`` is the flag of that name.
+    ``kv_cache_dtype`` is the flag of that name; ``state_chunk`` is that of
+    :func:`pillion.engine.models.state_layout.state_layout`.
 
     The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers which
     serve such a model with two lengths share blocks only if both compute the same KV (I2). Raises ConfigError for a
@@ -178,7 +184,7 @@ def kv_layout(
     if config.linear is None:
         return layout
     states = states_of(layers_of(config))
-    places = state_layout(states, layout.block_bytes)
+    places = state_layout(states, layout.block_bytes, state_chunk)
     nbytes = state_bytes(states) if places is None else places.nbytes
     return replace(layout, state_bytes=nbytes, state_layout=places)
 

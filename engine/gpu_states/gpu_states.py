@@ -2,8 +2,8 @@
 
     rows --gate, convolve, gate--> convolved                                                                 (LFM2)
 
-    rows --linear.in--> made --convolve--> mixed --unit length--> mixed --delta rule--> remembered
-    rows --linear.rates--> rates                   remembered, gates of made --norm, gate--> gated
+    rows --linear.in--> made --convolve--> mixed --unit length--> mixed --solve chunks, delta rule--> remembered
+    rows --linear.rates--> rates --> learns, forgets              remembered, gates of made --norm, gate--> gated
     rows --down--> narrow --up--> forgets, or gates             (Kimi-Linear, in place of a part of the matrices above)
 
     rows --linear.in--> made --convolve--> mixed --state space--> remembered --gate, norm--> gated
@@ -24,7 +24,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuMatrix, GpuModel
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateSpace
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
-from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, unit_heads
+from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
@@ -32,7 +32,7 @@ StateOperation = ShortConvolution | DeltaRule | StateSpace
 # Pieces' places are in values of this many bytes.
 _VALUE_BYTES = 4
 # These buffers are float32, and the others have the type of the model.
-_WIDE = ("mixed", "remembered", "forgets")
+_WIDE = ("remembered", "learns", "forgets")
 
 
 def delta_shape(operation: DeltaRule) -> DeltaShape:
@@ -50,9 +50,10 @@ def _widths(operation: StateOperation) -> Iterator[tuple[str, int]]:
             shape, values = delta_shape(operation), operation.heads * operation.head_dim
             yield from (("made", operation.inputs.shape[0]), ("rates", operation.rates.shape[0]))
             yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
+            yield from (("learns", shape.heads), ("forgets", shape.factors))
             if operation.forget_down is not None and operation.forget_up is not None:
                 few, many = operation.forget_down.shape[0], operation.forget_up.shape[0]
-                yield from (("narrow", few), ("few", many), ("forgets", many))
+                yield from (("narrow", few), ("few", many))
             if operation.gate_down is not None and operation.gate_up is not None:
                 yield from (("narrow", operation.gate_down.shape[0]), ("few", operation.gate_up.shape[0]))
         case StateSpace():
@@ -67,11 +68,12 @@ def _space_shape(operation: StateSpace) -> SpaceShape:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Holds where the pieces of a layer's state are, int32 [pieces, 2]: those of its convolution's last inputs, and
-    those of its matrices."""
+    """Holds where the pieces of a layer's state are, int32 [pieces, 2]: those of its convolution's last inputs, those
+    of its matrices, and those of the rows since a chunk began that heads have beside values."""
 
     inputs: torch.Tensor
     memory: torch.Tensor
+    sides: torch.Tensor
 
 
 class GpuStates:
@@ -82,7 +84,7 @@ class GpuStates:
         sequences."""
         assert layout.state_layout is not None
         self.model, self._layout, self._max_seqs = model, layout, max_seqs
-        every = (one for layer in model.layers.values() for one in layer.operations if isinstance(one, StateOperation))
+        every = [one for layer in model.layers.values() for one in layer.operations if isinstance(one, StateOperation)]
         widest: dict[str, int] = {}
         for name, width in (pair for operation in every for pair in _widths(operation)):
             widest[name] = max(width, widest.get(name, 0))
@@ -94,10 +96,13 @@ class GpuStates:
             )
             for name, width in widest.items()
         }
+        rules = [delta_shape(one) for one in every if isinstance(one, DeltaRule)]
+        solved = max((shape.solved_values(model.max_tokens, max_seqs) for shape in rules), default=0)
+        self.solved = torch.zeros(solved, dtype=torch.float32, device=model.device)
         self.places: dict[int, _Places] = {}
         for index, pieces in enumerate(layout.state_layout.layers):
             if pieces is not None:
-                parts = (self._values(part) for part in (pieces.inputs, pieces.memory))
+                parts = (self._values(part) for part in (pieces.inputs, pieces.memory, pieces.sides))
                 self.places[index] = _Places(*parts)
 
     def _values(self, pieces: tuple[tuple[int, int], ...]) -> torch.Tensor:
@@ -145,16 +150,16 @@ class StatesInPool:
         rates = self._product(index, operation.rates, rows, "rates")
         mixed = self._buffer("mixed", rows, shape.mixed)
         self._convolve(index, operation.taps, made[:, : shape.mixed], mixed)
-        unit_heads(mixed, shape)
         decay, shift = (self._vector(index, one) for one in (operation.decay, operation.shift))
-        forgets = None
+        learns, forgets = self._buffer("learns", rows, shape.heads), self._buffer("forgets", rows, shape.factors)
+        prepare_rows(mixed, rates, decay, shift, learns, forgets, shape)
         few = self._of_few(index, operation.forget_down, operation.forget_up, rows)
         if few is not None:
-            forgets = self._buffer("forgets", rows, few.shape[1])
             forget_factors(few, decay, shift, forgets, shape)
         remembered = self._buffer("remembered", rows, values)
-        memory = self._layers.places[index].memory
-        delta_rule(mixed, rates, forgets, decay, shift, remembered, self.record.step, memory, shape)
+        places, solved = self._layers.places[index], self._layers.solved
+        step = self.record.step
+        delta_rule(mixed, learns, forgets, solved, remembered, step, places.memory, places.sides, shape)
         # The buffer of factors' products is free again.
         gates = self._of_few(index, operation.gate_down, operation.gate_up, rows)
         out, norm = self._buffer("found", rows, values), self._vector(index, operation.norm)
@@ -177,8 +182,8 @@ class StatesInPool:
         self._convolve(index, operation.taps, inputs, mixed)
         decay, shift, skip = (self._vector(index, one) for one in (operation.decay, operation.shift, operation.skip))
         remembered = self._buffer("remembered", rows, values)
-        memory = self._layers.places[index].memory
-        state_space(mixed, steps, decay, shift, skip, remembered, self.record.step, memory, shape)
+        places, step = self._layers.places[index], self.record.step
+        state_space(mixed, steps, decay, shift, skip, remembered, step, places.memory, places.sides, shape)
         out = self._buffer("found", rows, values)
         norm = None if operation.norm is None else self._vector(index, operation.norm)
         groups = 1 if norm is None else operation.groups

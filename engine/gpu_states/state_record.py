@@ -1,7 +1,8 @@
 """Holds what a step's kernels read of its sequences and their states as one vector of integers, which one copy brings
 to the device.
 
-    owners [max_tokens] | count [1] | starts [max_seqs + 1] | slots [max_seqs, 2, pages]
+    owners [max_tokens] | count [1] | starts [max_seqs + 1] | firsts [max_seqs] | chunk_starts [max_seqs + 1]
+    | chunk_owners [most_chunks] | slots [max_seqs, 2, pages]
 
 It is beside the step's own record (:mod:`pillion.engine.backends.gpu.gpu_step`), has a fixed address like that, and its
 host records take turns in the same way. Behind the last sequence a record ends.
@@ -9,12 +10,16 @@ host records take turns in the same way. Behind the last sequence a record ends.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.errors import Internal
-from pillion.kernels.gpu_states.state_places import SIDES, StepOfStates
+from pillion.kernels.gpu_states.state_places import CHUNK, SIDES, StepOfStates, most_chunks
 from pillion.kernels.step import StateSlots, StepBatch
 
 
@@ -23,16 +28,19 @@ class StateRecord:
     states have ``pages`` slots each. ``step`` has its views on the device, and the pool, float32 [slots, values]."""
 
     def __init__(self, pool: torch.Tensor, max_tokens: int, max_seqs: int, pages: int, device: torch.device) -> None:
-        self._max_tokens, self._max_seqs, self._pages = max_tokens, max_seqs, pages
-        self._slots_at = max_tokens + 1 + max_seqs + 1
-        words = self._slots_at + max_seqs * SIDES * pages
+        self._max_tokens, self._pages = max_tokens, pages
+        chunks = most_chunks(max_tokens, max_seqs)
+        sizes = [max_tokens, 1, max_seqs + 1, max_seqs, max_seqs + 1, chunks, max_seqs * SIDES * pages]
+        _, *self._places, self._slots_at = itertools.accumulate(sizes[:-1], initial=0)
+        words = sum(sizes)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._turn = 0
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        sizes = [max_tokens, 1, max_seqs + 1, words - self._slots_at]
-        owners, count, starts, slots = torch.split(self._device, sizes)
-        self.step = StepOfStates(pool, owners, starts, count, slots.view(max_seqs, SIDES, pages))
+        parts = torch.split(self._device, sizes)
+        owners, count, starts, firsts, chunk_starts, chunk_owners, slots = parts
+        chunked = firsts, chunk_starts, chunk_owners
+        self.step = StepOfStates(pool, owners, starts, count, *chunked, slots.view(max_seqs, SIDES, pages))
 
     def clear(self) -> None:
         """Makes the record a step without sequences."""
@@ -55,11 +63,21 @@ class StateRecord:
         turn, seqs, states = self._turn, batch.num_seqs, batch.states
         self._turn = (turn + 1) % HOST_RECORDS
         assert states is not None
-        record, at = self._hosts[turn].numpy(), self._max_tokens
-        record[: batch.num_tokens] = np.repeat(np.arange(seqs), np.diff(batch.query_starts))
+        record = self._hosts[turn].numpy()
+        lengths = np.diff(batch.query_starts)
+        firsts = batch.context_lens - lengths
+        chunks = (firsts % CHUNK + lengths + CHUNK - 1) // CHUNK
+        record[: batch.num_tokens] = np.repeat(np.arange(seqs), lengths)
         record[batch.num_tokens : shape.tokens] = -1
-        record[at] = seqs
-        record[at + 1 : at + seqs + 2] = batch.query_starts
+        values: tuple[npt.NDArray[Any], ...] = (
+            np.array([seqs]),
+            batch.query_starts,
+            firsts,
+            np.concatenate(([0], np.cumsum(chunks))),
+            np.repeat(np.arange(seqs), chunks),
+        )
+        for at, each in zip(self._places, values, strict=True):
+            record[at : at + len(each)] = each
         used = self._slots_at + seqs * SIDES * self._pages
         record[self._slots_at : used].reshape(seqs, SIDES, -1)[:] = np.stack((states.reads, states.writes), 1)
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)

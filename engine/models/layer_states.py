@@ -20,10 +20,12 @@ def layer_state(layer: Layer) -> LayerState | None:
         match operation:
             case ShortConvolution(taps=taps):
                 return LayerState(_inputs(taps))
-            case DeltaRule(taps=taps, heads=heads, key_dim=rows, head_dim=columns):
-                return LayerState(_inputs(taps), (heads, rows, columns))
-            case StateSpace(taps=taps, heads=heads, head_dim=rows, state_dim=columns):
-                return LayerState(_inputs(taps), (heads, rows, columns), turned=True)
+            case DeltaRule(taps=taps, heads=heads, key_dim=rows, head_dim=columns, forget_up=by_rows):
+                keys, rates = (operation.key_heads, rows), 1 + (1 if by_rows is None else rows)
+                return LayerState(_inputs(taps), (heads, rows, columns), keys=keys, rates=rates)
+            case StateSpace(taps=taps, heads=heads, head_dim=rows, groups=groups, state_dim=columns):
+                keys = groups, columns
+                return LayerState(_inputs(taps), (heads, rows, columns), turned=True, keys=keys, rates=1)
     return None
 
 

@@ -7,6 +7,13 @@ at a cache line, because kernels write states line by line past the caches.
 
     inputs of a piece   [taps - 1, PIECE_CHANNELS] float32, the oldest token's first
     columns of a head   [rows, PIECE_COLUMNS] float32
+
+Kernels that go on in chunks of tokens at fixed positions (``chunk``, :mod:`pillion.kernels.gpu_states.state_places`)
+keep the matrices as they were where the last chunk began, and what the tokens since then have written:
+
+    columns of a head   [rows + chunk, PIECE_COLUMNS] float32, the tokens' values behind the matrix
+    keys                [chunk, values] float32 for each
+    rates of a head     [chunk, rates] float32, as the kernels order them
 """
 
 from __future__ import annotations
@@ -22,10 +29,12 @@ from pillion.kernels.step import LayerState
 @dataclass(frozen=True, slots=True)
 class LayerPieces:
     """Holds the places of the pieces of one layer's state: of each the page, which counts the state's slots, and the
-    offset there in bytes. Those of ``memory`` are ordered by heads, and each head's by columns."""
+    offset there in bytes. Those of ``memory`` are ordered by heads, and each head's by columns; ``sides`` are those of
+    keys and then of heads' rates, in layouts with chunks."""
 
     inputs: tuple[tuple[int, int], ...]
     memory: tuple[tuple[int, int], ...]
+    sides: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +46,10 @@ class StateLayout:
     nbytes: int
 
 
-def state_layout(states: Iterable[LayerState | None], block_bytes: int) -> StateLayout | None:
+def state_layout(states: Iterable[LayerState | None], block_bytes: int, chunk: int = 0) -> StateLayout | None:
     """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
-    slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The CPU kernels need them so."""
+    slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The kernels need them so.
+    ``chunk``: how many tokens' rows a state keeps beside its matrices, a multiple of 16; 0 for none."""
     if block_bytes % PIECE_ALIGNMENT_BYTES:
         return None
     cursor = _Cursor(block_bytes)
@@ -50,13 +60,18 @@ def state_layout(states: Iterable[LayerState | None], block_bytes: int) -> State
             continue
         tokens, channels = state.inputs
         rows, columns, heads = _matrix(state)
-        piece = rows * PIECE_COLUMNS * STATE_ITEM_BYTES
+        piece = (rows + chunk * bool(heads)) * PIECE_COLUMNS * STATE_ITEM_BYTES
         inputs_bytes = tokens * PIECE_CHANNELS * STATE_ITEM_BYTES
-        if columns % PIECE_COLUMNS or max(piece, inputs_bytes) > block_bytes:
+        (keys, key_values), rates_bytes = state.keys, chunk * state.rates * STATE_ITEM_BYTES
+        key_bytes = chunk * key_values * STATE_ITEM_BYTES
+        if columns % PIECE_COLUMNS or max(piece, inputs_bytes, key_bytes, rates_bytes) > block_bytes:
             return None
         inputs = [place for _ in range(-(-channels // PIECE_CHANNELS)) for place in cursor.take(1, inputs_bytes)]
         memory = [place for _ in range(heads) for place in cursor.take(columns // PIECE_COLUMNS, piece)]
-        layers.append(LayerPieces(tuple(inputs), tuple(memory)))
+        sides: list[tuple[int, int]] = []
+        if chunk and heads:
+            sides = [cursor.room(key_bytes) for _ in range(keys)] + [cursor.room(rates_bytes) for _ in range(heads)]
+        layers.append(LayerPieces(tuple(inputs), tuple(memory), tuple(sides)))
     return StateLayout(tuple(layers), cursor.nbytes)
 
 
@@ -83,11 +98,12 @@ class _Cursor:
     def take(self, count: int, piece_bytes: int) -> list[tuple[int, int]]:
         """Returns the places of ``count`` pieces, all of them in one slot where that can be."""
         if count * piece_bytes > self._block_bytes:
-            return [self._room(piece_bytes) for _ in range(count)]
-        page, first = self._room(count * piece_bytes)
+            return [self.room(piece_bytes) for _ in range(count)]
+        page, first = self.room(count * piece_bytes)
         return [(page, first + number * piece_bytes) for number in range(count)]
 
-    def _room(self, size: int) -> tuple[int, int]:
+    def room(self, size: int) -> tuple[int, int]:
+        """Returns the place of a piece of so many bytes."""
         if self._offset + size > self._block_bytes:
             self._page, self._offset = self._page + 1, 0
         found = self._page, self._offset

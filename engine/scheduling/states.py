@@ -13,9 +13,9 @@ So nothing is copied, and nothing is lost that a step computes in vain: tokens a
 mask that was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies.
 Where a text goes on from no state it is computed from its beginning.
 
-Where steps run ahead, as those of a prefill worker of several stages do, each reads what the one before will have
-written. A state that no step to come reads, and that is not to be kept, may be overwritten meanwhile: each process of
-the worker runs the steps in their order.
+Where steps run ahead, as those on GPUs and of prefill workers of several stages do, each reads what the one before will
+have written. A state that no step to come reads, and that is not to be kept, may be overwritten meanwhile: each process
+of the worker runs the steps in their order.
 
 Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
 block, until the next one is whole. Where it was committed, slots of the free ones take its place, if there are some,

@@ -36,8 +36,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
 
 def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
     """Yields what nobody has run on GPUs for such models, whatever the CPU can do of it."""
-    if flags.kv_cache_dtype != "auto":
-        yield f"--kv-cache-dtype {flags.kv_cache_dtype} on a GPU"
     if flags.enable_lora:
         yield "--enable-lora on a GPU"
     if flags.tensor_parallel_size > 1:

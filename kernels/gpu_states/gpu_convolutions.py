@@ -88,7 +88,7 @@ def convolve(
     x: [T, channels], whose rows are ``stride(0)`` apart; with ``gated`` [T, 3 * channels]: the first part times the
     third is convolved, and the second multiplies the result (LFM2).
     taps: float32 [channels, taps]; the last ones are for the token itself. bias: float32 [channels].
-    out: float32 after silu; with ``gated`` of x's type, without it. places: int32 [pieces, 2].
+    out: of x's type, after silu; with ``gated`` without it. places: int32 [pieces, 2].
 
     Raises Internal for misshapen tensors.
     """
@@ -96,7 +96,7 @@ def convolve(
     check_tensor("taps", taps, (channels, None), torch.float32, x.device)
     check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), f"x is {list(x.shape)}")
     check(x.stride(1) == 1, "x has no contiguous rows")
-    check_tensor("out", out, (tokens, channels), x.dtype if gated else torch.float32, x.device)
+    check_tensor("out", out, (tokens, channels), x.dtype, x.device)
     if bias is not None:
         check_tensor("bias", bias, (channels,), torch.float32, x.device)
     step.check(tokens)

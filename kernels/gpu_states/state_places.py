@@ -3,6 +3,11 @@ step beside its rows.
 
 A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how
 many values after its begin (:mod:`pillion.engine.models.state_layout`).
+
+Matrices go on in chunks of CHUNK tokens, which begin at multiples of CHUNK in each text. A state holds a matrix as it
+was where the last chunk began, and the rows since then (keys, values and rates): what a chunk's row reads is computed
+from these alone, by products of fixed shape in which later rows are zeros. So a row has the same bits whether its chunk
+came in one step or in several, whatever it was cut by, and after a whole chunk no rows are left.
 """
 
 from __future__ import annotations
@@ -16,6 +21,11 @@ import triton.language as tl
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.gpu.launch import check, check_tensor, processors_of
 
+# A chunk has so many tokens: the fewest rows that tensor cores multiply, and the smallest block, so that a state at a
+# block's end has no rows.
+CHUNK = 16
+# The namespace of blocks whose model has states contains this version of what a state keeps of a chunk (I2).
+CHUNKS_LAYOUT_VERSION = "chunks-1"
 # A state is read on this side of a sequence's slots, and written on the other one.
 READS, WRITES = tl.constexpr(0), tl.constexpr(1)
 SIDES = 2
@@ -27,7 +37,8 @@ def piece_of(pool, slots, places, sequence, number, SIDE: tl.constexpr, PAGES: t
     page = tl.load(places + number * 2)
     slot = tl.load(slots + (sequence * 2 + SIDE) * PAGES + page)
     at = slot.to(tl.int64) * SLOT_VALUES + tl.load(places + number * 2 + 1)
-    return pool + at, slot >= 0
+    # Pieces begin at cache lines (PIECE_ALIGNMENT_BYTES), so that rows are read in words of 16 bytes.
+    return pool + tl.multiple_of(at, 16), slot >= 0
 
 
 @triton.jit
@@ -49,6 +60,10 @@ class StepOfStates:
         owners: int32 [T or more], the sequence of each row; -1 for a row of padding.
         starts: int32 [S + 1 or more], sequence s owns rows starts[s] .. starts[s + 1].
         count: int32 [1], how many sequences there are.
+        firsts: int32 [S or more], the position of each sequence's first row.
+        chunk_starts: int32 [S + 1 or more], the chunks that have rows of sequence s are chunk_starts[s] ..
+            chunk_starts[s + 1] of the step's.
+        chunk_owners: int32 [chunks or more], the sequence of each chunk.
         slots: int32 [S or more, 2, pages]: in which slots each sequence's state is read, and into which it is written;
             -1 reads the state of no tokens, and writes none.
     """
@@ -57,6 +72,9 @@ class StepOfStates:
     owners: torch.Tensor
     starts: torch.Tensor
     count: torch.Tensor
+    firsts: torch.Tensor
+    chunk_starts: torch.Tensor
+    chunk_owners: torch.Tensor
     slots: torch.Tensor
 
     def check(self, tokens: int) -> None:
@@ -69,6 +87,10 @@ class StepOfStates:
         check_tensor("slots", self.slots, (None, SIDES, None), torch.int32, device)
         check_tensor("starts", self.starts, (len(self.slots) + 1,), torch.int32, device)
         check_tensor("count", self.count, (1,), torch.int32, device)
+        check_tensor("firsts", self.firsts, (len(self.slots),), torch.int32, device)
+        check_tensor("chunk_starts", self.chunk_starts, (len(self.slots) + 1,), torch.int32, device)
+        chunks = most_chunks(len(self.owners), len(self.slots))
+        check_tensor("chunk_owners", self.chunk_owners, (chunks,), torch.int32, device)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -79,6 +101,12 @@ class StepOfStates:
 def check_places(places: torch.Tensor, pieces: int, step: StepOfStates) -> None:
     """Raises Internal unless ``places`` are those of so many pieces."""
     check_tensor("places", places, (pieces, 2), torch.int32, step.owners.device)
+
+
+def most_chunks(tokens: int, seqs: int) -> int:
+    """Returns in how many chunks the rows of a step can be: a sequence has some of a chunk at its begin and at its end,
+    and no chunk is without a row."""
+    return min(tokens, tokens // CHUNK + 2 * seqs)
 
 
 def pieces_of_inputs(channels: int) -> int:
@@ -92,8 +120,7 @@ def columns_of(values: int) -> int:
     return values // PIECE_COLUMNS
 
 
-def programs_for(step: StepOfStates, pieces: int, tokens: int, each: int) -> tuple[int]:
-    """Returns the grid of a kernel whose programs draw the ``pieces`` of all sequences: at most ``each`` for each
-    multiprocessor, and never one that depends on the batch, so that graphs serve any."""
-    most = min(tokens, len(step.slots)) * pieces
-    return (min(most, each * processors_of(step.owners.device)),)
+def programs_for(items: int, each: int, device: torch.device) -> tuple[int]:
+    """Returns the grid of a kernel whose programs draw the items of all sequences, at most so many: at most ``each``
+    for each multiprocessor, and never one that depends on the batch, so that graphs serve any."""
+    return (min(items, each * processors_of(device)),)

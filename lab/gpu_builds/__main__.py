@@ -52,7 +52,7 @@ RARE = (
     "blocks-[!l]*",
     "blocks-llama3-[!c]*",
     "convolve-*-fp32",
-    "delta_rule-*-fp32",
+    "delta_*-fp32",
     "gated-*-fp16",
     "grouped_deepseek_*",
     "grouped_fp8_down-*",

@@ -32,11 +32,13 @@ from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape
 ARCHITECTURES = (80, 90)
 # A thread has at most this many registers.
 MAX_REGISTERS = 255
-# A program with a tile of a matrix in one warp has at most so many registers, so that 16 of them fit into a processor.
+# A program with a tile of a matrix in one warp has at most so many registers, so that 8 of them fit into a processor.
 TILE_REGISTERS = 255
+# Two operands of a chunk of 256 values of a state fill the registers of a thread.
+WIDE_STATE_SPILL_BYTES = 320
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
-_PLACES = {"PAGES": 193, "SLOT_VALUES": 98304}
+_PLACES = {"PAGES": 238, "SLOT_VALUES": 98304}
 _QWEN = DeltaShape(16, 32, 128, 128)
 _KIMI = DeltaShape(32, 32, 128, 128, by_rows=True)
 _GRANITE = SpaceShape(128, 64, 1, 128)
@@ -732,10 +734,10 @@ def state_specs() -> list[BuildSpec]:
         _convolution("mixed-bf16", "bf16", 4, gated=False, bias=True),
         _convolution("mixed-fp32", "fp32", 4, gated=False, bias=False),
         BuildSpec(
-            name="unit_heads-128",
-            kernel=gpu_delta_rule._unit_heads,
-            signature="*fp32:16, i32:16, fp32",
-            constants=gpu_delta_rule.unit_constants(_QWEN, _ARCH),
+            name="prepare_rows-128",
+            kernel=gpu_delta_rule._prepare,
+            signature="*bf16:16, *bf16:16, *fp32:16, *fp32:16, *fp32:16, *fp32:16, fp32",
+            constants=gpu_delta_rule.prepare_constants(_QWEN, _ARCH),
             max_registers=64,
         ),
         BuildSpec(
@@ -751,24 +753,28 @@ def state_specs() -> list[BuildSpec]:
         ("kimi-bf16", "bf16", _KIMI),
         ("qwen3_next-fp32", "fp32", _QWEN),
     ):
-        constants, _ = gpu_delta_rule.delta_constants(delta, _ARCH)
-        pointers = ["*fp32:16", f"*{dtype}:16", *["*fp32:16"] * 5, *["*i32:16"] * 4]
-        specs.append(_tile(f"delta_rule-{name}", gpu_delta_rule._delta_rule, pointers, constants))
+        # Both kernels have as many arguments of each type.
+        arguments = [f"*{dtype}:16", *["*fp32:16"] * 4, *["*i32:16"] * 7]
+        constants, _ = gpu_delta_rule.solve_constants(delta, _ARCH)
+        specs.append(_tile(f"delta_solve-{name}", gpu_delta_rule._solve, arguments, constants))
+        constants, _ = gpu_delta_rule.delta_constants(delta, dtype == "fp32", _ARCH)
+        specs.append(_tile(f"delta_rule-{name}", gpu_delta_rule._delta_rule, arguments, constants))
     for name, dtype, space in (
         ("granite-bf16", "bf16", _GRANITE),
         ("nemotron-bf16", "bf16", _NEMOTRON),
         ("falcon-bf16", "bf16", _FALCON),
         ("granite-fp32", "fp32", _GRANITE),
     ):
-        constants, _ = gpu_state_spaces.space_constants(space, _ARCH)
-        pointers = ["*fp32:16", f"*{dtype}:16", *["*fp32:16"] * 5, *["*i32:16"] * 4, "i32:16"]
-        specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, pointers, constants))
+        constants, _ = gpu_state_spaces.space_constants(space, dtype == "fp32", _ARCH)
+        rows = [f"*{dtype}:16", f"*{dtype}:16", *["*fp32:16"] * 5]
+        arguments = [*rows, *["*i32:16"] * 6, "i32:16"]
+        spills = WIDE_STATE_SPILL_BYTES if space is _FALCON else 0
+        specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, arguments, constants, spills))
     return [*specs, *_gates()]
 
 
 def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool) -> BuildSpec:
-    out = dtype if gated else "fp32"
-    pointers = f"*{dtype}:16, *fp32:16, *fp32:16, *{out}:16, *fp32:16, " + ", ".join(["*i32:16"] * 4)
+    pointers = f"*{dtype}:16, *fp32:16, *fp32:16, *{dtype}:16, *fp32:16, " + ", ".join(["*i32:16"] * 4)
     return BuildSpec(
         name=f"convolve-{name}",
         kernel=gpu_convolutions._convolve,
@@ -778,7 +784,7 @@ def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool) -
     )
 
 
-def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int]) -> BuildSpec:
+def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int], spills: int = 0) -> BuildSpec:
     signature = ", ".join(arguments)
     return BuildSpec(
         name=name,
@@ -786,6 +792,7 @@ def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int
         signature=signature,
         constants={**_PLACES, **constants},
         max_registers=TILE_REGISTERS,
+        max_spill_bytes=spills,
     )
 
 

@@ -12,9 +12,11 @@ from pillion.engine.backends.gpu.gpu_loading import check_limits, check_operatio
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.step import SamplingRows
+from pillion.types import SamplingParams
 from tests.support.families import make_model, tokens_of
 from tests.support.gpu import DEVICE, NATIVE
-from tests.support.hybrids import HYBRIDS, StateDriver
+from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver
 
 pytestmark = [
     pytest.mark.usefixtures("own_cache"),
@@ -29,7 +31,7 @@ SHORT = ("lfm2-biases", "qwen3-5-moe")
 # Where there is no GPU, these have nothing that the other models do not have: more layers, plain layers in place of
 # experts, or no biases. The CPU runs all of them, and so does a GPU.
 LEFT_TO_GPUS = ("lfm2", "lfm2-moe", "qwen3-next", "qwen3-5", "granite-hybrid-dense", "nemotron-h")
-LENGTH, PART = 14, 4
+LENGTH, PART = 21, 4
 
 
 class GpuStateDriver(StateDriver):
@@ -74,6 +76,53 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     if name == SHORT[0]:
         with pytest.raises(Internal, match="names no slots"):
             driver.backend.forward(driver.sequences.step([(one, [1])]))
+
+
+@pytest.fixture(scope="module")
+def attends_last(own_cache, tmp_path_factory):
+    """A prepared model of a delta rule before attention, without experts."""
+    shape = HYBRIDS["olmo-hybrid"] | {"num_hidden_layers": 2, "layer_types": [LINEAR, ATTENTION]}
+    return prepare(make_model(tmp_path_factory.mktemp("model"), shape)[1])
+
+
+def test_a_step_goes_on_from_the_state_that_the_step_under_way_writes(attends_last):
+    """Steps launched ahead, whose tokens only the device knows, choose the same as steps one after the other; a chunk
+    of the rule ends among them."""
+    backend = gpu_backend(attends_last)
+    assert backend.max_steps_under_way == 2
+
+    def answer(ahead: bool) -> list[int]:
+        driver = GpuStateDriver(attends_last, num_slots=60, backend=backend)
+        (one,) = driver.sequences.add(1)
+        found: list[int] = []
+        step = backend.launch(driver.batch((one, tokens_of(LENGTH, 2))), (), greedy(LENGTH))
+        for position in range(LENGTH + 1, LENGTH + 5):
+            if not ahead:
+                found += step.wait().token_ids
+            batch = driver.batch((one, [-1 if ahead else found[-1]]))
+            following = backend.launch(batch, (), greedy(position))
+            if ahead:
+                found += step.wait().token_ids
+            step = following
+        return [*found, *step.wait().token_ids]
+
+    found = answer(ahead=True)
+    assert found == answer(ahead=False)
+    assert len(set(found)) > 1
+
+
+def greedy(position: int) -> SamplingRows:
+    return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [position])
+
+
+def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
+    """Pieces fit into blocks of more tokens, because those in 8 bits are small; states stay float32."""
+    text, found = tokens_of(20, 5), []
+    for fp8 in (False, True):
+        driver = GpuStateDriver(attends_last, 64, num_slots=60, backend=gpu_backend(attends_last, 64, fp8=fp8))
+        found.append(driver.run_all(driver.sequences.add(1)[0], text, [18, 1]))
+    error = (found[0] - found[1]).abs().mean() / found[0].abs().mean()
+    assert 0 < error < 0.1
 
 
 def test_what_has_no_kernel_is_refused(tmp_path):

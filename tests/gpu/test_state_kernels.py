@@ -1,5 +1,5 @@
-"""The Triton kernels of layers that carry a state, over slots of a pool, against recurrences in plain torch: texts
-among others, and the same bits over any cut."""
+"""The Triton kernels of layers that carry a state, over slots of a pool, against recurrences in plain torch, token by
+token: texts among others, and the same bits over any cut, within chunks and at their ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
 from pillion.errors import Internal
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
-from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, unit_heads
+from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
-from pillion.kernels.gpu_states.state_places import StepOfStates
+from pillion.kernels.gpu_states.state_places import CHUNK, StepOfStates, most_chunks
 from pillion.kernels.step import LayerState, StateSlots
 from pillion.kernels.torch import recurrences
 from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps
@@ -27,11 +27,15 @@ from tests.support.gpu_states import TextsWithStates
 
 # Exponentials that are left out may overflow, as on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-TOKENS, TEXTS = 11, 3
-# Each text alone and whole, and all of them among each other and cut.
+TOKENS, TEXTS = 37, 3
+# Each text alone and whole, and all of them among each other and cut: at chunks' ends, and several times within one.
 APART = [[(text, TOKENS)] for text in range(TEXTS)]
-MIXED = [[(0, 4), (1, 1)], [(1, 7), (0, 1), (2, TOKENS)], [(0, 6), (1, 3)]]
+MIXED = [[(0, 4), (1, 1)], [(1, 16), (0, 1), (2, 20)], [(0, 11), (1, 1), (2, 16)], [(0, 21), (1, 19), (2, 1)]]
 CLOSE = rounded(torch.float32, 64)
+# The models' rows are bfloat16 and states float32, of which products take the first 16 bits.
+HALVES = rounded(torch.float32, 512)
+# Matrices stand where the last chunk begins.
+WHOLE = TOKENS // CHUNK * CHUNK
 # Such a function computes the rows [T, ...] of a step.
 Kernel = Callable[[StepOfStates, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -88,27 +92,33 @@ def test_convolutions(gated):
         assert torch.equal(texts.inputs(text), inputs)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_delta_rules(by_rows):
+@pytest.mark.parametrize(("by_rows", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+def test_delta_rules(by_rows, dtype):
     shape = DeltaShape(4 if by_rows else 2, 4, 24, 32, doubled=not by_rows, by_rows=by_rows)
     decays = shape.heads * (shape.key_dim if by_rows else 1)
     rows = random(TEXTS, TOKENS, shape.mixed + shape.heads + decays)
+    keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.head_dim
+    rows[..., : shape.mixed] = rows[..., : shape.mixed].to(dtype).float()
+    # The tokens of this text have one key, and what the first ones left has to be unlearnt.
+    rows[2, :, keys : 2 * keys] = rows[2, 0, keys : 2 * keys]
     decay, shift = random(shape.heads, seed=1), random(decays, seed=2)
+    solved = torch.empty(shape.solved_values(48, TEXTS + 1), device=DEVICE)
 
     def kernel(step, x, places):
         mixed, learns, forgets = (part.contiguous() for part in x.split([shape.mixed, shape.heads, decays], 1))
-        unit_heads(mixed, shape)
-        factors, rates = None, torch.cat((learns, forgets), 1)
+        mixed, rates = mixed.to(dtype), torch.cat((learns, forgets), 1)
+        factors, made = torch.empty_like(forgets), torch.empty_like(learns)
+        prepare_rows(mixed, learns if by_rows else rates, decay, shift, made, factors, shape)
         if by_rows:
-            factors, rates = torch.empty_like(forgets), learns
             forget_factors(forgets, decay, shift, factors, shape)
         out = torch.empty(len(x), shape.heads * shape.head_dim, device=DEVICE)
-        delta_rule(mixed, rates, factors, decay, shift, out, step, places.memory, shape)
+        delta_rule(mixed, made, factors, solved, out, step, places.memory, places.sides, shape)
         return out
 
-    found, texts = computed(LayerState((0, 0), (shape.heads, shape.key_dim, shape.head_dim)), rows, kernel)
+    memories, rates = (shape.heads, shape.key_dim, shape.head_dim), 1 + decays // shape.heads
+    state = LayerState((0, 0), memories, keys=(shape.key_heads, shape.key_dim), rates=rates)
+    found, texts = computed(state, rows, kernel)
     for text in range(TEXTS):
-        keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.head_dim
         parts = rows[text].split([keys, keys, values, shape.heads, decays], 1)
         query, key, value, learns, forgets = (
             part.unflatten(1, (-1, width))
@@ -120,33 +130,39 @@ def test_delta_rules(by_rows):
         learns = learns[..., 0].sigmoid() * (2.0 if shape.doubled else 1.0)
         delta = DeltaRows(query, key, value, -decay.exp()[:, None] * times, learns)
         memory = torch.zeros(shape.heads, shape.key_dim, shape.head_dim, device=DEVICE)
-        wanted = recurrences.delta_rule(delta, memory)
-        torch.testing.assert_close(found[text], wanted.flatten(1), **CLOSE)
-        torch.testing.assert_close(texts.memory(text), memory, **CLOSE)
+        wanted = recurrences.delta_rule(delta.of(slice(WHOLE)), memory)
+        # Keys of unit length are rounded to the model's type, as transformers does.
+        near = CLOSE if dtype == torch.float32 else rounded(dtype, 4)
+        torch.testing.assert_close(texts.memory(text), memory, **near)
+        wanted = torch.cat((wanted, recurrences.delta_rule(delta.of(slice(WHOLE, None)), memory)))
+        torch.testing.assert_close(found[text], wanted.flatten(1), **near)
 
 
-def test_state_spaces():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_spaces(dtype):
     shape = SpaceShape(6, 16, 2, 24)
     values, sides = shape.heads * shape.head_dim, shape.groups * shape.state_dim
-    rows = random(TEXTS, TOKENS, shape.mixed + shape.heads)
+    rows = random(TEXTS, TOKENS, shape.mixed + shape.heads).to(dtype).float()
     decay, shift, skip = (random(shape.heads, seed=seed) for seed in (1, 2, 3))
 
     def kernel(step, x, places):
         out = torch.empty(len(x), values, device=DEVICE)
-        mixed, steps = x[:, : shape.mixed].contiguous(), x[:, shape.mixed :]
-        state_space(mixed, steps, decay, shift, skip, out, step, places.memory, shape)
+        mixed, steps = x[:, : shape.mixed].to(dtype).contiguous(), x[:, shape.mixed :]
+        state_space(mixed, steps, decay, shift, skip, out, step, places.memory, places.sides, shape)
         return out
 
-    state = LayerState((0, 0), (shape.heads, shape.head_dim, shape.state_dim), turned=True)
+    state = LayerState((0, 0), (shape.heads, shape.head_dim, shape.state_dim), True, (shape.groups, shape.state_dim), 1)
     found, texts = computed(state, rows, kernel)
+    near = CLOSE if dtype == torch.float32 else HALVES
     for text in range(TEXTS):
         value, write, read, steps = rows[text].split([values, sides, sides, shape.heads], 1)
         each = [part.unflatten(1, (count, -1)) for part, count in ((value, 6), (write, 2), (read, 2))]
         memory = torch.zeros(shape.heads, shape.head_dim, shape.state_dim, device=DEVICE)
-        space = SpaceRows(*each, recurrences.steps_of_time(steps, shift))
-        wanted = recurrences.state_space(space, -decay.exp(), skip, memory)
-        torch.testing.assert_close(found[text], wanted.flatten(1), **CLOSE)
-        torch.testing.assert_close(texts.memory(text), memory, **CLOSE)
+        space, rates = SpaceRows(*each, recurrences.steps_of_time(steps, shift)), -decay.exp()
+        wanted = recurrences.state_space(space.of(slice(WHOLE)), rates, skip, memory)
+        torch.testing.assert_close(texts.memory(text), memory, **near)
+        wanted = torch.cat((wanted, recurrences.state_space(space.of(slice(WHOLE, None)), rates, skip, memory)))
+        torch.testing.assert_close(found[text], wanted.flatten(1), **near)
 
 
 @pytest.mark.parametrize(
@@ -169,38 +185,49 @@ def test_norms_and_gates(groups, own, options):
 def test_the_exponentials_of_steps_of_time_do_not_cancel():
     """Steps of time that are tiny, and such that are their own softplus."""
     shape, steps = SpaceShape(1, 16, 1, 16), torch.tensor([[-40.0], [-12.0], [0.0], [30.0]], device=DEVICE)
-    texts = TextsWithStates(LayerState((0, 0), (1, 16, 16), turned=True), 1)
+    texts = TextsWithStates(LayerState((0, 0), (1, 16, 16), turned=True, keys=(1, 16), rates=1), 1)
     step, _ = texts.step([(0, len(steps))])
     nothing, out = torch.full((1,), -torch.inf, device=DEVICE), torch.empty(len(steps), 16, device=DEVICE)
     zero, mixed = torch.zeros(1, device=DEVICE), torch.zeros(len(steps), shape.mixed, device=DEVICE)
     # Nothing is forgotten, and each row writes and reads a place of its own.
     mixed[:, :16] = 1.0
     mixed[:, 16:].view(len(steps), 2, 16)[:, :, : len(steps)] = torch.eye(len(steps), device=DEVICE)[:, None]
-    state_space(mixed, steps, nothing, zero, zero, out, step, texts.places.memory, shape)
+    places = texts.places
+    state_space(mixed, steps, nothing, zero, zero, out, step, places.memory, places.sides, shape)
     torch.testing.assert_close(out, softplus(steps).expand(-1, 16), rtol=1e-5, atol=0)
 
 
 def test_misshapen_tensors_are_refused():
-    texts = TextsWithStates(LayerState((2, 70), (4, 24, 32)), 1)
+    texts = TextsWithStates(LayerState((2, 70), (4, 24, 32), keys=(2, 24), rates=2), 1)
     step, _ = texts.step([(0, 2)])
-    taps, shape = random(70, 3), DeltaShape(2, 4, 24, 32)
-    for x, out, places in (
-        (random(2, 70), random(2, 69), texts.places.inputs),
-        (random(2, 70).half(), random(2, 70).half(), texts.places.inputs),
-        (random(49, 70), random(49, 70), texts.places.inputs),
-        (random(2, 70), random(2, 70), texts.places.memory),
-        (random(70, 2).T, random(2, 70), texts.places.inputs),
+    taps, shape, places = random(70, 3), DeltaShape(2, 4, 24, 32), texts.places
+    for x, out, pieces in (
+        (random(2, 70), random(2, 69), places.inputs),
+        (random(2, 70).half(), random(2, 70), places.inputs),
+        (random(49, 70), random(49, 70), places.inputs),
+        (random(2, 70), random(2, 70), places.memory),
+        (random(70, 2).T, random(2, 70), places.inputs),
     ):
         with pytest.raises(Internal):
-            convolve(x, taps, None, out, step, places)
-    rest = (random(4), random(4), random(2, 128), step, texts.places.memory, shape)
-    for mixed, rates, forgets in (
-        (random(2, 223), random(2, 8), None),
-        (random(2, 224), random(2, 4), None),
-        (random(2, 224), random(2, 8), random(2, 96)),
+            convolve(x, taps, None, out, step, pieces)
+    enough = random(shape.solved_values(2, 2))
+    for width, rates, solved, sides in (
+        (223, 4, enough, places.sides),
+        (224, 3, enough, places.sides),
+        (224, 4, enough[1:], places.sides),
+        (224, 4, enough, places.sides[1:]),
     ):
+        rest = random(2, 4), solved, random(2, 128), step, places.memory, sides
         with pytest.raises(Internal):
-            delta_rule(mixed, rates, forgets, *rest)
+            delta_rule(random(2, width), random(2, rates), *rest, shape)
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(1, 1), (48, 8), (8192, 256), (15, 4), (40, 40)])
+def test_no_step_has_rows_of_more_chunks(tokens, seqs):
+    """Of as many sequences as may be, each has a row at a chunk's end first."""
+    for count in range(1, min(tokens, seqs) + 1):
+        longest = [tokens // count + (number < tokens % count) for number in range(count)]
+        assert sum((CHUNK - 1 + rows + CHUNK - 1) // CHUNK for rows in longest) <= most_chunks(tokens, seqs)
 
 
 def slots(*rows: Sequence[int]) -> np.ndarray:
@@ -226,6 +253,8 @@ def test_states_that_could_leave_the_pool_are_refused(states, words):
 
 
 def test_the_layout_of_these_tests_has_pieces_in_several_slots():
-    places = state_layout([LayerState((0, 0), (4, 24, 32))], 4096)
+    state = LayerState((0, 0), (4, 24, 32), keys=(2, 24), rates=2)
+    places = state_layout([state], 4096, CHUNK)
     assert places is not None
-    assert len({page for page, _ in places.layers[0].memory}) > 1
+    pieces = places.layers[0]
+    assert len({page for page, _ in pieces.memory}) > 1 < len({page for page, _ in (*pieces.memory, *pieces.sides)})

@@ -13,7 +13,7 @@ import torch
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
-from pillion.kernels.gpu_states.state_places import StepOfStates
+from pillion.kernels.gpu_states.state_places import CHUNK, StepOfStates
 from pillion.kernels.step import LayerState, StateSlots
 from tests.support.batches import Sequences
 
@@ -26,6 +26,7 @@ class PiecePlaces:
 
     inputs: torch.Tensor
     memory: torch.Tensor
+    sides: torch.Tensor
 
 
 class TextsWithStates:
@@ -33,12 +34,12 @@ class TextsWithStates:
     NaN."""
 
     def __init__(self, state: LayerState, texts: int) -> None:
-        layout = state_layout([state], BLOCK_BYTES)
+        layout = state_layout([state], BLOCK_BYTES, CHUNK)
         assert layout is not None
         (pieces,) = layout.layers
         assert pieces is not None
         self._state, pages = state, -(-layout.nbytes // BLOCK_BYTES)
-        parts = ([(page, at // 4) for page, at in part] for part in (pieces.inputs, pieces.memory))
+        parts = ([(page, at // 4) for page, at in part] for part in (pieces.inputs, pieces.memory, pieces.sides))
         tensors = (torch.tensor(part, dtype=torch.int32, device=DEVICE).view(-1, 2) for part in parts)
         self.places = PiecePlaces(*tensors)
         order = np.random.default_rng(texts).permutation(2 * texts * pages + 1).astype(np.int32)
@@ -74,7 +75,7 @@ class TextsWithStates:
         return torch.cat(pieces, 1)[:, :channels] if pieces else torch.zeros(tokens, channels)
 
     def memory(self, text: int) -> torch.Tensor:
-        """The matrices [heads, rows, columns] of a text."""
+        """The matrices [heads, rows, columns] of a text, as they were where its last chunk began."""
         if not self._state.memory:
             return torch.zeros(0)
         heads, rows, columns = self._state.memory

@@ -223,9 +223,6 @@ class GpuBackend:
         self._eager = enforce_eager
         self._states = GpuStates(model, layout, limits.max_seqs) if layout.state_pages else None
         self._experts = GpuExperts(model) if model.has_experts else None
-        if self._states is not None:
-            # That decodes and drafts find their states while steps run ahead is not shown yet.
-            self.max_steps_under_way = 1
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None

@@ -41,6 +41,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+from pillion.kernels.gpu_states.state_places import CHUNK, CHUNKS_LAYOUT_VERSION
 from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
@@ -131,8 +132,8 @@ def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "
     """Makes the layout of a model's blocks and states as the GPU kernels have them."""
     inside = FP8_LAYOUT_VERSION if kv_cache_dtype == "fp8" else LAYOUT_VERSION
     if load_config(prepared.folder).linear is not None:
-        inside += f"/{STATE_LAYOUT_VERSION}"
-    return kv_layout(prepared, block_size, inside, kv_cache_dtype)
+        inside += f"/{STATE_LAYOUT_VERSION}/{CHUNKS_LAYOUT_VERSION}"
+    return kv_layout(prepared, block_size, inside, kv_cache_dtype, state_chunk=CHUNK)
 
 
 def step_device() -> torch.device:

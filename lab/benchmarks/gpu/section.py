@@ -21,6 +21,7 @@ SECTIONS = {
     "mixtures": 240,
     "prefill": 90,
     "small": 120,
+    "states": 60,
     "products": 240,
     "grouped": 150,
     "line": 150,

@@ -13,6 +13,7 @@ from lab.benchmarks.gpu.grouped import TINY_SHAPES, expert_stacks, grouped_case
 from lab.benchmarks.gpu.pools import AttentionPool, verify_rows
 from lab.benchmarks.gpu.products import plain_case, product_case
 from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
+from lab.benchmarks.gpu.states import CONTEXT, rule_case
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
@@ -147,6 +148,18 @@ def _plain(rows: int) -> Tunable:
     return Tunable("plain_product", cases, many if large else few, {"rows": rows, "bytes": 2})
 
 
+def _rules(*wanted: tuple[list[int], int]) -> Cases:
+    """Returns cases of delta rules: lengths of the texts, and after how many tokens they stand."""
+
+    def cases(bench: Bench) -> list[Build]:
+        def build(lengths: list[int], context: int) -> Build:
+            return lambda: rule_case(bench, lengths, context)
+
+        return [build(*each) for each in wanted]
+
+    return cases
+
+
 _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
 _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
@@ -223,6 +236,18 @@ TUNABLES: dict[str, Tunable] = {
         "sample_settle",
         _small(("sampling, top_p 0.9", 1), ("sampling, temperature 1", 256), ("sampling, top_p 0.9, flat", 64)),
         {"gathered_groups": (8, 16), "raced_groups": (2, 4, 8), "num_warps": (4, 8)},
+    ),
+    "delta_rule": Tunable(
+        "delta_rule",
+        _rules(([2048], 0), ([1] * 32, CONTEXT)),
+        {"columns": (8, 16), "num_warps": (1, 2, 4), "num_stages": (1, 2), "programs": (4, 8)},
+        {"exact": 0, "by_rows": 0},
+    ),
+    "delta_solve": Tunable(
+        "delta_solve",
+        _rules(([2048], 0), ([1] * 32, CONTEXT)),
+        {"num_warps": (1, 2), "programs": (8, 16)},
+        {"by_rows": 0},
     ),
     **{f"quantized_product_int4_{rows}": _quantized(rows, 4, "int4 in groups of 128") for rows in ROW_TILES},
     **{f"quantized_product_8_bits_{rows}": _quantized(rows, 8, "int8") for rows in ROW_TILES},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -16,22 +17,33 @@ STATES = st.builds(
     LayerState,
     st.tuples(st.integers(1, 4), st.integers(1, 300)),
     st.one_of(st.just(()), MATRICES),
+    keys=st.tuples(st.integers(1, 3), st.integers(1, 40)),
+    rates=st.integers(1, 40),
 )
 
 
 def swapped(state: LayerState) -> LayerState:
     """A layer's state with rows and columns of its matrices exchanged, as kernels hold them."""
     heads, rows, columns = state.memory
-    return LayerState(state.inputs, (heads, columns, rows), turned=True)
+    return replace(state, memory=(heads, columns, rows), turned=True)
 
 
 @settings(max_examples=examples(100))
-@given(st.lists(st.one_of(st.none(), STATES), min_size=1, max_size=6), st.integers(1, 200).map(lambda n: 64 * n))
-def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> None:
+@given(
+    st.lists(st.one_of(st.none(), STATES), min_size=1, max_size=6),
+    st.integers(1, 200).map(lambda n: 64 * n),
+    st.sampled_from([0, 16]),
+)
+def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chunk: int) -> None:
     sizes = [0 if state is None else state.inputs[0] * 256 for state in states]
-    columns = [0 if state is None or not state.memory else state.memory[1] * 64 for state in states]
-    places = state_layout(states, block_bytes)
-    assert (places is None) == (max(*sizes, *columns) > block_bytes)
+    columns = [0 if state is None or not state.memory else (state.memory[1] + chunk) * 64 for state in states]
+    sides = [
+        [chunk * state.keys[1] * 4] * state.keys[0] + [chunk * state.rates * 4] * state.memory[0]
+        for state in states
+        if state is not None and state.memory and chunk
+    ]
+    places = state_layout(states, block_bytes, chunk)
+    assert (places is None) == (max(0, *sizes, *columns, *(size for each in sides for size in each)) > block_bytes)
     if places is None:
         return
     pieces = []
@@ -48,12 +60,14 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> 
             mine = layer.memory[head * each : (head + 1) * each]
             assert len({page for page, _ in mine}) == 1 or each * piece_bytes > block_bytes
             pieces += [(page, first, first + piece_bytes) for page, first in mine]
+        each_side = sides.pop(0) if heads and chunk else []
+        pieces += [(page, first, first + size) for (page, first), size in zip(layer.sides, each_side, strict=True)]
     assert all(first >= 0 and end <= block_bytes and first % 64 == 0 for _, first, end in pieces)
     for (page, _, end), (next_page, first, _) in pairwise(pieces):
         assert (next_page, first) == (page, end) or (next_page, first) == (page + 1, 0)
     assert places.nbytes == (pieces[-1][0] * block_bytes + pieces[-1][2] if pieces else 0)
     turned = [swapped(state) if state is not None and state.memory else state for state in states]
-    assert state_layout(turned, block_bytes) == places
+    assert state_layout(turned, block_bytes, chunk) == places
 
 
 def test_matrices_without_whole_pieces_and_slots_without_whole_lines_have_no_places() -> None:

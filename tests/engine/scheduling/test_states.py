@@ -3,7 +3,6 @@ computed or found, and all slots come back."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -21,12 +20,13 @@ from pillion.kernels.step import Sampled, StepBatch
 from tests.engine.drafts.test_draft_chains import drafting
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.drafts.test_eagle_chains import head_of, heading
-from tests.engine.scheduling.test_ahead import SPAN
+from tests.engine.scheduling.test_ahead import EVENTS, SPAN
 from tests.engine.scheduling.test_ahead import play as play_ahead
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, PUNCTUAL, SHAPES, STEP, play
 from tests.support.ahead_harness import AheadHarness
 from tests.support.drafts import speculative
 from tests.support.examples import examples
+from tests.support.fake_backend import kv_of
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 # Makes what the harness takes as its draft model, or as its head.
@@ -65,34 +65,33 @@ class StateHarness(SchedulerHarness):
         return [[len(tokens), number, page, 0] for page in range(pages)]
 
 
-class PipelineOfStates(AheadHarness):
-    """A prefill worker of several stages whose model has a state. Each step finds what the one before has written, and
-    no slot of a step under way is anybody else's."""
+class StatesAhead(AheadHarness):
+    """A worker that launches steps before those before them have landed, whose model has a state of what all tokens
+    before have written. Each step finds what the one before has left, and no slot of a step under way is anybody
+    else's."""
 
     def __init__(self, pages: int, **options: object) -> None:
         super().__init__(state_pages=pages, **options)  # type: ignore[arg-type]
         self.device.beside = self._carry
-        # What launched steps have to find, and what they leave, by sequence.
-        self._expected: deque[list[tuple[list[int], list[int]]]] = deque()
 
     def _held_up(self, sequence: Sequence) -> bool:
         return super()._held_up(sequence) or self.ends_at_a_place(sequence)
 
-    def _launch(self, plan: StepPlan) -> bool:
-        texts = [
-            (chunk.sequence.tokens(0, chunk.start + chunk.count).tolist(), chunk.start) for chunk in plan.scheduled
-        ]
-        self._expected.append([(tokens[:start], tokens) for tokens, start in texts])
-        return super()._launch(plan)
-
     def _carry(self, batch: StepBatch) -> None:
+        """Runs with the tokens that the device knows by then, before the step writes its own KV."""
         assert batch.states is not None
-        every = zip(self._expected.popleft(), batch.states.reads, batch.states.writes, strict=True)
-        for (before, after), reads, writes in every:
-            assert (reads < 0).all() == (not before)
-            if before:
-                assert self.pool[reads].tolist() == StateHarness.state(before, len(reads))
-            self.pool[writes] = StateHarness.state(after, len(writes))
+        starts, written = batch.query_starts, batch.states.writes
+        assert len({*written.flat}) == written.size, "two states in one slot"
+        assert not {*written.flat} & {*batch.states.reads.flat}, "a state is read and written"
+        for sequence, (reads, writes) in enumerate(zip(batch.states.reads, written, strict=True)):
+            rows = slice(starts[sequence], starts[sequence + 1])
+            before = np.arange(batch.positions[rows][0])
+            known = self.pool[batch.block_tables[sequence][before // BLOCK], before % BLOCK].tolist()
+            assert (reads < 0).all() == (not known)
+            if known:
+                assert self.pool[reads].tolist() == StateHarness.state(known, len(reads))
+            added = kv_of(batch.token_ids[rows], batch.positions[rows]).tolist()
+            self.pool[writes] = StateHarness.state(known + added, len(writes))
 
 
 @settings(max_examples=examples(80))
@@ -109,7 +108,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
     shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, pages: int, stages: int
 ) -> None:
     slots, budget, max_num_seqs = shape
-    harness = PipelineOfStates(
+    harness = StatesAhead(
         pages,
         slots=max(slots, 17 + 3 * pages),
         budget=max(budget, max_num_seqs),
@@ -124,9 +123,53 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
     harness.check_answers()
 
 
+@settings(max_examples=examples(120))
+@given(
+    SHAPES,
+    EVENTS,
+    st.integers(0, 99),
+    PUNCTUAL,
+    st.none() | st.integers(0, 3).map(OracleDrafter),
+    st.integers(1, 3),
+)
+def test_any_history_with_a_step_under_way(
+    shape: tuple[int, int, int],
+    events: list[tuple[object, ...]],
+    draws: int,
+    punctual: float,
+    drafter: OracleDrafter | None,
+    pages: int,
+) -> None:
+    """Streams and prefill ranges, drafts and grammars, preempted, cancelled and broken while a step is under way."""
+    slots, budget, max_num_seqs = shape
+    harness = StatesAhead(
+        pages,
+        slots=max(slots, 17 + 3 * pages),
+        budget=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        draws=draws,
+        punctual=punctual,
+        drafter=drafter,
+    )
+    for kind, *arguments in events:
+        play_ahead(harness, str(kind), [number for number in arguments if isinstance(number, int)])
+    harness.breaks, harness.refuse_commits = "", 0
+    harness.finish()
+    harness.check_answers()
+
+
+def test_a_stream_with_a_state_never_waits() -> None:
+    """Each step goes on from the state that the one under way writes."""
+    harness = StatesAhead(2, slots=80, budget=4)
+    harness.submit(prompt(1, 9), 33, seed=2)
+    harness.finish()
+    harness.check_answers()
+    assert (harness.launches, harness.device.resolved, harness.void_rows) == (3 + 32, 32, 0)
+
+
 def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     """The second text leaves it for the third one, although more steps than states are under way."""
-    harness, found = PipelineOfStates(2, slots=300, budget=4, max_under_way=5), []
+    harness, found = StatesAhead(2, slots=300, budget=4, max_under_way=5), []
     for seed in (1, 2, 3):
         number = harness.submit([*prompt(1, 18), *prompt(seed, 48)[18:]], 0, chunks=(48,))
         assert number is not None

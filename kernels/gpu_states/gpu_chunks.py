@@ -1,0 +1,71 @@
+"""Multiplies and loads the rows of a chunk of a text, for the kernels that go on in chunks (state_places.py).
+
+A state is float32, and rows have the model's type. Tensor cores multiply 16 bits: a float32 number is the sum of two
+bfloat16 ones, and a product takes two or three of theirs, so that it keeps 16 bits or more of each factor, in a fixed
+order. Where the model is float32 (EXACT), products are exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+
+
+@triton.jit
+def halves(x):
+    """Returns two bfloat16 numbers whose sum has the first 16 bits of each float32 number. The first one is cut off,
+    because a rounded one takes a slow conversion of its own."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def wide_dot(left, right, acc, EXACT: tl.constexpr):
+    """Returns the matrix product plus ``acc``, of which one factor is float32, or both are. A factor that is bfloat16
+    is multiplied as it is."""
+    if EXACT:
+        acc = dot(left, right, acc)
+    elif left.dtype == tl.bfloat16:
+        high, low = halves(right)
+        acc = dot(left, high, dot(left, low, acc))
+    elif right.dtype == tl.bfloat16:
+        high, low = halves(left)
+        acc = dot(high, right, dot(low, right, acc))
+    else:
+        left_high, left_low = halves(left.to(tl.float32))
+        right_high, right_low = halves(right.to(tl.float32))
+        acc = dot(left_high, right_high, dot(left_high, right_low, dot(left_low, right_high, acc)))
+    return acc
+
+
+@triton.jit
+def chunk_of(starts, firsts, sequence, number, CHUNK: tl.constexpr):
+    """Returns of the chunk ``number`` of a sequence's chunks in a step the row at which it begins, which may be before
+    the step's, and the rows of the step that the sequence owns, [begin, end)."""
+    begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    return begin - tl.load(firsts + sequence) % CHUNK + number * CHUNK, begin, end
+
+
+@triton.jit
+def chunk_rows(step_rows, kept_rows, origin, begin, end, inside, stride, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Loads the rows of a chunk that begins at row ``origin``, [CHUNK, columns]: those before ``begin`` from a state,
+    whose rows have ``WIDTH`` values each, and those of the step, whose rows are ``stride`` apart. The pointers are to
+    the columns of row 0, of the chunk and of the step; ``inside`` says which of them there are. Rows that are still to
+    come are zeros."""
+    place = tl.arange(0, CHUNK)[:, None]
+    rows = origin + place
+    mine = (rows >= begin) & (rows < end)
+    found = tl.load(step_rows + rows.to(tl.int64) * stride, mask=mine & inside, other=0.0)
+    if origin < begin:
+        kept = tl.load(kept_rows + place * WIDTH, mask=(rows < begin) & inside, other=0.0)
+        found = tl.where(rows < begin, kept.to(found.dtype), found)
+    return found
+
+
+@triton.jit
+def across(column, CHUNK: tl.constexpr):
+    """Turns a column [CHUNK, 1] into a row [1, CHUNK]."""
+    place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    return tl.sum(tl.where(place == other, column, 0.0), 0)[None, :]
