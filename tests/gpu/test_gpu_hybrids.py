@@ -32,6 +32,8 @@ SHORT = ("lfm2-biases", "qwen3-5-moe")
 # experts, or no biases. The CPU runs all of them, and so does a GPU.
 LEFT_TO_GPUS = ("lfm2", "lfm2-moe", "qwen3-next", "qwen3-5", "granite-hybrid-dense", "nemotron-h")
 LENGTH, PART = 21, 4
+# Ten seconds in the interpreter.
+LONG_INTERPRETED = pytest.mark.usefixtures() if NATIVE else pytest.mark.long
 
 
 class GpuStateDriver(StateDriver):
@@ -85,6 +87,7 @@ def attends_last(own_cache, tmp_path_factory):
     return prepare(make_model(tmp_path_factory.mktemp("model"), shape)[1])
 
 
+@LONG_INTERPRETED
 def test_a_step_goes_on_from_the_state_that_the_step_under_way_writes(attends_last):
     """Steps launched ahead, whose tokens only the device knows, choose the same as steps one after the other; a chunk
     of the rule ends among them."""
@@ -115,6 +118,7 @@ def greedy(position: int) -> SamplingRows:
     return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [position])
 
 
+@LONG_INTERPRETED
 def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
     """Pieces fit into blocks of more tokens, because those in 8 bits are small; states stay float32."""
     text, found = tokens_of(20, 5), []
