@@ -4,7 +4,7 @@
     gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call waits
 
 All ranks make the same calls in the same order. The groups are objects of their own and not torch's global one. Their
-members find each other by a file in memory, whose descriptor rank 0 hands out, and gloo's sockets are bound to the
+members find each other by a file in memory, whose descriptor rank 0 hands out, and the sockets of both are bound to the
 loopback; only tensors pass between them.
 
 Rank 0 gives the others up after a limit, or when it is told that one has ended; BackendLost then ends the worker with
@@ -14,10 +14,11 @@ wakes. The other ranks wait as long as rank 0 lives, because they end with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from threading import Thread
@@ -40,13 +41,21 @@ START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 60.0
 # A wait for a gloo call is interrupted after this time, to check the limits.
 HOST_WAIT_S = 0.1
-# While a device computes, the waiting thread sleeps this long at a time.
+# While a device computes, the waiting thread sleeps this long at a time. Linux lets a thread sleep longer by its timer
+# slack, which is 50 us by itself.
 DEVICE_WAIT_S = 50e-6
+TIMER_SLACK_NS = 1000
+_PR_SET_TIMERSLACK = 29
 # The end of an NCCL group takes at most this long.
 CLOSE_TIMEOUT_S = 5.0
 # Torch's own limit counts the time of a pause, so it is set to a time that never passes.
 TORCH_TIMEOUT = timedelta(days=30)
 LOOPBACK = "127.0.0.1"
+# What NCCL reads of the environment, where nobody has set it. Ranks are on one host. Connections are made when the
+# ranks meet, because the KV pool takes the memory that is left then, and a later buffer would find none.
+NCCL_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_RUNTIME_CONNECT": "0"}
+# NCCL may need this much shared memory; containers have 64 MiB unless they are given more.
+SHARED_MEMORY, SHARED_MEMORY_BYTES = "/dev/shm", 2**30  # noqa: S108  (no file is made there)
 # Torch's type stubs lack the classes of groups.
 _DIST: Any = torch.distributed
 
@@ -76,7 +85,7 @@ class GpuRankGroup:
         self._group, self._rendezvous = group, rendezvous
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = aborted
-        self._lost = False
+        self._lost = self._alone = False
 
     @classmethod
     def join(
@@ -120,7 +129,8 @@ class GpuRankGroup:
         try:
             group = found.result()
         except RuntimeError as error:
-            raise ConfigError(f"{failed}: {_first_line(error)}") from None
+            more = _little_shared_memory() if own_device else ""
+            raise ConfigError(f"{failed}: {_first_line(error)}{more}") from None
         return cls(shard, group, rendezvous, device, aborted, name)
 
     def sum(self, values: torch.Tensor, *, in_order: bool = False) -> None:
@@ -132,20 +142,20 @@ class GpuRankGroup:
         host = self._reachable(values)
         if in_order and self.shard.size > 2:
             every = [torch.empty_like(host) for _ in range(self.shard.size)]
-            self._run(self._group.allgather, [every], [host])
+            self._run(self._group.allgather, [every], [host], self._options(_DIST.distributed_c10d.AllgatherOptions))
             total = every[0].float()
             for part in every[1:]:
                 total += part
             values.copy_(total)
             return
-        self._run(self._group.allreduce, [host])
+        self._run(self._group.allreduce, [host], self._options(_DIST.AllreduceOptions))
         if host is not values:
             values.copy_(host)
 
     def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
         """Brings the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
         rank; other ranks pass no list."""
-        options = _DIST.GatherOptions()
+        options = self._options(_DIST.GatherOptions)
         options.rootRank = 0
         host = self._reachable(mine)
         hosts = every if host is mine else [torch.empty_like(host) for _ in every]
@@ -156,7 +166,7 @@ class GpuRankGroup:
 
     def spread(self, values: torch.Tensor) -> None:
         """Copies rank 0's contiguous ``values`` into those of the other ranks."""
-        options = _DIST.BroadcastOptions()
+        options = self._options(_DIST.BroadcastOptions)
         options.rootRank, options.rootTensor = 0, 0
         host = self._reachable(values)
         self._run(self._group.broadcast, [host], options)
@@ -178,6 +188,16 @@ class GpuRankGroup:
         self._flag.zero_()
         return not refused
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Leaves out all calls within the block, in which a step computes nonsense and takes the memory that it
+        needs. A rank that has none left in the middle of a real step would leave the others waiting there."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
     def begin_steps(self) -> None:
         """Waits for all ranks. From then on a wait may take as long as in steps."""
         self.agree(True)
@@ -191,6 +211,7 @@ class GpuRankGroup:
         """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
         self._check_lost()
         waited_s = 0.0
+        _sleep_exactly()
         try:
             while not event.query():
                 time.sleep(DEVICE_WAIT_S)
@@ -216,13 +237,23 @@ class GpuRankGroup:
         """Returns the values themselves, or a copy in host memory if the group can only send that."""
         return values if self.capturable else values.cpu()
 
+    def _options(self, kind: Any) -> Any:
+        """Returns options of a call. NCCL's run on the current stream, and not on one of its own, which would wait for
+        that one and be waited for."""
+        options = kind()
+        options.asyncOp = not self.capturable
+        return options
+
     def _run(self, call: Callable[..., Any], *args: Any) -> None:
         self._check_lost()
+        if self._alone:
+            return
         try:
             work = call(*args)
             if self.capturable:
                 # The device's stream waits for the call, and this thread does not.
-                work.wait()
+                if work is not None:
+                    work.wait()
                 return
         except RuntimeError as error:
             raise self.gone(_first_line(error)) from error
@@ -276,6 +307,8 @@ def _gloo(store: Any, shard: ModelShard) -> Any:
 
 
 def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = TORCH_TIMEOUT
     group = _DIST.ProcessGroupNCCL(store, shard.rank, shard.size, options)
@@ -298,6 +331,20 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
 
     Thread(target=run, name="pillion-rank-group", daemon=True).start()
     return future
+
+
+def _sleep_exactly() -> None:
+    """Lets this thread sleep as long as it says, but for TIMER_SLACK_NS; where that cannot be set, it sleeps longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+
+
+def _little_shared_memory() -> str:
+    """Returns words for an error of NCCL where the machine, or the container, has little shared memory."""
+    shared = os.statvfs(SHARED_MEMORY)
+    size = shared.f_blocks * shared.f_frsize
+    if size >= SHARED_MEMORY_BYTES:
+        return ""
+    return f" ({SHARED_MEMORY} has {size >> 20} MiB, which may be too little: a container takes --shm-size 1g)"
 
 
 def _first_line(error: Exception) -> str:

@@ -32,9 +32,11 @@ OUT_OF_MEMORY = 2
 ATTRIBUTE_VIRTUAL_MEMORY = 102
 ATTRIBUTE_FILE_DESCRIPTORS = 103
 ATTRIBUTE_RDMA = 110
+ATTRIBUTE_FABRIC = 128
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
 HANDLE_FILE_DESCRIPTOR = 1
+HANDLE_FABRIC = 8
 GRANULARITY_MINIMUM = 0
 ACCESS_READ_WRITE = 3
 STREAM_NON_BLOCKING = 1
@@ -232,7 +234,7 @@ class CudaDevice:
             if not self._attribute(attribute):
                 raise ConfigError(f"CUDA device {index} cannot share memory by file descriptors")
         self._context: int | None = driver.read(c_void_p, "cuDevicePrimaryCtxRetain", self._number)
-        prop = byref(self._prop(rdma=False))
+        prop = byref(self._prop())
         with self.current():
             self.granularity = driver.read(c_size_t, "cuMemGetAllocationGranularity", prop, GRANULARITY_MINIMUM)
 
@@ -272,15 +274,18 @@ class CudaDevice:
     def create(self, size_bytes: int) -> int:
         """Allocates memory, a multiple of ``granularity``, and returns its handle. Raises CudaError."""
         handle = c_ulonglong()
-        # Network adapters can reach the memory directly if the device can do that and the system permits it.
-        attempts = (True, False) if self._attribute(ATTRIBUTE_RDMA) else (False,)
-        for rdma in attempts:
+        # Network adapters can reach the memory directly, and UCX before 1.22, which knows no descriptors, can map it in
+        # other processes, if the device can do that and the system permits it: fabric handles need NVIDIA's IMEX.
+        rdma, fabric = bool(self._attribute(ATTRIBUTE_RDMA)), bool(self._attribute(ATTRIBUTE_FABRIC))
+        attempts = dict.fromkeys([(rdma, fabric), (rdma, False), (False, False)])
+        for last, attempt in enumerate(attempts, 1 - len(attempts)):
+            prop = byref(self._prop(*attempt))
             try:
                 with self.current():
-                    self.driver.call("cuMemCreate", byref(handle), size_bytes, byref(self._prop(rdma=rdma)), 0)
+                    self.driver.call("cuMemCreate", byref(handle), size_bytes, prop, 0)
                 break
             except CudaError as error:
-                if not rdma or error.result == OUT_OF_MEMORY:
+                if last == 0 or error.result == OUT_OF_MEMORY:
                     raise
         return handle.value
 
@@ -331,10 +336,10 @@ class CudaDevice:
     def _attribute(self, attribute: int) -> int:
         return self.driver.read(c_int, "cuDeviceGetAttribute", attribute, self._number)
 
-    def _prop(self, *, rdma: bool) -> AllocationProp:
+    def _prop(self, rdma: bool = False, fabric: bool = False) -> AllocationProp:
         return AllocationProp(
             type=ALLOCATION_PINNED,
-            requested_handle_types=HANDLE_FILE_DESCRIPTOR,
+            requested_handle_types=HANDLE_FILE_DESCRIPTOR | (HANDLE_FABRIC if fabric else 0),
             location=Location(LOCATION_DEVICE, self._number),
             alloc_flags=AllocationFlags(gpu_direct_rdma_capable=rdma),
         )

@@ -189,6 +189,8 @@ def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict
     return BuildSpec(
         name=f"latents_parts_{('decode', 'chunk')[place]}{name}",
         kernel=latent_attention._attend_latent_parts,
+        # What is spilled is outside the loop over keys.
+        max_spill_bytes=8 if fp8 and arch < _ARCH else 0,
         signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32",
         constants=constants,
         architectures=(arch,),

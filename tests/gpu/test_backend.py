@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
+import contextlib
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
-from pillion.engine.backends.backend import warm_up_batches
+from pillion.engine.backends.backend import BackendLost, warm_up_batches
+from pillion.engine.backends.gpu import gpu_graphs
 from pillion.engine.backends.gpu.gpu_backend import SCRATCH_SLOTS
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs, sizes_for
@@ -360,14 +363,44 @@ def test_the_largest_graph_is_captured_first_and_large_ones_last():
 )
 def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
     """A graph is kept where every rank may begin it and has it; what one rank lacks, or has no time for, ends it."""
-    asked, lines = iter(answers), []
-    graphs = StepGraphs(
-        lambda shape: torch.empty(0), 4, 4, torch.device("cuda"), eager=False, agree=lambda fine: fine and next(asked)
-    )
+    asked = iter(answers)
+    graphs = graphs_of_ranks(monkeypatch, lambda fine: fine and next(asked), lambda shape: torch.empty(0))
     monkeypatch.setattr(graphs, "_captured", lambda shape, pool: (None, None))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    graphs.capture(lines.append)
+    graphs.capture(lambda line: None)
     assert list(graphs._graphs) == list(graphs.shapes())[:kept]
+
+
+def graphs_of_ranks(monkeypatch, agree, run) -> StepGraphs:
+    """Graphs of a rank that finds no GPU, and asks the others by ``agree``."""
+
+    def wait(event):
+        raise BackendLost("another rank has ended")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    ranks = SimpleNamespace(agree=agree, alone=contextlib.nullcontext, wait=wait)
+    return StepGraphs(run, 4, 4, torch.device("cuda"), eager=False, ranks=ranks)
+
+
+def test_a_rank_without_memory_ends_no_step_of_the_others(monkeypatch):
+    """It says so after a step alone, and no rank begins one in which it would be missing."""
+    said, runs = [], []
+
+    def run(shape):
+        runs.append(shape)
+        raise torch.OutOfMemoryError
+
+    graphs = graphs_of_ranks(monkeypatch, lambda fine: said.append(fine) or fine, run)
+    graphs.capture(lambda line: None)
+    assert (len(runs), said) == (1, [False])
+
+
+def test_a_capture_waits_no_longer_than_ranks_do(monkeypatch):
+    """Nothing waits for a device that waits for a rank that is gone."""
+    graphs = graphs_of_ranks(monkeypatch, bool, lambda shape: torch.empty(0))
+    monkeypatch.setattr(gpu_graphs, "event_on", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("a wait without a limit"))
+    with pytest.raises(BackendLost, match="another rank has ended"):
+        graphs.capture(lambda line: None)
 
 
 def test_a_layer_without_a_kernel_is_refused():

@@ -3,7 +3,7 @@ same shards. On a machine with one GPU all shards are on it; without one, Triton
 
 from __future__ import annotations
 
-from tests.support.gpu_model import FakeDividedPool, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
+from tests.support.gpu_model import FakeDevicePool, FakeDividedPool, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
 import contextlib
 from dataclasses import replace
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from pillion.engine.backends.gpu.device_memory import distant_tensor
 from pillion.engine.backends.gpu.pool_parts import parts_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
@@ -94,6 +95,26 @@ def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, 
             torch.testing.assert_close(
                 blocks.view(torch.float32), whole.view(torch.float32), atol=1e-3, rtol=1e-3, equal_nan=True
             )
+
+
+def test_another_gpus_memory_is_used_under_the_name_of_the_own_one(prepared):
+    """torch would make a context on the other one."""
+    pool = torch.arange(10, dtype=torch.uint8)
+    memory = FakeDevicePool(0)
+    memory.address, memory.size_bytes = pool.data_ptr(), len(pool)
+    found = distant_tensor(memory, pool.device)
+    assert found.device == pool.device
+    assert torch.equal(found, pool)
+    found[3] = 77
+    assert pool[3] == 77
+    answers = []
+    for place in (0, 1):
+        driver = GpuDriver(prepared, num_slots=SLOTS, backend=gpu_backend(prepared), shards=2)
+        if place:
+            driver.memory.shards[1].device_index = place
+            driver.backend.bind_pool(driver.memory, SLOTS)
+        answers.append(driver.step((driver.sequences.add()[0], tokens_of(20, 5))).cpu())
+    assert torch.equal(*answers)
 
 
 def test_parallel_samples_copy_what_lies_in_every_shard(team, prepared):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from tests.support.gpu import DEVICE, NATIVE  # isort: skip  (before the kernels)
 
+import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +50,94 @@ def test_a_meeting_ends_when_a_rank_has_ended(rendezvous, monkeypatch):
     wait_for(
         "the threads that met nobody", lambda: "pillion-rank-group" not in {each.name for each in threading.enumerate()}
     )
+
+
+class QueuedCalls:
+    """A group whose calls only note their options, and the values that they bring."""
+
+    def __init__(self, brings: Sequence[torch.Tensor] = ()) -> None:
+        self.called: list[tuple[str, bool]] = []
+        self._brings = brings
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.called.append((name, args[-1].asyncOp))
+            if name == "allgather":
+                for place, values in zip(args[0][0], self._brings, strict=True):
+                    place.copy_(values)
+
+        return call
+
+
+def group_of(size: int, calls: QueuedCalls) -> GpuRankGroup:
+    return GpuRankGroup(shard_of(0, size), calls, -1, torch.device("cpu"), lambda: False, f"rank 0 of {size}")
+
+
+def test_calls_are_queued_on_the_stream_of_the_step():
+    """On a stream of their own they would wait for the step's, and it for them."""
+    calls = QueuedCalls()
+    group = group_of(2, calls)
+    values = torch.zeros(3)
+    group.sum(values)
+    group.gather(values, [torch.zeros(3), torch.zeros(3)])
+    group.spread(values)
+    wanted = [("allreduce", False), ("gather", False), ("broadcast", False)]
+    assert calls.called == wanted
+    with group.alone():
+        group.sum(values)
+        group.spread(values)
+    assert calls.called == wanted
+    group.sum(values)
+    assert len(calls.called) == 4
+
+
+def test_sums_in_the_order_of_ranks():
+    """They are rounded once, and two values have only one order."""
+    parts = [torch.tensor([value, 1.0], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    calls, values = QueuedCalls(parts), parts[0].clone()
+    group_of(3, calls).sum(values, in_order=True)
+    assert values.tolist() == [258.0, 3.0]
+    assert calls.called == [("allgather", False)]
+    two = QueuedCalls()
+    group_of(2, two).sum(values, in_order=True)
+    assert two.called == [("allreduce", False)]
+
+
+def test_nccl_stays_on_the_loopback_and_connects_at_once(monkeypatch):
+    """A later buffer would not find its memory, and fails with a RuntimeError."""
+    seen = {}
+
+    def options():
+        seen.update({name: os.environ.get(name) for name in rank_group.NCCL_ENVIRONMENT})
+        raise RuntimeError("no GPU")
+
+    for name in rank_group.NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    monkeypatch.setattr(rank_group, "_DIST", SimpleNamespace(ProcessGroupNCCL=SimpleNamespace(Options=options)))
+    with pytest.raises(RuntimeError, match="no GPU"):
+        rank_group._nccl(None, shard_of(0, 2), DEVICE)
+    assert seen == {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_RUNTIME_CONNECT": "1"}
+
+
+@pytest.mark.parametrize(("mebibytes", "words"), [(64, "/dev/shm has 64 MiB"), (4096, "no memory$")])
+def test_little_shared_memory_is_told(rendezvous, monkeypatch, mebibytes, words):
+    def meet(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rank_group, "_nccl", meet)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=mebibytes * 256, f_frsize=4096))
+    with pytest.raises(ConfigError, match=words):
+        GpuRankGroup.join(shard_of(0, 2), rendezvous, DEVICE, own_device=True)
+
+
+def test_a_waiting_thread_sleeps_no_longer_than_it_says():
+    def slack() -> int:
+        group_of(2, QueuedCalls()).wait(SimpleNamespace(query=lambda: True))
+        return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)
+
+    assert rank_group._in_thread(slack).result(WITHIN_S) == rank_group.TIMER_SLACK_NS
 
 
 def by_nccl(rank: int, size: int, path: str) -> None:

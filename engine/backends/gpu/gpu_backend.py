@@ -38,7 +38,15 @@ from pillion.engine.backends.backend import (
     distinct_rows,
     warm_up_batches,
 )
-from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device, to_host
+from pillion.engine.backends.gpu.device_memory import (
+    DevicePool,
+    DividedPool,
+    distant_tensor,
+    event_on,
+    tensor_at,
+    to_device,
+    to_host,
+)
 from pillion.engine.backends.gpu.gpu_decoder import GpuDecoder
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs
@@ -120,7 +128,7 @@ class BoundPool:
             model.device,
             eager=eager or not model.capturable,
             adapters=model.adapters is not None,
-            agree=bool if model.ranks is None else model.ranks.agree,
+            ranks=model.ranks,
         )
 
     def chooses(self, rows: SamplingRows | None) -> bool:
@@ -349,11 +357,13 @@ class GpuBackend:
             blocks.copy(scratch, nothing)
             logits, _ = self._forward(bound, batch)
             if self._sampler is not None:
-                self.choose(logits, _one_row(self.vocab_size, drawn=drawn)).wait()
+                choice = self.choose(logits, _one_row(self.vocab_size, drawn=drawn))
+                self.await_event(choice.done)
+                choice.wait()
         if device.type == "cuda":
             # Memory that torch keeps in its cache must not look used when the KV node makes the pool.
             del bound, scratch
-            torch.cuda.synchronize(device)
+            self.settle()
             torch.cuda.empty_cache()
         if self._ranks is not None:
             # Rank 0 attaches next, and then the pool takes the memory that all ranks have left.
@@ -414,9 +424,8 @@ class GpuBackend:
         """Returns the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
         reach them."""
         mapped, device = pool.shard(part.shard), self._model.device
-        # To torch, memory of another GPU is on that GPU.
-        home = torch.device(device.type, mapped.device_index) if device.type == "cuda" else device
-        return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
+        tensor = tensor_at if mapped.device_index == (device.index or 0) else distant_tensor
+        return _slots_of(tensor(mapped, device), num_slots, part_layout(self.layout, part).block_bytes)
 
     def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
         own = self._states, self._sampler, self._experts

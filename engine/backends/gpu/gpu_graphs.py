@@ -9,7 +9,8 @@ because the grids of its attention kernels depend on the batch.
                      '-- out of time or memory: steps of missing sizes use the next larger graph, or none
 
 Ranks of one worker capture together, shape by shape, and all of them keep a graph or none does: steps that were padded
-differently would meet in the middle of each other.
+differently would meet in the middle of each other. Before the ranks run a shape together each runs it alone, because
+one that has no memory left would leave the others in the middle of the step.
 
 To launch a step kernel by kernel takes long: 20 to 38 ms for the 32 layers of Llama 3 8B on the host of an H200, which
 computes 1,200 tokens in that time. The process does nothing else meanwhile, so long chunks of prompts have graphs, too.
@@ -24,8 +25,10 @@ from typing import Any
 
 import torch
 
+from pillion.engine.backends.gpu.device_memory import event_on
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 
 # Steps of more tokens are launched kernel by kernel.
 MAX_GRAPH_TOKENS = 8192
@@ -62,7 +65,7 @@ class StepGraphs:
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
         eager: whether nothing is captured.
         adapters: whether steps may have rows with adapters, for which there are graphs of their own.
-        agree: takes whether this rank may go on; returns whether all ranks may.
+        ranks: the worker's other ranks, None where it has none.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class StepGraphs:
         *,
         eager: bool,
         adapters: bool = False,
-        agree: Callable[[bool], bool] = bool,
+        ranks: GpuRankGroup | None = None,
     ) -> None:
         self._run = run
         self._sizes = sizes_for(max_tokens)
@@ -82,7 +85,7 @@ class StepGraphs:
         self._device = device
         self._eager = eager or device.type != "cuda"
         self._adapters = adapters
-        self._agree = agree
+        self._ranks = ranks
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def shape_of(
@@ -129,8 +132,11 @@ class StepGraphs:
         began_s, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         shapes = list(self.shapes())
         for number, shape in enumerate(shapes):
-            if not self._agree(time.monotonic() - began_s <= MAX_CAPTURE_S):
-                progress(f"CUDA graphs: {number} of {len(shapes)} in {MAX_CAPTURE_S:.0f} s, the rest runs without")
+            if not self._agree(time.monotonic() - began_s <= MAX_CAPTURE_S and self._fits(shape)):
+                progress(
+                    f"CUDA graphs: {number} of {len(shapes)} in {MAX_CAPTURE_S:.0f} s and what the pool leaves, the"
+                    " rest runs without"
+                )
                 return
             if number % 8 == 0:
                 progress(f"CUDA graphs: {number} of {len(shapes)}")
@@ -142,12 +148,33 @@ class StepGraphs:
             self._graphs[shape] = captured
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
 
+    def _agree(self, fine: bool) -> bool:
+        """Returns whether this rank and all others may go on."""
+        return fine if self._ranks is None else self._ranks.agree(fine)
+
+    def _fits(self, shape: StepShape) -> bool:
+        """Says whether there is memory for a step of the shape: a rank runs it alone, and keeps what it took."""
+        if self._ranks is None:
+            return True
+        try:
+            with self._ranks.alone():
+                self._run(shape)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _settle(self) -> None:
+        """Waits for the device; for other ranks no longer than is allowed."""
+        if self._ranks is not None:
+            self._ranks.wait(event_on(self._device))
+        torch.cuda.synchronize(self._device)
+
     def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """Returns a graph of the shape and its logits; None where memory is short."""
         try:
             # Compilation and allocation on first use happen before the capture.
             self._run(shape)
-            torch.cuda.synchronize(self._device)
+            self._settle()
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may use the device meanwhile, for example in a program that contains an LLM.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -82,6 +82,11 @@ def fail_next_copy() -> None:
     ctypes.CDLL(library()).fake_cuda_fail_next(719)
 
 
+def handle_types() -> int:
+    """Returns the kinds of handles (CUmemAllocationHandleType) that this process's last memory was made with."""
+    return int(ctypes.CDLL(library()).fake_cuda_handle_types())
+
+
 class DeviceBytes:
     """Gives access to a mapping's bytes as a kernel would see them; each access copies them."""
 

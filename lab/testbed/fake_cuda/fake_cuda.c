@@ -7,7 +7,8 @@
    FAKE_CUDA_TOUCHABLE=1 maps memory at its device address, too, once access is set: for kernels that are interpreted by
    this host, which stands for the device then. FAKE_CUDA_DEVICES, FAKE_CUDA_TOTAL_BYTES and FAKE_CUDA_USED_BYTES (what
    "others" use) say what there is; CUDA_VISIBLE_DEVICES chooses and orders devices by their numbers. With
-   FAKE_CUDA_NO_PEERS no device reaches another one's memory. */
+   FAKE_CUDA_NO_PEERS no device reaches another one's memory. With FAKE_CUDA_FABRIC devices have fabric handles, which
+   the system permits where it is 1. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -25,6 +26,7 @@
 #endif
 
 #define GRANULARITY (2UL << 20)
+#define FABRIC CU_MEM_HANDLE_TYPE_FABRIC
 #define MANY 512
 #define DEVICES 4
 #define NAME "fake-cuda-memory"
@@ -48,7 +50,7 @@ static struct CUctx_st contexts[DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread CUcontext stack[16];
 static __thread int depth;
-static int initialized, fail_next;
+static int initialized, fail_next, last_handle_types;
 static unsigned long long copied;
 
 static size_t number(const char *name, size_t otherwise) {
@@ -87,9 +89,11 @@ static size_t in_use(int device) {
     return sum;
 }
 
-/* For tests: bytes that this process copied, and the next synchronize fails with that result. */
+/* For tests: bytes that this process copied, the next synchronize fails with that result, and the kinds of handles
+   that the last memory was made with. */
 unsigned long long fake_cuda_copied_bytes(void) { return copied; }
 void fake_cuda_fail_next(int result) { fail_next = result; }
+int fake_cuda_handle_types(void) { return last_handle_types; }
 
 #define LOCKED(...) do { \
     pthread_mutex_lock(&lock); \
@@ -132,7 +136,8 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     (void)device;
     *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
           || attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-          || attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+          || attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+          || (attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED && getenv("FAKE_CUDA_FABRIC"));
     return CUDA_SUCCESS;
 }
 
@@ -171,7 +176,7 @@ CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
 static int sound(const CUmemAllocationProp *prop) {
     return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE
         && prop->location.id >= 0 && prop->location.id < devices() && !prop->win32HandleMetaData
-        && prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        && (prop->requestedHandleTypes & ~FABRIC) == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         && prop->allocFlags.compressionType == 0 && prop->allocFlags.gpuDirectRDMACapable <= 1;
 }
 CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *prop,
@@ -206,7 +211,10 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, 
     LOCKED({
         CONTEXT
         NEED(sound(prop) && !flags && size && size % GRANULARITY == 0, CUDA_ERROR_INVALID_VALUE)
+        int fabric = (prop->requestedHandleTypes & FABRIC) != 0;
+        NEED(!fabric || number("FAKE_CUDA_FABRIC", 0) == 1, CUDA_ERROR_NOT_PERMITTED)
         NEED(in_use(prop->location.id) + size <= total(), CUDA_ERROR_OUT_OF_MEMORY)
+        last_handle_types = prop->requestedHandleTypes;
         char name[64];
         snprintf(name, sizeof name, "%s-%d", NAME, physical(prop->location.id));
         int fd = memfd_create(name, MFD_CLOEXEC);

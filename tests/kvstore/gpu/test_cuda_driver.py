@@ -86,6 +86,8 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
         "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": cuda_driver.ATTRIBUTE_VIRTUAL_MEMORY,
         "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": cuda_driver.ATTRIBUTE_FILE_DESCRIPTORS,
         "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": cuda_driver.ATTRIBUTE_RDMA,
+        "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED": cuda_driver.ATTRIBUTE_FABRIC,
+        "CU_MEM_HANDLE_TYPE_FABRIC": cuda_driver.HANDLE_FABRIC,
         "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_driver.ALLOCATION_PINNED,
         "CU_MEM_LOCATION_TYPE_DEVICE": cuda_driver.LOCATION_DEVICE,
         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HANDLE_FILE_DESCRIPTOR,
@@ -117,6 +119,19 @@ def test_symbols_are_those_that_cuda_h_declares() -> None:
         # Headers before CUDA 13 declare some functions under both names.
         second = f"{plain}_v2" in header
         assert (second and f"#define {plain} " in header) <= (name != plain) <= second, name
+
+
+@pytest.mark.skipif(NATIVE, reason="what a real device permits is not known")
+@pytest.mark.parametrize(("fabric", "kinds"), [("", 1), ("2", 1), ("1", 9)])
+def test_memory_has_fabric_handles_where_the_system_permits_them(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, fabric: str, kinds: int
+) -> None:
+    """UCX maps memory with such a handle in other processes, and older ones no other."""
+    if fabric:
+        monkeypatch.setenv("FAKE_CUDA_FABRIC", fabric)
+    segment = DeviceSegment(device, MIB)
+    assert fake_cuda.handle_types() == kinds
+    segment.close()
 
 
 def test_memory_is_what_was_written(device: CudaDevice) -> None:
