@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import importlib.metadata
 import pathlib
 import threading
@@ -16,6 +17,7 @@ import torch
 import uvicorn
 from google.rpc import status_pb2
 from grpc_status import rpc_status
+from transformers import LlamaConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -72,6 +74,10 @@ def interpreter() -> Any:
     return pytest.importorskip("triton.runtime.interpreter")
 
 
+def batching() -> Any:
+    return importlib.import_module("transformers.generation.continuous_batching.utils")
+
+
 # The library, what it is called there, how a test finds it, and its names.
 RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("uvicorn", "H11Protocol", connection, ("client", "conn", "connections", "cycle", "limit_concurrency", "loop")),
@@ -101,6 +107,11 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ),
     ("triton", "interpreter", interpreter, ("_LangPatchScope", "_patch_lang", "GridExecutor")),
     ("triton", "GridExecutor", lambda: interpreter().GridExecutor, ("_restore_args_dev",)),
+    ("triton", "cache", lambda: pytest.importorskip("triton.runtime.cache"), ("triton_key",)),
+    ("triton", "runtime.driver", lambda: pytest.importorskip("triton").runtime.driver, ("set_active",)),
+    ("triton", "knobs.compilation", lambda: pytest.importorskip("triton").knobs.compilation, ("listener",)),
+    ("transformers", "continuous_batching.utils", batching, ("WorkloadHints",)),
+    ("transformers", "LlamaConfig()", lambda: LlamaConfig(), ("_attn_implementation",)),
 ]
 
 

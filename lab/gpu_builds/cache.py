@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import collections
 import fnmatch
+import functools
 import hashlib
 import io
 import itertools
@@ -114,6 +115,7 @@ class _CompilingDriver:
         return 0, 0, 0, 0, 1024
 
 
+@functools.cache
 def _begin(key: str) -> None:
     """Makes this process compile, and make neither launches nor random numbers."""
     import torch
@@ -149,8 +151,7 @@ def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int] |
 
 def _compile(key: str, name: str, use: dict[str, int] | None) -> tuple[int, int]:
     """Compiles one job; returns how many kernels it compiled, and how many were in the cache."""
-    if not isinstance(_active(), _CompilingDriver):
-        _begin(key)
+    _begin(key)
     counts = counted_kernels()
     if use is None:
         _run_model(name)
@@ -170,12 +171,6 @@ def counted_kernels() -> collections.Counter[str]:
 
     knobs.compilation.listener = count
     return counts
-
-
-def _active() -> Any:
-    from triton.runtime import driver
-
-    return driver._active
 
 
 def _bench() -> Any:

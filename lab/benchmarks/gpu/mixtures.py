@@ -4,7 +4,7 @@
     a chunk:  limit = the products of its rows at their own rate, or the same bytes, whichever takes longer
 
 Of E experts, B rows that choose k each, evenly, touch E x (1 - (1 - k / E)^B) on average. Beside a model's steps stand
-the products of its experts alone by torch's grouped ones (``torch._grouped_mm``), which sort and combine nothing.
+the products of its experts alone by ``torch.nn.functional.grouped_mm``, which sorts and combines nothing.
 
 All weights are bfloat16. What matrices of few bits take is measured kernel by kernel.
 """
@@ -100,7 +100,6 @@ class _Touched:
     def grouped(self, rows: int) -> Callable[[], None]:
         """Returns a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
         pairs, device = rows * self._per_token, self._model.bench.device
-        multiply = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
         chosen = torch.randint(self.experts, (pairs,), device=device)
         ends = torch.bincount(chosen, minlength=self.experts).cumsum(0).int()
         lefts = {width: torch.randn(pairs, width, device=device).bfloat16() for _, _, width in self.stacked.values()}
@@ -108,7 +107,7 @@ class _Touched:
 
         def run() -> None:
             for left, weight in weights:
-                multiply(left, weight, offs=ends)
+                torch.nn.functional.grouped_mm(left, weight, offs=ends)
 
         return run
 
