@@ -276,7 +276,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ["TRITON_CACHE_DIR"] = str(folder)
+        # The interpreter's functions cannot be compiled.
+        os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
         key = compiler_key(args.wheel)
         print(f"Triton's compiler is {_digest(key)}", flush=True)
         if args.carried:

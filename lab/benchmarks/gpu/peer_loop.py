@@ -21,7 +21,7 @@ from lab.benchmarks.gpu.line import EngineLoad, LoopFigures
 from pillion.engine.backends.gpu.gpu_weights import DUMMY_SPREAD
 
 # After this time no stream asks again; what has ended by then counts.
-MAX_LOOP_S = 60.0
+MAX_LOOP_S = 40.0
 RESULT_TIMEOUT_S = 1.0
 # On a CPU the cache's size is not found out from the memory that is free.
 SMOKE_BLOCKS, SMOKE_BATCH_TOKENS = 16, 64

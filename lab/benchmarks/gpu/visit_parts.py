@@ -121,11 +121,11 @@ def visit_parts() -> list[VisitPart]:
         section("step", 90, _STEPS, ("graphs",), "dense steps"),
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
         section("attention", 40, (*_ATTENTION, *_TUNING), ("fp8",), "attention over KV in 8 bits"),
-        section("mps", 100, _STEPS, (), "two processes, without and with MPS"),
+        section("mps", 150, _STEPS, (), "two processes, without and with MPS"),
         section("e2e", 110, _CLUSTER, ("colocated",), "end to end: co-located"),
         section("e2e", 200, _CLUSTER, ("auto",), "end to end: auto"),
         section("e2e", 200, _CLUSTER, ("disaggregated",), "end to end: disaggregated"),
-        section("peer", 240, _STEPS),
+        section("peer", 280, (*_STEPS, "lab/benchmarks/gpu/peer_loop.py")),
     ]
     tuned = tuning("tuning of all kernels", (), 240, _EVERY_KERNEL)
     usual = [section(name, SECTIONS[name], _STEPS) for name in _USUAL]
