@@ -489,7 +489,7 @@ def expert_specs() -> list[BuildSpec]:
     ]
     use, columns = tuned("sort_pairs", _ARCH), {"EXPERTS": 128}
     compared, block = {"COMPARED": pair_sorting.COMPARED}, {"BLOCK_PAIRS": pair_sorting.BLOCK_PAIRS}
-    few = {"PAIRS": pair_sorting.FEW_PAIRS, "num_warps": use["few_warps"]}
+    few = {"PAIRS": pair_sorting.FEW_PAIRS, "num_warps": use["few_warps"], "DEPENDENT": True}
     summed = {"SUMMED": pair_sorting.SUMMED_COUNTS // 128, "num_warps": use["sum_warps"]}
     warps = {"num_warps": use["num_warps"]}
     sorting: tuple[tuple[Any, str, dict[str, int]], ...] = (

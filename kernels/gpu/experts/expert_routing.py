@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
@@ -230,7 +231,7 @@ def _route(
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
     CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes one tile of rows; with SHARED one part and one block of experts of its product."""
@@ -241,6 +242,7 @@ def _route(
     # Products lie as [parts, rows of all tiles, COLUMNS].
     mine = parts + row.to(tl.int64) * COLUMNS
     ended = True
+    wait_for_earlier(DEPENDENT)
     if SHARED:
         part, block = tl.program_id(1), tl.program_id(2)
         column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
@@ -369,4 +371,5 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         # Scores of more experts need more threads, whose registers hold all parts of them.
         "num_warps": use["num_warps"] * max(1, how.columns // WARPS_EXPERTS),
         "num_stages": use["num_stages"],
+        **dependent(arch),
     }

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, processors_of
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
@@ -105,13 +106,15 @@ def _grouped(
     EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
     ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
     ``width`` is the number of columns of ``out``."""
     MADE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     wide = tl.cdiv(width, MADE)
+    # Which experts have rows, and so whose weights are read, the kernel before may still be finding out.
+    wait_for_earlier(DEPENDENT)
     many = tl.load(count)
     for item in range(tl.program_id(0), many * wide, tl.num_programs(0)):
         t, n = tl.swizzle2d(item // wide, item % wide, many, wide, GROUP_T)
@@ -286,5 +289,6 @@ def _constants(
         "GROUP_T": use["group"],
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
+        **dependent(arch),
     }
     return constants, use["programs"]

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 from pillion.kernels.gpu.tuned import tuned
@@ -53,9 +54,10 @@ def _cut(totals, expert, tiles, count, tile_rows):
 @triton.jit(do_not_specialize=["pairs", "tile_rows"])
 def _sort_few(
     chosen, order, tiles, count, pairs, tile_rows,
-    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pair = tl.arange(0, PAIRS)
+    wait_for_earlier(DEPENDENT)
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     counted = expert >= 0
     _cut(tl.histogram(expert, EXPERTS, mask=counted), tl.arange(0, EXPERTS), tiles, count, tile_rows)
@@ -148,12 +150,12 @@ class PairSorter:
         check_tensor("count", count, (1,), torch.int32, chosen.device)
         check(pairs > 0 and tile_rows > 0, f"{pairs} pairs in tiles of {tile_rows} rows")
         check(len(tiles) >= most_tiles(self._experts, pairs, tile_rows), f"{len(tiles)} tiles are too few")
-        use = tuned("sort_pairs", arch_of(chosen.device))
+        arch = arch_of(chosen.device)
+        use = tuned("sort_pairs", arch)
         sizes = {"EXPERTS": self._columns, "COMPARED": COMPARED}
         if pairs <= FEW_PAIRS:
-            _sort_few[(1,)](
-                chosen, order, tiles, count, pairs, tile_rows, PAIRS=FEW_PAIRS, **sizes, num_warps=use["few_warps"]
-            )
+            sizes |= {"PAIRS": FEW_PAIRS, "num_warps": use["few_warps"], **dependent(arch)}
+            _sort_few[(1,)](chosen, order, tiles, count, pairs, tile_rows, **sizes)
             return
         blocks, warps = triton.cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
         check((blocks + 1) * self._columns <= len(self._counts), "more pairs than the workspace holds")
