@@ -176,13 +176,15 @@ def test_totals_decide_down_to_the_tolerance():
     assert chosen_on_device(table, [params] * len(ahead)) == [first, first, second, second]
 
 
-def test_masses_decide_down_to_the_tolerance():
-    """The winner is at the edge of the nucleus: top_p is the mass before it, plus or minus a little."""
-    params, logits = RowParameters(temperature=1.5, seed=2, position=8), random_logits(300, spread=1.0)
+@pytest.mark.parametrize(("size", "spread", "seed"), [(300, 1.0, 2), (8 * HEAD_TOKENS + 3, 0.05, 3)])
+def test_masses_decide_down_to_the_tolerance(size, spread, seed):
+    """The winner is at the edge of the nucleus: top_p is the mass before it, plus or minus a little. In the second case
+    the nucleus is sought in the whole row."""
+    params, logits = RowParameters(temperature=1.5, seed=seed, position=8), random_logits(size, spread=spread)
     weights = (logits.double() / np.float32(params.temperature)).softmax(-1).numpy()
     winner = unpruned(logits, params)
     before = float(weights[weights > weights[winner]].sum())
-    assert before > 0.1
+    assert 0.1 < before < 0.95
     batch = [replace(params, top_p=before + step) for step in (MASS_TOLERANCE, -MASS_TOLERANCE)]
     inside, outside = chosen_on_device(logits.repeat(2, 1), batch)
     assert inside == winner
@@ -259,7 +261,7 @@ def test_cuts_of_a_language_models_logits_need_no_search_of_the_row(params, size
     assert [token] == on_cpu(logits[None], [params])
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (5000, 1.0)])
 def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
     """More of nearly flat logits reach the bound than are gathered, so the whole row is searched, for a nucleus where
     the token that is drawn without it is outside."""
