@@ -46,8 +46,8 @@ _TURN = tl.constexpr(8)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The constants of packed matrices, of a plain one.
 _PLAIN: dict[str, Any] = {
-    "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "PLACES": 1,
-    "PER_WORD": 1, "TAIL": 0, "ORDERED": False, "NATIVE_FP8": False,
+    "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "DEPTH": 1,
+    "PLACES": 1, "PER_WORD": 1, "TAIL": 0, "ORDERED": False, "NATIVE_FP8": False,
 }  # fmt: skip
 
 
@@ -103,10 +103,11 @@ def _grouped(
     rows, order, tiles, count, words, scales, offsets, factors, columns_of, table, bias, out,
     choices, inputs, outputs, width, padded, units, word_stride, scale_stride, alpha, limit,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
-    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, DEPTH: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr,
+    RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr,
+    SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
@@ -141,7 +142,7 @@ def _grouped(
             total = packed_part(
                 rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * scale_stride,
                 factors + expert * padded, columns_of + expert * inputs, table, token, output, 0, units, inputs, padded,
-                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N,
+                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N,
                 BLOCK_T,
             )  # fmt: skip
         if ADDED:

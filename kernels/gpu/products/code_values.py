@@ -31,8 +31,8 @@ _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
 # Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Scales of
 # a byte are bfloat16's times 2**126: so their product with the former is the weight.
 _SCALE_STEP = tl.constexpr(2.0**-126)
-# The bits of a scale of SCALES: its byte at this place, plus this number.
-_POWER_PLACE, _FLOAT_PLACE, _FLOAT_BITS = tl.constexpr(7), tl.constexpr(4), tl.constexpr(222 << 7)
+# The bits of a scale of SCALES: its byte at this place, and these above it.
+_POWER_PLACE, _FLOAT_PLACE, _FLOAT_BITS = tl.constexpr(7), tl.constexpr(4), tl.constexpr(0x7000)
 
 # The lookup tables of lop3 for (a & b) | c and (a & b) ^ c.
 _AND_OR, _AND_XOR = 0xEA, 0x6A
@@ -40,8 +40,8 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A
 
 @triton.constexpr_function
 def _assembly(coding, place, zeros):
-    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. The next operand is
-    the scale of a float of 4 bits, or what zeros make of it, where there are some."""
+    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 and $4 are the bits
+    of the scales of floats of 4 bits; $3 has what is added to codes, where there are zeros."""
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
@@ -63,8 +63,11 @@ def _assembly(coding, place, zeros):
                 lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 t, w, {abs(shift)};")
             lines.append(f"lop3.b32 v, {'t' if shift else 'w'}, {mask * 0x10001}, v, {_AND_OR};")
         # The product with a scale, or with 2**120; adding -0 changes no number.
-        factor = "$3" if coding == "fp4_e2m1" else "f"
-        lines += [f"mov.b32 f, {0x7B807B80};", f"mov.b32 c, {0x80008000};", f"fma.rn.bf16x2 $0, v, {factor}, c;"]
+        if coding == "fp4_e2m1":
+            lines += ["cvt.u16.u32 a, $3;", "cvt.u16.u32 b, $4;", "mov.b32 f, {a, b};"]
+        else:
+            lines.append(f"mov.b32 f, {0x7B807B80};")
+        lines += [f"mov.b32 c, {0x80008000};", "fma.rn.bf16x2 $0, v, f, c;"]
     else:
         if inner:
             lines.append(f"shr.b32 w, w, {bits * inner};")
@@ -76,14 +79,15 @@ def _assembly(coding, place, zeros):
         else:
             lines.append(f"mov.b32 c, {0xC308C308 if coding == 'int4' else 0xC300C300};")
         lines += [f"mov.b32 f, {0x3F803F80};", f"fma.rn.bf16x2 $0, v, f, {'$3' if zeros else 'c'};"]
-    return "{ .reg .b32 w, t, v, f, c; " + " ".join(lines) + " }"
+    return "{ .reg .b32 w, t, v, f, c; .reg .b16 a, b; " + " ".join(lines) + " }"
 
 
 @triton.jit
 def exact(words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr):
     """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
-    beside: for floats of 4 bits their scales, for ZEROS the bfloat16 that are added to ZERO_BASE + code; else not used.
+    beside: for floats of 4 bits the bits of their scales, int32 (float32 in the interpreter), for ZEROS the bfloat16
+        that are added to ZERO_BASE + code; else not used.
     ahead: with GROUPS the scales of the sums, which the weights do not need: Triton loads ahead, turns of a loop
         before, what the operands of a product of tiles are made of, and nothing else.
     """
@@ -97,7 +101,7 @@ def exact(words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS
         return values.to(tl.bfloat16)
     ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS)
     if CODING == "fp4_e2m1":
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, beside], tl.bfloat16, True, 2)
     if ZEROS and GROUPS:
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, ahead], tl.bfloat16, True, 2)
     if ZEROS:
@@ -185,18 +189,17 @@ def _scale_bits(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
     """Returns the bits of bfloat16 of one of the four scales in each word, times 2**126."""
     if SCALE == "e8m0":
         return ((words >> (8 * BYTE)) & 0xFF) << _POWER_PLACE
-    return (((words >> (8 * BYTE)) & 0xFF) << _FLOAT_PLACE) + _FLOAT_BITS
+    return (((words >> (8 * BYTE)) & 0xFF) << _FLOAT_PLACE) | _FLOAT_BITS
 
 
 @triton.jit
-def byte_scales(words, columns, PLACE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
-    """Returns the scales of a tile of codes from the words [outputs] that hold them: float32 if WIDE or in the
-    interpreter, else what :func:`exact` takes."""
-    if GROUP == _LEAST_GROUP:
-        first = _scale_bits(words, PLACE * 2 % 4, SCALE)[:, None]
-        bits = tl.where(columns[None, :] < GROUP, first, _scale_bits(words, PLACE * 2 % 4 + 1, SCALE)[:, None])
-    else:
-        bits = _scale_bits(words, PLACE % 4, SCALE)[:, None]
-    if WIDE or _INTERPRETED:
-        return (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+def byte_scales(
+    words, columns, BYTE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns the scales of a tile of codes from the words [outputs] that hold them, the first at BYTE: float32, or with
+    EXACT the bits that :func:`exact` takes. A tile of DEPTH inputs has one group, or two in the former case."""
+    bits = _scale_bits(words, BYTE, SCALE)[:, None]
+    if DEPTH > GROUP:
+        bits = tl.where(columns[None, :] < GROUP, bits, _scale_bits(words, BYTE + 1, SCALE)[:, None])
+    return bits if EXACT and not _INTERPRETED else (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP

@@ -33,15 +33,16 @@ BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 # Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
-# (1 + b % 8 / 8) * 2**(b // 8 - 31). Neither has a 0 or is above 2.
+# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0.
 SCALES = ("float32", "e8m0", "e5m3")
-_POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 31, 8
+_POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
 # Weights are shifted by nothing, by offsets, or by whole numbers z from 0 to 15 that are subtracted from codes: then
 # the offsets are -ZERO_BASE - z.
 SHIFTS = ("none", "offsets", "zeros")
 ZERO_BASE, _MOST_ZERO = 128, 15
-# The largest number of E4M3 has this exponent. Products of scales with a factor are off by this share at most.
-_E4M3_EXPONENT, _ROUNDED = 8, 2.0**-22
+# E4M3's numbers are divided by this power of two, and are then below 2**2. Products of scales with a factor are off by
+# this share at most.
+_E4M3_SHIFT, _ROUNDED = 7, 2.0**-22
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,8 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
     if not bool(((floats * matrix.factors[:, None] - scales).abs() <= _ROUNDED * scales).all()):
         return None
     fractions, exponents = torch.frexp(floats)
-    numbers = (exponents - 1 - _E4M3_EXPONENT + _FLOAT_BIAS) * _MANTISSA + (2 * fractions - 1) * _MANTISSA
-    return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_EXPONENT
+    numbers = (exponents - 1 - _E4M3_SHIFT + _FLOAT_BIAS) * _MANTISSA + (2 * fractions - 1) * _MANTISSA
+    return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_SHIFT
 
 
 def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:

@@ -34,8 +34,9 @@ _COLUMNS, _LEAST_GROUP, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(LEAST_G
 def packed_part(
     rows, words, scales, offsets, factors, columns_of, table, token, output, begin, end, inputs, padded,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
-    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    EXACT: tl.constexpr, DEPTH: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr,
+    RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     # fmt: on
     """Sums units ``begin`` .. ``end`` - 1: float32 [outputs, tokens].
@@ -43,11 +44,8 @@ def packed_part(
     token: the rows [BLOCK_T] to read. output: the outputs [BLOCK_N] of the matrix, with its padding. columns_of: with
     ORDERED the input of each column, else not read.
     """
-    columns = tl.arange(0, _COLUMNS)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    # Offsets into the matrix have 32 bits, because no matrix has 2**31 words.
-    cells = words + output[:, None] * _COLUMNS + columns[None, :]
-    row = rows + token.to(tl.int64)[None, :] * inputs + (columns * 0 if ORDERED else columns)[:, None]
+    row = rows + token.to(tl.int64)[None, :] * inputs
     factor = scales + output
     if SCALE != "float32":
         factor = factors + output
@@ -55,23 +53,31 @@ def packed_part(
     if TAIL:
         whole = tl.minimum(end, inputs // (PER_WORD * _COLUMNS))
     for unit in range(begin, whole):
-        packed = tl.load(cells + unit * padded * _COLUMNS)
-        acc = _unit(
-            acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
-            CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, PER_WORD, False, ORDERED, NATIVE_FP8,
-        )  # fmt: skip
+        for piece in tl.static_range(_COLUMNS // DEPTH):
+            columns = piece * DEPTH + tl.arange(0, DEPTH)
+            # Offsets into the matrix have 32 bits, because no matrix has 2**31 words.
+            packed = tl.load(words + output[:, None] * _COLUMNS + columns[None, :] + unit * padded * _COLUMNS)
+            acc = _unit(
+                acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
+                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, piece, PLACES, PER_WORD, PER_WORD, False, ORDERED,
+                NATIVE_FP8,
+            )  # fmt: skip
     if TAIL:  # noqa: SIM102  (a kernel knows it when it is compiled, and the other one when it runs)
         if end > whole:
             SHARE: tl.constexpr = PER_WORD // TAIL
             shared = words + whole * padded * _COLUMNS + output[:, None] * (_COLUMNS // SHARE)
-            packed = tl.load(shared + (columns // SHARE)[None, :]) >> (columns % SHARE * (32 // SHARE))[None, :]
-            if CODING == "fp4_e2m1" and TAIL == 2:
-                # Two codes lie as they are, not as among four.
-                packed = ((packed & 8) << 12) | ((packed & 7) << 6) | ((packed & 0x80) << 5) | ((packed & 0x70) >> 1)
-            acc = _unit(
-                acc, packed, whole, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
-                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8,
-            )  # fmt: skip
+            for piece in tl.static_range(_COLUMNS // DEPTH):
+                columns = piece * DEPTH + tl.arange(0, DEPTH)
+                packed = tl.load(shared + (columns // SHARE)[None, :]) >> (columns % SHARE * (32 // SHARE))[None, :]
+                if CODING == "fp4_e2m1" and TAIL == 2:
+                    # Two codes lie as they are, not as among four.
+                    high = ((packed & 8) << 12) | ((packed & 0x80) << 5)
+                    packed = high | ((packed & 7) << 6) | ((packed & 0x70) >> 1)
+                acc = _unit(
+                    acc, packed, whole, row, scales, offsets, factor, columns_of, table, output, columns, inputs,
+                    padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, piece, PLACES, PER_WORD, TAIL, RAGGED,
+                    ORDERED, NATIVE_FP8,
+                )  # fmt: skip
     if EXACT and (GROUP == 0 or SCALE != "float32"):
         acc *= tl.load(factor)[:, None]
     return acc
@@ -82,11 +88,11 @@ def packed_part(
 def _unit(
     acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, COUNT: tl.constexpr, RAGGED: tl.constexpr,
-    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    EXACT: tl.constexpr, DEPTH: tl.constexpr, PIECE: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr,
+    COUNT: tl.constexpr, RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):
     # fmt: on
-    """Adds the products of a unit's first COUNT places to ``acc``."""
+    """Adds the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
     # A unit's scales of a byte are in so many words.
     SCALE_WORDS: tl.constexpr = PER_WORD * 8 // GROUP if SCALE != "float32" else 1
@@ -95,15 +101,16 @@ def _unit(
     part = acc
     for place in tl.static_range(COUNT):
         first = (unit * PER_WORD + place) * _COLUMNS
-        cells = row + first
+        column = first + columns
         if ORDERED:
-            inputs_here = tl.load(columns_of + first + columns, mask=first + columns < inputs, other=0)
-            cells = row + inputs_here[:, None]
+            column = tl.load(columns_of + first + columns, mask=first + columns < inputs, other=0)
+        cells = row + column[:, None]
         right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0) if RAGGED else tl.load(cells)
         if SCALE != "float32":
             if place * 8 % GROUP == 0:
                 scale_words = tl.load(scales + (unit * SCALE_WORDS + place * 8 // GROUP) * padded + output)
-            scale = byte_scales(scale_words, columns, place, SCALE, GROUP, not EXACT)
+            byte = (place * 32 // GROUP + PIECE) % 4
+            scale = byte_scales(scale_words, columns, byte, SCALE, GROUP, DEPTH, EXACT)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)
         if SHIFT != "none" and place % PLACES == 0:
@@ -147,6 +154,8 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
         "SCALE": kind.scale,
         "SHIFT": kind.shift,
         "EXACT": exact_weights,
+        # One scale of a byte serves a whole tile.
+        "DEPTH": LEAST_GROUP if exact_weights and kind.group == LEAST_GROUP else COLUMNS,
         "PLACES": _places_of(kind) if exact_weights else _places_held(kind, dtype.itemsize, arch),
         "PER_WORD": kind.per_word,
         "TAIL": kind.tail,

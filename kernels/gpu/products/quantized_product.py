@@ -47,9 +47,10 @@ _COLUMNS = tl.constexpr(COLUMNS)
 def _product(
     rows, words, scales, offsets, factors, table, bias, out, tokens, inputs, outputs, padded, units,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    EXACT: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr, RAGGED: tl.constexpr,
-    ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, DEPTH: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr,
+    RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
@@ -74,7 +75,7 @@ def _product(
         begin = part * depth
         total = packed_part(
             rows, words, scales, offsets, factors, words, table, read, made, begin, tl.minimum(begin + depth, units),
-            inputs, padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES, PER_WORD, TAIL, RAGGED, ORDERED,
+            inputs, padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED,
             NATIVE_FP8, BLOCK_N, BLOCK_T,
         )  # fmt: skip
     else:
@@ -82,8 +83,8 @@ def _product(
         for begin in range(0, units, depth):
             total += packed_part(
                 rows, words, scales, offsets, factors, words, table, read, made, begin,
-                tl.minimum(begin + depth, units), inputs, padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, PLACES,
-                PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N, BLOCK_T,
+                tl.minimum(begin + depth, units), inputs, padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH,
+                PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N, BLOCK_T,
             )  # fmt: skip
     kept = (output < outputs)[:, None] & (token < tokens)[None, :]
     place = (part * tokens + token).to(tl.int64) if SHARED else token.to(tl.int64)
