@@ -36,6 +36,9 @@ MAX_REGISTERS = 255
 TILE_REGISTERS = 255
 # Two operands of a chunk of 256 values of a state fill the registers of a thread.
 WIDE_STATE_SPILL_BYTES = 320
+# Programs with tiles of 128 rows of a packed matrix may spill so many bytes: they are read outside of the loop over
+# inputs, or once in a turn of it.
+LARGE_TILE_SPILL_BYTES = 80
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
 _PLACES = {"PAGES": 238, "SLOT_VALUES": 98304}
@@ -460,6 +463,7 @@ def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, 
         kernel=quantized_product._product,
         signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
         constants={"ADDED": False, **constants},
+        max_spill_bytes=LARGE_TILE_SPILL_BYTES if rows == quantized_product.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
 
@@ -582,6 +586,7 @@ def _grouped_product_spec(
         kernel=grouped_product._grouped,
         signature=f"{pointers}, *{dtype}:16, *{dtype}:16, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32",
         constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
+        max_spill_bytes=LARGE_TILE_SPILL_BYTES if rows == quantized_product.ROW_TILES[-1] and kind is not None else 0,
         architectures=(arch,),
     )
 

@@ -142,8 +142,8 @@ def _grouped(
             total = packed_part(
                 rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * scale_stride,
                 factors + expert * padded, columns_of + expert * inputs, table, token, output, 0, units, inputs, padded,
-                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8, BLOCK_N,
-                BLOCK_T,
+                CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8,
+                BLOCK_N, BLOCK_T,
             )  # fmt: skip
         if ADDED:
             total += tl.load(bias + expert * outputs + output).to(tl.float32)[:, None]

@@ -28,20 +28,17 @@ _LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
 # among those of _ABOVE, which are above all codes of half a word.
 _ABOVE = tl.constexpr(0x7FFF0000)
 _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
-# Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Scales of
-# a byte are bfloat16's times 2**126: so their product with the former is the weight.
+# Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Bits of
+# scales of a byte stand for the scale times 2**126: so their product with the former is the weight.
 _SCALE_STEP = tl.constexpr(2.0**-126)
-# The bits of a scale of SCALES: its byte at this place, and these above it.
-_POWER_PLACE, _FLOAT_PLACE, _FLOAT_BITS = tl.constexpr(7), tl.constexpr(4), tl.constexpr(0x7000)
-
 # The lookup tables of lop3 for (a & b) | c and (a & b) ^ c.
 _AND_OR, _AND_XOR = 0xEA, 0x6A
 
 
 @triton.constexpr_function
-def _assembly(coding, place, zeros):
-    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 and $4 are the bits
-    of the scales of floats of 4 bits; $3 has what is added to codes, where there are zeros."""
+def _assembly(coding, place, zeros, scale, byte):
+    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 and $4 hold the
+    scales of floats of 4 bits in one of their bytes; $3 has what is added to codes, where there are zeros."""
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
@@ -64,7 +61,12 @@ def _assembly(coding, place, zeros):
             lines.append(f"lop3.b32 v, {'t' if shift else 'w'}, {mask * 0x10001}, v, {_AND_OR};")
         # The product with a scale, or with 2**120; adding -0 changes no number.
         if coding == "fp4_e2m1":
-            lines += ["cvt.u16.u32 a, $3;", "cvt.u16.u32 b, $4;", "mov.b32 f, {a, b};"]
+            place, mask, above = (7, 0x7F80, 0) if scale == "e8m0" else (4, 0xFF0, 0x7000)
+            move = f"{'shr' if 8 * byte > place else 'shl'}.b32"
+            for operand, target in (("$3", "a"), ("$4", "b")):
+                lines.append(f"{move} t, {operand}, {abs(8 * byte - place)};")
+                lines += [f"lop3.b32 t, t, {mask}, {above}, {_AND_OR};", f"cvt.u16.u32 {target}, t;"]
+            lines.append("mov.b32 f, {a, b};")
         else:
             lines.append(f"mov.b32 f, {0x7B807B80};")
         lines += [f"mov.b32 c, {0x80008000};", "fma.rn.bf16x2 $0, v, f, c;"]
@@ -83,11 +85,14 @@ def _assembly(coding, place, zeros):
 
 
 @triton.jit
-def exact(words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr):
+def exact(
+    words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE: tl.constexpr, BYTE: tl.constexpr,
+):  # fmt: skip
     """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
-    beside: for floats of 4 bits the bits of their scales, int32 (float32 in the interpreter), for ZEROS the bfloat16
-        that are added to ZERO_BASE + code; else not used.
+    beside: for floats of 4 bits the words that hold their scales at BYTE, for ZEROS the bfloat16 that are added to
+        ZERO_BASE + code; else not used.
     ahead: with GROUPS the scales of the sums, which the weights do not need: Triton loads ahead, turns of a loop
         before, what the operands of a product of tiles are made of, and nothing else.
     """
@@ -95,11 +100,11 @@ def exact(words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS
         BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
         values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
         if CODING == "fp4_e2m1":
-            values *= beside
+            values *= byte_scale(beside, BYTE, SCALE)
         if ZEROS:
             values += beside.to(tl.float32) + _ZERO_BASE
         return values.to(tl.bfloat16)
-    ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS)
+    ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS, SCALE, BYTE)
     if CODING == "fp4_e2m1":
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, beside], tl.bfloat16, True, 2)
     if ZEROS and GROUPS:
@@ -185,21 +190,9 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _scale_bits(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
-    """Returns the bits of bfloat16 of one of the four scales in each word, times 2**126."""
-    if SCALE == "e8m0":
-        return ((words >> (8 * BYTE)) & 0xFF) << _POWER_PLACE
-    return (((words >> (8 * BYTE)) & 0xFF) << _FLOAT_PLACE) | _FLOAT_BITS
-
-
-@triton.jit
-def byte_scales(
-    words, columns, BYTE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Returns the scales of a tile of codes from the words [outputs] that hold them, the first at BYTE: float32, or with
-    EXACT the bits that :func:`exact` takes. A tile of DEPTH inputs has one group, or two in the former case."""
-    bits = _scale_bits(words, BYTE, SCALE)[:, None]
-    if DEPTH > GROUP:
-        bits = tl.where(columns[None, :] < GROUP, bits, _scale_bits(words, BYTE + 1, SCALE)[:, None])
-    return bits if EXACT and not _INTERPRETED else (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP
+def byte_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
+    """Returns one of the four scales in each word, float32."""
+    bits = (words >> (8 * BYTE)) & 0xFF
+    # The bits of a bfloat16, as in _assembly, which are the upper half of a float32's.
+    bits = bits << 7 if SCALE == "e8m0" else (bits << 4) | 0x7000
+    return (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP

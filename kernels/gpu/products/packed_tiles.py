@@ -19,7 +19,7 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import interpreting
-from pillion.kernels.gpu.products.code_values import byte_scales, code_step, code_values, exact, group_factors
+from pillion.kernels.gpu.products.code_values import byte_scale, code_step, code_values, exact, group_factors
 from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, ZERO_BASE, PackedKind
 
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
@@ -83,6 +83,12 @@ def packed_part(
     return acc
 
 
+@triton.constexpr_function
+def _byte_of(place, piece, group):
+    """Returns which byte of a word of scales a tile has, by the place of its codes and its piece of the columns."""
+    return (place * 32 // group + piece) % 4 if group else 0
+
+
 # fmt: off
 @triton.jit
 def _unit(
@@ -109,8 +115,11 @@ def _unit(
         if SCALE != "float32":
             if place * 8 % GROUP == 0:
                 scale_words = tl.load(scales + (unit * SCALE_WORDS + place * 8 // GROUP) * padded + output)
-            byte = (place * 32 // GROUP + PIECE) % 4
-            scale = byte_scales(scale_words, columns, byte, SCALE, GROUP, DEPTH, EXACT)
+            if not EXACT:
+                scale = byte_scale(scale_words, _byte_of(place, 0, GROUP), SCALE)[:, None]
+                if GROUP < DEPTH:
+                    second = byte_scale(scale_words, _byte_of(place, 1, GROUP), SCALE)[:, None]
+                    scale = tl.where(columns[None, :] < GROUP, scale, second)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)
         if SHIFT != "none" and place % PLACES == 0:
@@ -121,8 +130,10 @@ def _unit(
                 beside = (beside + _ZERO_BASE) * scale
         if EXACT:
             if SCALE != "float32":
-                beside = scale
-            weights = exact(packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED)
+                beside = scale_words[:, None]
+            weights = exact(
+                packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED, SCALE, _byte_of(place, PIECE, GROUP)
+            )
             if SUMMED:
                 if place % PLACES == 0:
                     part = tl.zeros(acc.shape, tl.float32)

@@ -69,7 +69,8 @@ def _product(
     if DEPENDENT and TAIL == 0:
         # Words are constant, and a unit's of one tile are one piece of memory. Rows and parts may be in use.
         unit = tl.minimum(part * depth + tl.arange(0, _EARLY_UNITS), units - 1)
-        prefetch(words + (unit * padded + n * BLOCK_N) * _COLUMNS, BLOCK_N * _COLUMNS * 4)
+        first = tl.maximum(tl.minimum(n * BLOCK_N, padded - BLOCK_N), 0)
+        prefetch(words + (unit * padded + first) * _COLUMNS, tl.minimum(BLOCK_N, padded) * _COLUMNS * 4)
     wait_for_earlier(DEPENDENT)
     if SHARED or SPLITS == 1:
         begin = part * depth
