@@ -432,7 +432,6 @@ def quantized_product_specs() -> list[BuildSpec]:
         ("nf4_64", PackedKind("nf4", *down, 64), "bf16"),
         ("mxfp4", PackedKind("fp4_e2m1", *down, 32, "e8m0"), "bf16"),
         ("nvfp4", PackedKind("fp4_e2m1", *down, 16, "e5m3"), "bf16"),
-        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), "bf16"),
         ("int8", PackedKind("int8", *down, 0), "bf16"),
         ("int8_16", PackedKind("int8", *down, 16, shift="offsets"), "bf16"),
         ("int8_ragged", PackedKind("int8", 576, 1500, 32), "bf16"),
