@@ -12,6 +12,7 @@ import textwrap
 import pytest
 import torch
 
+from lab.gpu_builds.specs import build_specs
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
@@ -89,6 +90,16 @@ POINTERS = {
 
 def is_simple(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+
+
+def test_a_kernel_that_is_launched_so_waits():
+    """The interpreter leaves out constants that a kernel does not have; a launch on a device fails."""
+    strange = [spec.name for spec in build_specs() if "launch_pdl" in spec.constants and not waits(spec.kernel)]
+    assert strange == []
+
+
+def waits(kernel) -> bool:
+    return "DEPENDENT" in inspect.signature(kernel.fn).parameters
 
 
 def test_the_tuning_file_switches_it():

@@ -43,7 +43,9 @@ def run(bench: Bench) -> None:
     bandwidth = bench.bandwidth
     rates = _rates(bench, batches)
     room = context + warm + steps
-    model = RandomModel(bench, max_tokens=16 if bench.smoke else 2048, max_seqs=max(batches), max_model_len=room + 64)
+    # Of larger steps graphs would be captured for each kind, and not used.
+    tokens = 16 if bench.smoke else max(batches)
+    model = RandomModel(bench, max_tokens=tokens, max_seqs=max(batches), max_model_len=room + 64)
     bench.report(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
     for kind, constants in KINDS.items():
         with contextlib.ExitStack() as stack:

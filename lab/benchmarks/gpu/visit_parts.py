@@ -118,7 +118,7 @@ def visit_parts() -> list[VisitPart]:
         *tests,
         replace(section("mixtures", 150, _STEPS), kernels=MODELS),
         *(section(name, min(SECTIONS[name], NEW_S), _STEPS) for name in SECTIONS if name not in (*_NAMED, *_USUAL)),
-        section("step", 90, _STEPS, ("graphs",), "dense steps"),
+        section("step", 120, _STEPS, ("graphs",), "dense steps"),
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
         section("attention", 40, (*_ATTENTION, *_TUNING), ("fp8",), "attention over KV in 8 bits"),
         section("mps", 150, _STEPS, (), "two processes, without and with MPS"),
