@@ -121,6 +121,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         activations=activations,
         row_codes=row_codes,
         row_zeros=row_codes == "static" and not (inputs or {}).get("symmetric", True),
+        fp8_rows=activations == "fp8" and (inputs or {}).get("dynamic") is True,
     )
 
 

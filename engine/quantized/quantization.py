@@ -45,6 +45,8 @@ class MatrixScheme:
         row_codes: how products here round a layer's inputs to int8, one of
             :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
         row_zeros: whether static row codes have a zero point, which a tensor of its own says.
+        fp8_rows: whether the producer rounds a layer's inputs to FP8 by their own sizes (dynamic activations), as GPUs
+            do.
     """
 
     layout: str
@@ -57,6 +59,7 @@ class MatrixScheme:
     activations: str = ""
     row_codes: str = ""
     row_zeros: bool = False
+    fp8_rows: bool = False
 
     @property
     def words(self) -> str:
@@ -98,6 +101,11 @@ class Quantization:
         return frozenset(scheme.activations for _, scheme in self.schemes) - {""}
 
     @property
+    def fp8_rows(self) -> bool:
+        """Says whether the producer rounds the inputs of all quantized layers to FP8 by their own sizes."""
+        return bool(self.schemes) and all(scheme.fp8_rows for _, scheme in self.schemes)
+
+    @property
     def row_schemes(self) -> frozenset[str]:
         """Gives the ways in which products on CPUs round the inputs of some layers to int8."""
         return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
@@ -113,6 +121,8 @@ class Quantization:
             )
         elif device == "cuda" and ways:
             rounded |= {"int8"}
+        if device == "cuda" and self.fp8_rows:
+            rounded -= {"fp8"}  # A worker that does not do the same says so.
         if rounded:
             yield (
                 "the checkpoint's producer also rounds the inputs of quantized layers to"

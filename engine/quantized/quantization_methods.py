@@ -123,13 +123,17 @@ def _fp8(raw: Raw) -> Quantization:
         raise unsupported(f"fp8 with numbers of type {kind} and experts of type {experts}")
     block = raw.get("weight_block_size")
     rows, group = (0, 0) if block is None else block_of(block, "quantization_config: weight_block_size")
-    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, group=group, rows=rows, activations="fp8")
+    # Scales of rows that are rounded up to powers of two (ue8m0) are not made here.
+    dynamic = words_of(raw, "activation_scheme", "dynamic") == "dynamic" and raw.get("scale_fmt") != "ue8m0"
+    scheme = MatrixScheme(
+        layout="codes", kind="fp8", bits=8, group=group, rows=rows, activations="fp8", fp8_rows=dynamic
+    )
     return Quantization(method="fp8", schemes=((ANY_MODULE, scheme),))
 
 
 def _fbgemm_fp8(raw: Raw) -> Quantization:
     refuse_others(raw, "quant_method activation_scale_ub modules_to_not_convert", "quantization_config")
-    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, activations="fp8")
+    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, activations="fp8", fp8_rows=True)
     return Quantization(method="fbgemm_fp8", schemes=((ANY_MODULE, scheme),))
 
 

@@ -20,7 +20,7 @@ from pillion.kernels.gpu.attention import (
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
-from pillion.kernels.gpu.products import head_product, low_rank_product, plain_product, quantized_product
+from pillion.kernels.gpu.products import fp8_product, head_product, low_rank_product, plain_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.sampling import gpu_sampling, sampling_edits, sampling_masks
@@ -403,6 +403,32 @@ def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: 
         constants={"ADDED": False, **constants},
         architectures=(arch,),
     )
+
+
+def fp8_product_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: rows of Llama 3 8B's and their products with scales of outputs and blocks."""
+    use, sizes = tuned("fp8_rows", _ARCH), "i32, i32:16"
+    rows = [
+        BuildSpec(
+            name=f"fp8_rows-{name}",
+            kernel=fp8_product._round_rows,
+            signature=f"*bf16:16, *u8:16, *fp32:16, {sizes}",
+            constants={"IN_BLOCKS": name == "blocks", "WIDE": use["block"], "num_warps": use["num_warps"]},
+        )
+        for name in ("outputs", "blocks")
+    ]
+    products = [
+        BuildSpec(
+            name=f"fp8_product_{name}-{tile}",
+            kernel=fp8_product._product,
+            signature=f"*u8:16, *fp32:16, *u8:16, *fp32:16, *bf16:16, *bf16:16, {sizes}, i32:16, i32, i32:16",
+            constants={"ADDED": False, "SHARED": False, **fp8_product._constants(tile, name == "blocks", _ARCH)},
+            architectures=(_ARCH,),
+        )
+        for name in ("outputs", "blocks")
+        for tile in fp8_product.ROW_TILES
+    ]
+    return rows + products
 
 
 def head_product_specs() -> list[BuildSpec]:
@@ -832,6 +858,7 @@ def build_specs() -> list[BuildSpec]:
         blocks_specs,
         low_rank_product_specs,
         plain_product_specs,
+        fp8_product_specs,
         head_product_specs,
         quantized_product_specs,
         expert_specs,

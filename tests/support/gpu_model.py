@@ -64,6 +64,7 @@ def gpu_backend(
     fp8: bool = False,
     eager: bool = False,
     invariant: bool = False,
+    in_fp8: bool = False,
     ranks: GpuRankGroup | None = None,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,
@@ -78,6 +79,7 @@ def gpu_backend(
         dtype=prepared.dtype,
         shard=shard,
         memory=own_memory(DEVICE),
+        in_fp8=in_fp8,
     )
     layout = gpu_layout(prepared, block_size, "fp8" if fp8 else "auto")
     limits = GpuLimits(

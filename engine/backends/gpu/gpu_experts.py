@@ -26,6 +26,7 @@ from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
 from pillion.kernels.gpu.experts.pair_sorting import FEW_PAIRS, TILE_WORDS, PairSorter, most_tiles, tile_rows_of
+from pillion.kernels.gpu.products.fp8_product import Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
@@ -168,13 +169,17 @@ class GpuExperts:
         width = how.down.shape[1]
         inner = buffers.inner[: pairs * width].view(pairs, width)
         found = buffers.found[: pairs * self._hidden].view(pairs, self._hidden)
+        ups, downs = layer.matrices[how.gate_up.name], layer.matrices[how.down.name]
+        # Experts are not multiplied in FP8.
+        assert not isinstance(ups, Fp8Matrix)
+        assert not isinstance(downs, Fp8Matrix)
         self._product(
             rows,
             order,
             choices,
             tiles,
             buffers.count,
-            layer.matrices[how.gate_up.name],
+            ups,
             layer.biases[how.gate_up.name],
             how.activation if how.clamped is None else (how.clamped.alpha, how.clamped.limit),
             gated=how.gated,
@@ -188,7 +193,7 @@ class GpuExperts:
             1,
             tiles,
             buffers.count,
-            layer.matrices[how.down.name],
+            downs,
             layer.biases[how.down.name],
             None,
             gated=False,

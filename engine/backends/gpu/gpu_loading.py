@@ -41,6 +41,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+from pillion.kernels.gpu.products.fp8_product import computes_in_fp8
 from pillion.kernels.gpu_states.state_places import CHUNK, CHUNKS_LAYOUT_VERSION
 from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
@@ -85,6 +86,7 @@ def load_gpu_backend(
     layout = gpu_layout(prepared, flags.block_size, flags.kv_cache_dtype)
     check_operations(config)
     check_limits(device, layout)
+    in_fp8 = _in_fp8(flags, config, prepared, device)
     weights = load_gpu_weights(
         prepared.folder,
         config,
@@ -93,6 +95,7 @@ def load_gpu_backend(
         shard=shard,
         memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
+        in_fp8=in_fp8,
         progress=progress,
     )
     needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, limits.max_samples + limits.max_scored)
@@ -126,6 +129,19 @@ def load_gpu_backend(
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+def _in_fp8(flags: WorkerFlags, config: ModelConfig, prepared: PreparedModel, device: torch.device) -> bool:
+    """Says whether linear layers multiply FP8 by FP8: where the checkpoint's producer does it, and the device can."""
+    quantization = config.quantization
+    if quantization is None or not quantization.fp8_rows or prepared.dtype != "bfloat16":
+        return False
+    if flags.batch_invariant or not computes_in_fp8(device):
+        why = "with --batch-invariant" if flags.batch_invariant else "on this GPU"
+        log.warning("the checkpoint's producer rounds the inputs of layers to FP8, which they are not %s", why)
+        return False
+    log.info("linear layers multiply in FP8: their inputs are rounded as the checkpoint's config says")
+    return True
 
 
 def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:

@@ -24,12 +24,13 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import Rotary
+from pillion.kernels.gpu.products.fp8_product import Fp8Matrix, Fp8Product
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.head_product import head_product
 from pillion.kernels.gpu.products.plain_product import PlainProduct
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
-GpuMatrix = torch.Tensor | PackedMatrix
+GpuMatrix = torch.Tensor | PackedMatrix | Fp8Matrix
 
 
 class GpuNorm(NamedTuple):
@@ -148,6 +149,7 @@ class GpuModel:
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
+        self._fp8 = Fp8Product((matrix for matrix, _ in self._in_fp8()), max_tokens, dtype, device)
         self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
         self._plain = PlainProduct(max_tokens, dtype, device)
         # The rotary tables are rounded as in transformers.
@@ -171,8 +173,7 @@ class GpuModel:
         def rows(width: int) -> torch.Tensor:
             return torch.zeros(max_tokens, width, dtype=dtype, device=device)
 
-        self.residual, self.normed = rows(config.hidden_size), rows(config.hidden_size)
-        self.found = rows(config.hidden_size)
+        self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
         self.latents = _LatentBuffers.of(config, rows)
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.value_dim)
         # A product may make gates of attention's results in front of queries, keys and values.
@@ -188,11 +189,20 @@ class GpuModel:
         assert weight is not None
         if isinstance(weight, PackedMatrix):
             return self._quantized(rows, weight, bias, out)
+        if isinstance(weight, Fp8Matrix):
+            return self._fp8(rows, weight, bias, out)
         if self.invariant or len(rows) <= self._plain.most_rows(weight):
             return self._plain(rows, weight, bias, out)
         if bias is None:
             return torch.mm(rows, weight.T, out=out)
         return torch.addmm(bias, rows, weight.T, out=out)
+
+    def _in_fp8(self) -> Iterator[tuple[Fp8Matrix, torch.Tensor | None]]:
+        """Yields the matrices for products in FP8, and their biases."""
+        for layer in self.layers.values():
+            for name, matrix in layer.matrices.items():
+                if isinstance(matrix, Fp8Matrix):
+                    yield matrix, layer.biases[name]
 
     def by_head(self, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
         """Multiplies rows [T, heads, in] by each head's matrix [heads, out, in] into ``out`` [T, heads, out]."""
@@ -230,6 +240,11 @@ class GpuModel:
     def compile_products(self) -> None:
         """Compiles the kernels of products, but for cuBLAS's, for every number of rows."""
         compiled: set[object] = set()
+        for fp8, bias in self._in_fp8():
+            shape = (fp8.codes.shape, fp8.in_blocks, bias is None)
+            if shape not in compiled:
+                compiled.add(shape)
+                self._fp8.compile(fp8, bias)
         for matrix, bias, dtype in self._packed:
             key = (matrix.kind, *matrix.parts, bias is None, dtype)
             if key not in compiled:

@@ -44,6 +44,7 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
+from pillion.kernels.gpu.products.fp8_product import Fp8Matrix, fp8_matrix
 from pillion.kernels.gpu.products.gpu_packing import BITS, SCALES, SHIFTS, PackedKind, PackedMatrix, can_pack, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
@@ -105,9 +106,11 @@ class GpuWeights(dict[str, torch.Tensor]):
         for name, place in plan.places.items():
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
-    def matrix(self, name: str) -> torch.Tensor | PackedMatrix | None:
+    def matrix(self, name: str) -> torch.Tensor | PackedMatrix | Fp8Matrix | None:
         """Returns the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a
         layer's experts; None where the model does not have it."""
+        if f"{name}.codes" in self:
+            return Fp8Matrix(self[f"{name}.codes"], self[f"{name}.scales"])
         kind = self.plan.kinds.get(name)
         if kind is None:
             return self.get(f"{name}.weight", self.get(name))
@@ -119,6 +122,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         """Gives the output projection [vocab, hidden]: the embedding if the model ties the two. None where the process
         gives no logits, and has no embedding either."""
         head = self.matrix("lm_head")
+        assert not isinstance(head, Fp8Matrix)  # Logits are not computed in FP8.
         return self.get("embedding") if head is None else head
 
     @property
@@ -226,20 +230,29 @@ def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, shard: Mo
 
 
 def pack_folder(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, fingerprint: str, progress: Progress
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shard: ModelShard,
+    fingerprint: str,
+    progress: Progress,
+    *,
+    in_fp8: bool,
 ) -> GpuPackedFile:
-    """Maps the packed file of a checkpoint with quantized matrices, packed here the first time. Raises ConfigError
-    for a checkpoint that does not fit."""
+    """Maps the packed file of a checkpoint with quantized matrices, packed here the first time; those for products
+    ``in_fp8`` are in a file of their own. Raises ConfigError for a checkpoint that does not fit."""
 
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            for name, value in _named_tensors(checkpoint, config, dtype, shard):
+            for name, value in _named_tensors(checkpoint, config, dtype, shard, in_fp8=in_fp8):
                 if isinstance(value, torch.Tensor):
                     writer.tensor(name, value)
                     continue
                 for part, tensor in value.parts.items():
                     writer.tensor(f"{name}.{part}", tensor)
+                if isinstance(value, Fp8Matrix):
+                    continue
                 for key, number in asdict(value.kind).items():
                     writer.number(f"{name}.{key}", _KIND_NAMES[key].index(number) if key in _KIND_NAMES else number)
 
@@ -247,6 +260,7 @@ def pack_folder(
     share = "" if shard.whole else f"_rank{shard.name}"
     if shard.layers is not None:
         share += f"_layers{shard.layers.start}to{shard.layers.stop}"
+    share += "_fp8" * in_fp8
     path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}{share}")
     return packed_once(path, GpuPackedFile, write, cache, progress)
 
@@ -259,8 +273,8 @@ def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShar
 
 
 def _named_tensors(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, shard: ModelShard
-) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, in_fp8: bool = False
+) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
     """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
     tokens, layers, own = shard.vocabulary(config.vocab_size), layers_of(config), shard.own_layers(config)
     mine = slice(tokens.start, tokens.stop)
@@ -272,7 +286,7 @@ def _named_tensors(
             head = load_head(checkpoint, config, dtype, embedding)
     for index in own:
         layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
-        for name, tensor in _layer_tensors(layers[index], layer, dtype, shard):
+        for name, tensor in _layer_tensors(layers[index], layer, dtype, shard, in_fp8):
             yield f"layers.{index}.{name}", tensor
     if head is None:
         return
@@ -282,8 +296,8 @@ def _named_tensors(
 
 
 def _layer_tensors(
-    operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard
-) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
+    operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard, in_fp8: bool
+) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
     for operation in operations:
         if not shard.whole and isinstance(operation, Mlp):
             down = whole.linear(operation.down).weight
@@ -311,7 +325,8 @@ def _layer_tensors(
                     yield f"{name}.bias", torch.stack(biases)
             case Role.MATRIX:
                 linear = weights.linear(tensor)
-                matrix = _stored(linear.weight, dtype)
+                found = fp8_matrix(linear.weight) if in_fp8 and isinstance(linear.weight, QuantizedMatrix) else None
+                matrix = found or _stored(linear.weight, dtype)
                 yield (f"{name}.weight" if isinstance(matrix, torch.Tensor) else name), matrix
                 if linear.bias is not None:
                     yield f"{name}.bias", linear.bias
@@ -368,16 +383,18 @@ def load_gpu_weights(
     shard: ModelShard,
     memory: GetMemory,
     dummy: bool = False,
+    in_fp8: bool = False,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
     """Loads a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
-    ``memory``. Raises ConfigError for a checkpoint that does not fit its config."""
+    ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them. Raises ConfigError for a
+    checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     packed = None
     if dummy:
         plan = plan_weights(config, kind, shard, separate_head=not config.tie_word_embeddings)
     elif config.quantization:
-        packed = pack_folder(folder, config, kind, shard, fingerprint, progress)
+        packed = pack_folder(folder, config, kind, shard, fingerprint, progress, in_fp8=in_fp8)
         plan = packed.plan
     else:
         plan = plan_folder(folder, config, kind, shard)

@@ -10,6 +10,8 @@ they add to: ``of_plain`` is their time over its own.
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +77,20 @@ def run(bench: Bench) -> None:
                     bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
 
             bench.attempt(f"{kind}, {product}", measure)
+    for product, (inputs, outputs) in shapes.items():
+
+        def measure_fp8(product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+            for rows, in_blocks in itertools.product((*few, *many), (False, True)):
+                case = fp8_case(bench, inputs, outputs, rows, in_blocks=in_blocks)
+                case.verify()
+                times, name = bench.time(case.calls), f"fp8 by fp8, {'blocks' if in_blocks else 'outputs'}, {product}"
+                if rows in many:
+                    flops = 2.0 * rows * inputs * outputs
+                    bench.report_flops(f"{name}, {rows} rows", times, flops, rates[product, rows], ">= 1.6")
+                else:
+                    bench.report_bytes(f"{name}, {rows} rows", times, case.moved_bytes)
+
+        bench.attempt(f"fp8 by fp8, {product}", measure_fp8)
     for product, (inputs, outputs) in shapes.items():
 
         def measure_adapters(product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
@@ -144,6 +160,35 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
     calls = [functools.partial(product, left, copy, None, out) for copy in copies]
     return KernelCase(calls, read + 2.0 * rows * (inputs + outputs), verify)
+
+
+def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: bool) -> KernelCase:
+    """Makes a case of random rows, which are rounded to FP8, by a matrix in FP8 and by copies of it."""
+    from pillion.kernels.gpu.products.fp8_product import Fp8Product, fp8_matrix
+
+    codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8)
+    matrix = QuantizedMatrix("fp8_e4m3", codes, torch.full((outputs, 1), 0.02), inputs)
+    if in_blocks:
+        matrix = replace(matrix, scales=torch.full((outputs, -(-inputs // 128)), 0.02), group=128)
+    found = fp8_matrix(matrix)
+    assert found is not None
+    copies = [
+        replace(found, **{name: part.to(bench.device, copy=True) for name, part in found.parts.items()})
+        for _ in range(rotations(codes.numel(), bench.smoke))
+    ]
+    left = torch.randn(rows, inputs, device=bench.device).bfloat16()
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    product = Fp8Product(copies, rows, torch.bfloat16, bench.device)
+    product.compile(copies[0], None)
+
+    def verify() -> None:
+        product(left, copies[0], None, out)
+        wanted = left.float() @ matrix.rows(slice(0, CHECKED_OUTPUTS)).dequantize(torch.float32).to(bench.device).T
+        # Rows are rounded to 4 bits of mantissa.
+        assert float((out[:, : wanted.shape[1]].float() - wanted).norm() / wanted.norm()) < 0.06
+
+    calls = [functools.partial(product, left, copy, None, out) for copy in copies]
+    return KernelCase(calls, codes.numel() + 2.0 * rows * (inputs + outputs), verify)
 
 
 def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[KernelCase, list[Call]]:

@@ -1,0 +1,292 @@
+"""Multiplies rows by a matrix of FP8 (e4m3) in FP8, for checkpoints whose producer rounds the rows, too.
+
+    rows [T, K] --scale of each row, or of its blocks of 128--> codes --'
+    matrix [N, K], codes as the checkpoint has them --products in FP8-----> times both scales, bias --> out [T, N]
+
+A row's scale is its largest size over 448, so that no row depends on the others (dynamic activations). Where the matrix
+has a scale for each output, a row has one for all of its inputs; where it has one for each block of 128 x 128
+(DeepSeek-V3, arXiv 2412.19437, section 3.3), a row has one for each 128 inputs.
+
+Many rows are cuBLASLt's (``torch._scaled_mm``). Few rows wait for the matrix: a kernel here multiplies them, whose
+programs share the inputs as those of :mod:`pillion.kernels.gpu.products.quantized_product` do. It adds up 128 inputs on
+the tensor cores, whose own sums keep 14 bits, and these in float32. It also takes the many rows that cuBLASLt refuses.
+Both read the codes where they lie, in rows of K bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3, encode, scale_of
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting
+from pillion.kernels.gpu.products.quantized_product import _sum
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# Blocks of the matrix, and groups of a row's inputs, have this many of each; kernels multiply so many inputs at once.
+BLOCK = 128
+_BLOCK = tl.constexpr(BLOCK)
+# cuBLASLt takes matrices whose sides are multiples of this, and scales of blocks in rows of a multiple of SCALE_ROW.
+SIDES, SCALE_ROW = 16, 4
+# A tile has one of these numbers of rows. More rows than SHARED_ROWS are cuBLASLt's.
+ROW_TILES = (16, 32, 64, 128)
+SHARED_ROWS = 64
+# The inputs are cut into as many parts as fill two programs for each of an H200's 132 multiprocessors.
+_PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 264, 16, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """Holds a matrix [N, K] in FP8.
+
+    Attributes:
+        codes: uint8 [N, K].
+        scales: float32: of each output, [N]; or of each block, [ceil(N / 128), ceil(K / 128) and up to 3 more].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Returns the matrix's tensors by attribute."""
+        return {"codes": self.codes, "scales": self.scales}
+
+    @property
+    def in_blocks(self) -> bool:
+        """Says whether each block has a scale."""
+        return self.scales.dim() == 2
+
+
+def computes_in_fp8(device: torch.device) -> bool:
+    """Says whether a device multiplies FP8."""
+    return arch_of(device) >= NATIVE_FP8_ARCH
+
+
+def fp8_matrix(matrix: QuantizedMatrix) -> Fp8Matrix | None:
+    """Returns a matrix for products in FP8; None for one that they do not take."""
+    (outputs, inputs), scales = matrix.shape, matrix.scales
+    plain = matrix.coding == "fp8_e4m3" and matrix.offsets is None and matrix.order is None
+    if not plain or outputs % SIDES or inputs % SIDES:
+        return None
+    if matrix.group >= inputs:
+        return Fp8Matrix(matrix.codes, scales[:, 0].contiguous())
+    first = scales[::BLOCK]
+    if matrix.group != BLOCK or not torch.equal(first.repeat_interleave(BLOCK, 0)[:outputs], scales):
+        return None
+    return Fp8Matrix(matrix.codes, torch.nn.functional.pad(first, (0, -first.shape[1] % SCALE_ROW)))
+
+
+@triton.jit
+def _round_rows(rows, codes, scales, tokens, inputs, IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr):
+    """Rounds one row; with IN_BLOCKS, WIDE inputs of it, whose scales lie at block * tokens + row."""
+    token = tl.program_id(0)
+    row, coded = rows + token.to(tl.int64) * inputs, codes + token.to(tl.int64) * inputs
+    if IN_BLOCKS:
+        block = tl.program_id(1) * (WIDE // _BLOCK) + tl.arange(0, WIDE // _BLOCK)
+        column = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        values = tl.load(row + column, mask=column < inputs, other=0.0).to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(values), 1))
+        tl.store(scales + block * tokens + token, scale, mask=block * _BLOCK < inputs)
+        found = encode(tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)))
+        tl.store(coded + column, found, mask=column < inputs)
+    else:
+        column = tl.arange(0, WIDE)
+        sizes = tl.zeros((WIDE,), tl.float32)
+        for first in range(0, inputs, WIDE):
+            values = tl.load(row + first + column, mask=first + column < inputs, other=0.0).to(tl.float32)
+            sizes = tl.maximum(sizes, tl.abs(values))
+        scale = scale_of(tl.max(sizes, 0))
+        tl.store(scales + token, scale)
+        for first in range(0, inputs, WIDE):
+            inside = first + column < inputs
+            values = tl.load(row + first + column, mask=inside, other=0.0).to(tl.float32)
+            found = encode(tl.math.div_rn(values, tl.broadcast_to(scale, values.shape)))
+            tl.store(coded + first + column, found, mask=inside)
+
+
+@triton.jit
+def _numbers(codes, NATIVE: tl.constexpr):
+    """Turns codes into what a product of tiles takes: FP8, or in Triton's interpreter their values in float32."""
+    return codes.to(tl.float8e4nv, bitcast=True) if NATIVE else decode_e4m3(codes, tl.float32, False) * 256.0
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    codes, row_scales, matrix, scales, bias, out, tokens, inputs, outputs, scale_row, depth,
+    IN_BLOCKS: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr, NATIVE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
+):
+    # fmt: on
+    """Computes one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out``
+    [parts, T, N]."""
+    wide, long = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
+    n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
+    output, token = n * BLOCK_N + tl.arange(0, BLOCK_N), t * BLOCK_T + tl.arange(0, BLOCK_T)
+    # Outputs and rows after the last ones are computed as those, and not stored.
+    output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
+    column = tl.arange(0, _BLOCK)
+    left = matrix + output_read.to(tl.int64)[:, None] * inputs + column[None, :]
+    right = codes + token_read.to(tl.int64)[None, :] * inputs + column[:, None]
+    begin = tl.program_id(1) * depth
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    none = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for first in range(begin, tl.minimum(begin + depth, inputs), _BLOCK):
+        inside = first + column < inputs
+        weights = _numbers(tl.load(left + first, mask=inside[None, :], other=0), NATIVE)
+        found = dot(weights, _numbers(tl.load(right + first, mask=inside[:, None], other=0), NATIVE), none)
+        if IN_BLOCKS:
+            of_matrix = tl.load(scales + output_read // _BLOCK * scale_row + first // _BLOCK)
+            found *= of_matrix[:, None] * tl.load(row_scales + first // _BLOCK * tokens + token_read)[None, :]
+        acc += found
+    if not IN_BLOCKS:
+        acc *= tl.load(scales + output_read)[:, None] * tl.load(row_scales + token_read)[None, :]
+    if ADDED:
+        acc += tl.load(bias + output_read).to(tl.float32)[:, None]
+    place = (tl.program_id(1) * tokens + token).to(tl.int64) if SHARED else token.to(tl.int64)
+    kept = (output < outputs)[:, None] & (token < tokens)[None, :]
+    tl.store(out + place[None, :] * outputs + output[:, None], acc.to(out.dtype.element_ty), mask=kept)
+
+
+def splits_of(outputs: int, inputs: int) -> int:
+    """Returns into how many parts the inputs are cut for few rows."""
+    blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
+    wanted = max(1, min(_PROGRAMS // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS))
+    return -(-blocks // -(-blocks // wanted))
+
+
+class Fp8Product:
+    """Multiplies rows by matrices in FP8. Owns the workspace: rows' codes and scales, and the sums of parts."""
+
+    def __init__(
+        self, matrices: Iterable[Fp8Matrix], max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Reserves the workspace for products of rows [max_rows, K] of ``dtype`` by these matrices."""
+        shapes = [tuple(matrix.codes.shape) for matrix in matrices]
+        inputs = max((each for _, each in shapes), default=0)
+        few = min(max_rows, SHARED_ROWS)
+        parts = max((splits_of(*shape) * few * shape[0] for shape in shapes), default=0)
+        self._codes = torch.zeros(max_rows * inputs, dtype=torch.uint8, device=device)
+        self._scales = torch.zeros(max_rows * -(-inputs // BLOCK), dtype=torch.float32, device=device)
+        self._partials = torch.zeros(parts, dtype=torch.float32, device=device)
+        self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
+        # cuBLASLt refuses these matrices, by shape and whether they have blocks.
+        self._refused: set[tuple[int, int, bool]] = set()
+
+    def compile(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
+        """Compiles every kernel that products by a matrix need, and finds out whether cuBLASLt takes it."""
+        outputs, inputs = matrix.codes.shape
+        for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
+            rows = matrix.scales.new_zeros(count, inputs, dtype=self._dtype)
+            try:
+                self(rows, matrix, bias, rows.new_empty(count, outputs))
+            except (RuntimeError, ValueError):
+                if count <= SHARED_ROWS:
+                    raise
+                self._refused.add((outputs, inputs, matrix.in_blocks))
+                self(rows, matrix, bias, rows.new_empty(count, outputs))
+
+    def __call__(
+        self, rows: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiplies rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type; returns it.
+
+        bias: [N] of that type, or None. Raises Internal for misshapen tensors.
+        """
+        (outputs, inputs), count = matrix.codes.shape, len(rows)
+        check_tensor("rows", rows, (None, inputs), self._dtype, matrix.codes.device)
+        check_tensor("out", out, (count, outputs), self._dtype, rows.device)
+        check(count > 0 and count * inputs <= len(self._codes), f"{count} rows of {inputs} are no work that fits")
+        if bias is not None:
+            check_tensor("bias", bias, (outputs,), self._dtype, rows.device)
+        codes, scales = self._round(rows, matrix.in_blocks)
+        if count <= SHARED_ROWS or (outputs, inputs, matrix.in_blocks) in self._refused:
+            return self._multiply(codes, scales, matrix, bias, out)
+        kinds = torch.float8_e4m3fn
+        of_matrix = matrix.scales[None]
+        if matrix.in_blocks:
+            of_matrix = matrix.scales[:, : -(-inputs // BLOCK)].t()
+        return torch._scaled_mm(
+            codes.view(kinds), matrix.codes.view(kinds).t(), scales, of_matrix, bias, out_dtype=self._dtype, out=out
+        )
+
+    def _round(self, rows: torch.Tensor, in_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the codes [T, K] of rows, and their scales [T, 1], or [T, ceil(K / 128)], those of a block first."""
+        count, inputs = rows.shape
+        blocks = -(-inputs // BLOCK) if in_blocks else 1
+        codes, scales = self._codes[: count * inputs].view(count, inputs), self._scales[: count * blocks]
+        use = tuned("fp8_rows", self._arch)
+        parts = triton.cdiv(inputs, use["block"]) if in_blocks else 1
+        _round_rows[(count, parts)](
+            rows, codes, scales, count, inputs, IN_BLOCKS=in_blocks, WIDE=use["block"], num_warps=use["num_warps"]
+        )
+        return codes, scales.view(blocks, count).t()
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        row_scales: torch.Tensor,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        (outputs, inputs), count = matrix.codes.shape, len(codes)
+        constants = _constants(count, matrix.in_blocks, self._arch)
+        shared = count <= SHARED_ROWS
+        splits = splits_of(outputs, inputs) if shared else 1
+        shared = splits > 1
+        tiles = triton.cdiv(outputs, constants["BLOCK_N"]) * triton.cdiv(count, constants["BLOCK_T"])
+        none = codes if bias is None else bias
+        _product[(tiles, splits)](
+            codes,
+            row_scales,
+            matrix.codes,
+            matrix.scales,
+            none,
+            self._partials if shared else out,
+            count,
+            inputs,
+            outputs,
+            matrix.scales.stride(0),
+            triton.cdiv(triton.cdiv(inputs, BLOCK), splits) * BLOCK,
+            ADDED=bias is not None and not shared,
+            SHARED=shared,
+            **constants,
+        )
+        if shared:
+            use = tuned("quantized_sum", self._arch)
+            _sum[(triton.cdiv(outputs, use["block"]), count)](
+                self._partials,
+                none,
+                out,
+                count,
+                outputs,
+                SPLITS=splits,
+                ADDED=bias is not None,
+                BLOCK=use["block"],
+                DEPENDENT=False,
+                num_warps=use["num_warps"],
+            )
+        return out
+
+
+def _constants(rows: int, in_blocks: bool, arch: int) -> dict[str, Any]:
+    tile = next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
+    use = tuned("fp8_product", arch, rows=tile)
+    return {
+        "IN_BLOCKS": in_blocks,
+        "NATIVE": not interpreting(),
+        "BLOCK_N": use["outputs"],
+        "BLOCK_T": tile,
+        "GROUP_N": use["group"],
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+    }

@@ -1,0 +1,135 @@
+"""Products in FP8 against the arithmetic of the checkpoint's producer: rows rounded to FP8 by their own sizes."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lab.testbed.tiny_model import save_model
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.quantized.quantization_methods import parse_quantization
+from pillion.kernels.gpu.products.fp8_product import BLOCK, SHARED_ROWS, Fp8Matrix, Fp8Product, fp8_matrix, splits_of
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from tests.support.families import tokens_of
+from tests.support.gpu import DEVICE, NATIVE, rounded
+from tests.support.guarded import Guarded
+from tests.support.quantized import fp8, quantize_folder
+
+LARGEST = 448.0
+
+
+def rounded_rows(rows: torch.Tensor, group: int) -> torch.Tensor:
+    """The numbers that rows become, float32, with a scale for each ``group`` inputs."""
+    wide = rows.float()
+    padded = torch.nn.functional.pad(wide, (0, -wide.shape[-1] % group)).unflatten(-1, (-1, group))
+    scales = padded.abs().amax(-1, keepdim=True) / LARGEST
+    codes = (padded / scales.clamp(min=1e-30)).to(torch.float8_e4m3fn).float()
+    return (codes * scales).flatten(-2)[..., : wide.shape[-1]]
+
+
+def random_matrix(outputs: int, inputs: int, *, in_blocks: bool) -> QuantizedMatrix:
+    codes = (torch.randn(outputs, inputs) * 60).to(torch.float8_e4m3fn).view(torch.uint8)
+    if not in_blocks:
+        return QuantizedMatrix("fp8_e4m3", codes, torch.rand(outputs, 1) + 0.5, inputs)
+    blocks = torch.rand(-(-outputs // BLOCK), -(-inputs // BLOCK)) + 0.5
+    return QuantizedMatrix("fp8_e4m3", codes, blocks.repeat_interleave(BLOCK, 0)[:outputs], BLOCK)
+
+
+@pytest.mark.parametrize("count", [1, 40, 150])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 80), (160, 400)])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_products(in_blocks, outputs, inputs, count):
+    """Of few rows, whose programs share the inputs, and of many."""
+    torch.manual_seed(0)
+    matrix = random_matrix(outputs, inputs, in_blocks=in_blocks)
+    found = fp8_matrix(matrix)
+    assert found is not None
+    on_device = Fp8Matrix(*(part.to(DEVICE) for part in found.parts.values()))
+    assert found.in_blocks == (in_blocks and inputs > BLOCK)
+    product = Fp8Product([on_device], 150, torch.bfloat16, DEVICE)
+    bias = torch.randn(outputs).bfloat16() * 50
+    product.compile(on_device, bias.to(DEVICE))
+    rows = torch.randn(count, inputs).bfloat16()
+    rows[0] = 0
+    out = Guarded((count, outputs), torch.bfloat16)
+    product(rows.to(DEVICE), on_device, bias.to(DEVICE), out.inside)
+    assert out.margins_are_whole()
+    taken = rounded_rows(rows, BLOCK if found.in_blocks else inputs).double()
+    weights = matrix.dequantize(torch.float32).double()
+    size = (taken.abs() @ weights.abs().T).amax()
+    wanted = taken @ weights.T + bias.double()
+    # The tensor cores' own sums keep 14 bits.
+    slack = rounded(torch.bfloat16, 2)["atol"] if not NATIVE else 2.0**-7
+    torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack)
+    if count == 150:
+        # Rows that were not rounded are further away than that.
+        far = (rows.double() @ weights.T + bias.double() - wanted).abs().max()
+        assert far > 3 * (out.inside.cpu().double() - wanted).abs().mean()
+
+
+def test_programs_share_the_inputs_of_few_rows():
+    assert splits_of(160, 1000) > 1
+    assert splits_of(4096 * 8, 4096) == 1
+    assert SHARED_ROWS < 150
+
+
+@pytest.mark.parametrize(
+    "change", [{"coding": "int8"}, {"offsets": torch.zeros(32, 1)}, {"group": 16, "scales": torch.rand(32, 4)}]
+)
+def test_matrices_that_are_multiplied_otherwise(change):
+    parts = {"coding": "fp8_e4m3", "codes": torch.zeros(32, 64, dtype=torch.uint8), "scales": torch.ones(32, 1)}
+    assert fp8_matrix(QuantizedMatrix(**{**parts, "group": 64, **change})) is None
+    assert fp8_matrix(QuantizedMatrix(**parts, group=64)) is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, False),
+        ({"quant_method": "fbgemm_fp8"}, True),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, False),
+    ],
+)
+def test_configs_whose_producers_round_rows_to_fp8(config, wanted):
+    """No note says of a GPU that it does not do the same."""
+    found = parse_quantization("llama", {"quantization_config": config})
+    assert found is not None
+    assert found.fp8_rows == wanted
+    notes = list(found.rounding_notes("cuda", experts=False, latents=False))
+    assert bool(notes) == ("fp8" in found.activations and not wanted)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("own_cache")
+def test_logits_are_those_of_the_producers_arithmetic(tmp_path):
+    """A model in blocks: transformers with inputs that are rounded, and, farther away, with inputs that are not."""
+    plain = save_model(tmp_path / "plain", hidden_size=256, intermediate_size=256, num_hidden_layers=1, head_dim=64)
+    folder, wide = quantize_folder(plain, tmp_path, fp8((BLOCK, BLOCK)))
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    text = tokens_of(40, 2)
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([text])).logits[0]
+
+    without = logits()
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: (rounded_rows(given[0].bfloat16(), BLOCK),))
+    wanted = logits()
+    prepared = prepare(ModelFlags(model=str(folder), dtype="bfloat16"))
+    driver = GpuDriver(prepared, num_slots=8, backend=gpu_backend(prepared, in_fp8=True))
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert isinstance(driver.backend._model.weights.matrix(f"layers.0.{name}"), Fp8Matrix), name
+    (number,) = driver.sequences.add()
+    found = driver.step((number, text), sample=range(8)).cpu()
+    error, beside = ((found - each[:8]).abs().mean() for each in (wanted, without))
+    # A code that another rounding of bfloat16 flips is up to an eighth of its size away.
+    assert error < 0.9 * beside, (error, beside)
+    driver.backend.close()
