@@ -32,8 +32,11 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 INTERPRETED = ("olmo2", "mixtral", "llama-mqa-biases", "youtu")
 
 
-@pytest.mark.parametrize("family", SAME_AT_ANY_LENGTH if NATIVE else INTERPRETED)
-def test_families(team, family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "whole_experts"),
+    [*((name, False) for name in (SAME_AT_ANY_LENGTH if NATIVE else INTERPRETED)), ("gpt-oss", True)],
+)
+def test_families(team, family, whole_experts, tmp_path):
     """A chunk, and then a decode beside a chunk of another text, over one pool."""
     folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -41,7 +44,7 @@ def test_families(team, family, tmp_path):
     with torch.inference_mode():
         wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
     prepared = prepare(flags)
-    driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
+    driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared, whole_experts=whole_experts))
     one, two = driver.sequences.add(2)
     driver.step((one, text[:34]), sample=())
     got = driver.step((one, text[34:]), (two, other), sample=range(10))

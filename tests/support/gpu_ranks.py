@@ -10,6 +10,7 @@ from tests.support.gpu_model import FakeDevicePool, FakeDividedPool, gpu_backend
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,8 +31,10 @@ from tests.support.gpu import DEVICE
 ANSWER_S = 120.0
 
 
-def joined(prepared: PreparedModel, rank: int, size: int, rendezvous: int) -> GpuRankGroup:
-    shard = RankShard.of(load_config(prepared.folder), rank, size)
+def joined(
+    prepared: PreparedModel, rank: int, size: int, rendezvous: int, *, whole_experts: bool = False
+) -> GpuRankGroup:
+    shard = replace(RankShard.of(load_config(prepared.folder), rank, size), whole_experts=whole_experts)
     return GpuRankGroup.join(shard, rendezvous, DEVICE, own_device=False)
 
 
@@ -45,8 +48,9 @@ class _Rank:
         self._packed: dict[int, PackedAdapter] = {}
 
     def make(self, prepared: PreparedModel, rendezvous: str, options: dict[str, Any]) -> None:
-        descriptor = os.open(rendezvous, os.O_RDWR)
-        self.backend = gpu_backend(prepared, ranks=joined(prepared, self._rank, self._size, descriptor), **options)
+        descriptor, whole_experts = os.open(rendezvous, os.O_RDWR), options.pop("whole_experts", False)
+        group = joined(prepared, self._rank, self._size, descriptor, whole_experts=whole_experts)
+        self.backend = gpu_backend(prepared, ranks=group, **options)
         os.close(descriptor)
 
     def bind_pool(self, tensors: Sequence[torch.Tensor], divided: bool, num_slots: int) -> None:
@@ -130,11 +134,12 @@ class RankTeam:
             calls.send((name, args))
 
     def backend(self, prepared: PreparedModel, **options: Any) -> TeamBackend:
-        """Makes a backend in all ranks."""
+        """Makes a backend in all ranks. ``whole_experts``: whether each has whole experts, not parts of each."""
         rendezvous = os.memfd_create("rendezvous")
         try:
             with self.others("make", prepared, f"/proc/{os.getpid()}/fd/{rendezvous}", options):
-                own = gpu_backend(prepared, ranks=joined(prepared, 0, self.size, rendezvous), **options)
+                whole = {"whole_experts": options.pop("whole_experts", False)}
+                own = gpu_backend(prepared, ranks=joined(prepared, 0, self.size, rendezvous, **whole), **options)
         finally:
             os.close(rendezvous)
         return TeamBackend(self, own)
