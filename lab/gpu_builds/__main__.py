@@ -116,6 +116,7 @@ def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = list(spec.kernel.arg_names)
     constants = dict(spec.constants)
@@ -123,7 +124,8 @@ def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
         constants["DEPENDENT"] = False
     typed = [name for name in names if name not in constants]
     kinds = dict(zip(typed, spec.signature.split(", "), strict=True))
-    source = ASTSource(
+    kind = GluonASTSource if spec.kernel.is_gluon() else ASTSource
+    source = kind(
         fn=spec.kernel,
         signature={name: kinds.get(name, "constexpr").removesuffix(":16") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items() if name in names},

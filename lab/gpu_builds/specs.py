@@ -14,10 +14,12 @@ from pillion.kernels.gpu.attention import (
     kv_write,
     latent_attention,
     latent_write,
+    overlapped_attention,
     paged_attention,
     parted_attention,
 )
-from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
+from pillion.kernels.gpu.attention.attention_kernel import _attend
+from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
 from pillion.kernels.gpu.products import fp8_product, head_product, low_rank_product, plain_product, quantized_product
@@ -149,21 +151,10 @@ def latent_attention_specs() -> list[BuildSpec]:
         for kernel in ("latents_decode", "latents_chunk")
         for arch in ARCHITECTURES
     ]
-    specs += [
+    return specs + [
         _latent_parts_spec(place, name, arch, dtype, shape)
         for name, dtype, shape in cases[:4]
         for place in range(2)
-        for arch in ARCHITECTURES
-    ]
-    return specs + [
-        BuildSpec(
-            name="latents_merge",
-            kernel=_merge,
-            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants=latent_attention._merge_constants(arch, 128, 512, 16, 64),
-            max_registers=128,
-            architectures=(arch,),
-        )
         for arch in ARCHITECTURES
     ]
 
@@ -172,11 +163,11 @@ def _latent_attention_spec(kernel: str, name: str, arch: int, dtype: str, shape:
     fp8 = name == "_fp8"
     constants, _ = latent_attention._constants(kernel, arch, shape, fp8, 4 if dtype == "fp32" else 2)
     pool, scales = ("*u8", "*fp32") if fp8 else (f"*{dtype}", f"*{dtype}")
-    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, i32, i32:16, *{dtype}:16, *fp32:16, *fp32:16"
     return BuildSpec(
         name=f"{kernel}{name}",
         kernel=latent_attention._attend_latents,
-        signature=f"{pointers}, i32:16, i32:16, i32, i32, fp32",
+        signature=f"{pointers}, *i32:16, i32:16, i32:16, i32, i32, fp32",
         constants=constants,
         architectures=(arch,),
     )
@@ -266,7 +257,7 @@ def paged_attention_specs() -> list[BuildSpec]:
         if name in parted
     ]
     heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-    specs += [
+    return specs + [
         BuildSpec(
             name="attention_parts_merge",
             kernel=parted_attention._merge_parts,
@@ -275,18 +266,48 @@ def paged_attention_specs() -> list[BuildSpec]:
             max_registers=128,
         )
     ]
-    return specs + [
-        BuildSpec(
-            name="attention_merge" + "_sinks" * sinks,
-            kernel=_merge,
-            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants=paged_attention._merge_constants(arch, {**heads, "SINKS": sinks}, 16, 128),
-            max_registers=128,
-            architectures=(arch,),
-        )
-        for arch in ARCHITECTURES
-        for sinks in (False, True)
+
+
+def overlapped_attention_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time for Hopper: Llama 3 8B, and what differs in other models."""
+    llama = {"KV_HEADS": 8, "POOL_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
+    plain = {"WINDOW": 0, "SOFTCAP": False, "SINKS": False}
+    cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
+        ("", "bf16", 128, 3, {}),
+        ("_2_buffers", "bf16", 128, 2, {}),
+        ("_fp16", "fp16", 128, 3, {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
+        ("_sinks", "bf16", 128, 3, {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 128, "SINKS": True}),
+        ("_window_softcap", "bf16", 128, 2, {"WINDOW": 4096, "SOFTCAP": True}),
+        ("_256", "bf16", 64, 2, {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
     ]
+    use = tuned("attention_chunk", 90, head_dim=128, kv="plain", bytes=2)
+    return [
+        BuildSpec(
+            name=f"overlapped_chunk{name}",
+            kernel=overlapped_attention._attend_overlapped,
+            signature=_attention_signature(dtype, f"*{dtype}", f"*{dtype}"),
+            constants=paged_attention.overlapped_constants(
+                {
+                    **llama,
+                    **plain,
+                    **other,
+                    "BLOCK_M": use["rows"],
+                    "BLOCK_N": keys,
+                    **paged_attention.joining("attention_chunk", 90),
+                    "num_warps": use["num_warps"],
+                    "num_stages": buffers,
+                    **dependent(90),
+                }
+            ),
+            architectures=(90,),
+        )
+        for name, dtype, keys, buffers, other in cases
+    ]
+
+
+def _attention_signature(dtype: str, pool: str, scales: str) -> str:
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, i32, i32:16, *{dtype}:16, *fp32:16, *fp32:16"
+    return f"{pointers}, *i32:16, *fp32:16, i32:16, i32:16, i32:16, i32, i32, fp32, fp32"
 
 
 def _paged_attention_spec(
@@ -296,12 +317,11 @@ def _paged_attention_spec(
         kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0
     )
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
-    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16, *fp32:16"
     wide = constants["EDGES"] and constants["BLOCK_D"] == paged_attention.WIDE_HEAD_DIM
     return BuildSpec(
         name=f"{kernel}{name}",
         kernel=_attend,
-        signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
+        signature=_attention_signature(dtype, pool, scales),
         constants=constants,
         max_spill_bytes=paged_attention.WIDE_SPILL_BYTES if wide else 0,
         architectures=(arch,),
@@ -855,6 +875,7 @@ def build_specs() -> list[BuildSpec]:
         latent_attention_specs,
         latent_write_specs,
         paged_attention_specs,
+        overlapped_attention_specs,
         blocks_specs,
         low_rank_product_specs,
         plain_product_specs,

@@ -78,8 +78,16 @@ def items_of(record, planner, window, chunk):
 
 
 def merges_of(record, planner, window, chunk):
-    count, begin = record[planner.counts_at(window) + 2 * chunk :][:2]
+    count, begin = record[planner.counts_at(window, chunk) :][:2]
     return record[begin : begin + count * ITEM_WORDS].reshape(-1, ITEM_WORDS)
+
+
+def owner_of(record, planner, window, chunk, partial):
+    """Returns the merge that the record names as that of a partial result."""
+    count, begin = record[planner.counts_at(window, chunk) :][:2]
+    rows = (planner.chunk if chunk else planner.decode).rows
+    at = record[begin + count * ITEM_WORDS + (partial - planner.first_partial(chunk)) // rows]
+    return record[at : at + ITEM_WORDS]
 
 
 @given(
@@ -128,6 +136,8 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
             assert len(merges) == len(components_of) <= tiling.max_merges
             for merge in merges:
                 found = sorted(components_of.pop(tuple(merge[[ROW, ROWS, HEAD]].tolist())))
+                for partial in found:
+                    assert np.array_equal(owner_of(record, planner, window, is_chunk, partial), merge)
                 assert found == [merge[PARTIAL] + part * tiling.rows for part in range(merge[PARTS])]
         assert met == wanted(batch, kv_heads, group, window)
 

@@ -16,7 +16,7 @@ from lab.gpu_builds.specs import build_specs
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.kernels.gpu.attention import attention_kernel, kv_write
+from pillion.kernels.gpu.attention import attention_kernel, kv_write, overlapped_attention
 from pillion.kernels.gpu.dependent import DEPENDENT_ARCH, dependent
 from pillion.kernels.gpu.experts import expert_routing, grouped_product, pair_sorting
 from pillion.kernels.gpu.launch import arch_of
@@ -33,7 +33,7 @@ EARLY = (
     (gated._gated, set()),
     (kv_write._kv_write, {"positions", "cos", "sin"}),
     (attention_kernel._early, {"record"}),
-    (attention_kernel._merge, {"record"}),
+    (overlapped_attention._attend_overlapped, {"record"}),
     (plain_product._product, set()),
     (quantized_product._product, set()),
     (quantized_product._sum, set()),

@@ -84,6 +84,23 @@ def test_a_row_tile_that_many_programs_share_is_merged(parts, sinks):
     check(case)
 
 
+@pytest.mark.parametrize("parts", [[(600, 1), (90, 1)], [(300, 20)]], ids=["decode", "chunk"])
+def test_who_joins_a_tile_changes_no_bit(parts):
+    """Items are run in the reverse order, too, so that another program counts a unit's last part."""
+    case = PagedCase.of(PagedShape(4, 64, 16, torch.float16, sinks=True), parts)
+    attention = case.attention()
+    planner, plan = attention.planner, attention.planner.plan(case.batch)
+    found = case.run(attention)
+    assert not attention._tickets.any()
+    programs = (planner.chunk if plan.with_chunks else planner.decode).programs
+    at = planner.starts_at(0, plan.with_chunks)
+    starts = plan.record[at : at + programs + 1].copy()
+    items = plan.record[starts[0] : starts[-1]]
+    items[:] = items.reshape(-1, ITEM_WORDS)[::-1].ravel()
+    plan.record[at : at + programs + 1] = starts[0] + starts[-1] - starts[::-1]
+    assert torch.equal(case.run(attention, plan), found)
+
+
 def test_layers_with_different_windows_have_plans_of_their_own():
     case = PagedCase.of(PagedShape(2, 64, 16, torch.float32, window=20), [(200, 1), (100, 30), (7, 2)])
     check(case, windows=(0, 20, 50))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, piece_size
 from pillion.kernels.step import StepBatch
 from pillion.kernels.torch.reference import paged_attention
@@ -102,10 +103,10 @@ class PagedCase:
         }
         return PagedAttention(**{**options, **more})
 
-    def run(self, attention: PagedAttention) -> torch.Tensor:
-        """Runs the step; returns all rows of the output, also those after the batch."""
+    def run(self, attention: PagedAttention, plan: GpuAttentionPlan | None = None) -> torch.Tensor:
+        """Runs the step, by its own plan or by this one; returns all rows of the output, also those after the batch."""
         shape = self.shape
-        plan = attention.planner.plan(self.batch)
+        plan = plan or attention.planner.plan(self.batch)
         # The buffer is longer than the record; words after those in use are an earlier step's.
         record = torch.full((attention.planner.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)

@@ -4,7 +4,7 @@ A query row is one head's query of one token. The rows of a KV head are numbered
 the rows of a sequence follow each other and share its keys and values. A *unit* is a tile of such rows, a KV head, and
 the key tiles that the rows see. All units in order are cut evenly among a fixed number of programs, wherever the cuts
 fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). A program's part of a unit is an
-*item*. A unit that was cut has partial results, which a *merge* joins.
+*item*. A unit that was cut has partial results, and a *merge* says how to join them.
 
 The decode kernel runs sequences of a few rows, and the chunk kernel all others. Each kernel has units
 and programs of its own, so a chunk in the batch changes nothing for decodes.
@@ -13,7 +13,9 @@ Record, int32, one vector per step; all offsets in it are words from its beginni
 
     for each window: starts[decode programs + 1] | starts[chunk programs + 1] | counts of merges   (the fixed head)
     block tables, sequence after sequence
-    for each window: decode items | decode merges | chunk items | chunk merges
+    for each window, for decodes and then for chunks: items | merges | owners
+
+The owners are the offsets of the merges of the partial results, in the order of these.
 
 Only the words in use are copied to the device. Grids and buffers depend on the limits alone.
 """
@@ -130,6 +132,13 @@ class _Units:
     lows: Int64
 
 
+def _owners(merges: Int32, at: int) -> Int32:
+    """Returns the offset of each partial result's merge, of those that begin at ``at``, and zeros up to the next
+    multiple of an item."""
+    owners = at + np.arange(len(merges)).repeat(merges[:, PARTS]) * ITEM_WORDS
+    return np.pad(owners, (0, -len(owners) % ITEM_WORDS)).astype(np.int32)
+
+
 def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
     """Returns heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
     if len(which) == len(counts):
@@ -219,8 +228,9 @@ class GpuAttentionPlanner:
         decode_units = seqs * kv_heads * -(-self._decode_rows // decode.rows)
         lists = decode.max_items(decode_units) + decode.max_merges
         lists += chunk.max_items(chunk_units) + chunk.max_merges
+        owners = decode.max_partials + chunk.max_partials + 2 * ITEM_WORDS
         tables = seqs * max_context_blocks + ITEM_WORDS
-        self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS) + tables
+        self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS + owners) + tables
         # Behind the results of units that are cut each program has rows of its own.
         self._own_at = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
         self.partial_rows = self._own_at + decode.own_rows + chunk.own_rows
@@ -230,9 +240,14 @@ class GpuAttentionPlanner:
         layers with this ``window``."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
-    def counts_at(self, window: int) -> int:
-        """Returns where a record has the numbers of merges of a window; the offset is the same in every record."""
-        return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
+    def counts_at(self, window: int, chunk: bool) -> int:
+        """Returns where a record has the number of a kernel's merges of a window, and behind it their offset; it is the
+        same in every record."""
+        return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS + 2 * chunk
+
+    def first_partial(self, chunk: bool) -> int:
+        """Returns the first row of a kernel's partial results."""
+        return self.decode.max_partials * self.decode.rows if chunk else 0
 
     def own_at(self, chunk: bool) -> int:
         """Returns the first of the programs' own rows in the partial results."""
@@ -259,17 +274,15 @@ class GpuAttentionPlanner:
             for mask in (few & (counts > 0), ~few)
         ]
         for window in self.windows:
-            first_partial, counted = 0, self.counts_at(window)
-            for tiling, sequences in zip((self.decode, self.chunk), chosen, strict=True):
-                items, starts, merges = self._share_out(sequences, tiling, window, first_partial)
-                first_partial += tiling.max_partials * tiling.rows
-                begin = self.starts_at(window, tiling is self.chunk)
+            for is_chunk, tiling, sequences in zip((False, True), (self.decode, self.chunk), chosen, strict=True):
+                items, starts, merges = self._share_out(sequences, tiling, window, self.first_partial(is_chunk))
+                begin, counted = self.starts_at(window, is_chunk), self.counts_at(window, is_chunk)
                 parts[0][begin : begin + len(starts)] = at + starts * ITEM_WORDS
                 at += items.size
                 parts[0][counted : counted + 2] = len(merges), at
-                counted += 2
-                at += merges.size
-                parts += [items.ravel(), merges.ravel()]
+                owners = _owners(merges, at)
+                at += merges.size + owners.size
+                parts += [items.ravel(), merges.ravel(), owners]
         if at > self.max_record_words:
             raise Internal(f"attention of {len(counts)} sequences takes {at} words, at most {self.max_record_words}")
         return GpuAttentionPlan(np.concatenate(parts), bool((~few).any()))

@@ -4,7 +4,7 @@ A token's row of a layer is ``rank`` latents and ``rotary`` rotated values, for 
 latents are the value, too, so a tile of rows is loaded once for both products. Widths such as 512 + 64 are no power of
 two, which Triton's tiles need, so latents and rotated values have tiles of their own.
 
-Work is planned and partial results are merged as in :mod:`pillion.kernels.gpu.attention.paged_attention`, of which this
+Work is planned and partial results are joined as in :mod:`pillion.kernels.gpu.attention.paged_attention`, of which this
 module has the other rules: loads of rows are not masked, and rows after a sequence's end are never read. There is one
 KV head, whose query heads are all heads of a token: the rows of a decode fill several tiles, whose programs read the
 same keys at about the same time.
@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _store, _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.attention.paged_attention import joining
 from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_part, _merge_parts, in_parts
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.dot import dot
@@ -96,11 +97,11 @@ def _tiles(
 # fmt: off
 @triton.jit
 def _attend_latents(
-    queries, pool, scales, record, starts_at, out, partials, partial_logs, slot_stride, layer_offset, scale_slot_stride,
-    scale_layer_offset, score_scale,
+    queries, pool, scales, record, starts_at, counts_at, first_partial, out, partials, partial_logs, tickets,
+    slot_stride, layer_offset, scale_slot_stride, scale_layer_offset, score_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr, JOINED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
     """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
@@ -125,7 +126,7 @@ def _attend_latents(
         turned = tl.load(cells + RANK + behind, mask=behind < ROTARY, other=0.0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        top, total = _beginning(queries, packed, partial, BLOCK_M, False)
+        top, total = _beginning(queries, packed, False, False)
         # In a pool of float8, the scales of a block's latents follow its rows, and then those of its rotated keys.
         scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
         last = end - 1
@@ -143,9 +144,15 @@ def _attend_latents(
             RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
         )  # fmt: skip
         _store(
-            acc, top, total, token, packed % HEADS, places, rows, partial, out, partials, partial_logs,
-            HEADS * RANK, RANK, BLOCK_D,
+            acc, top, total, token, packed % HEADS, places, tl.arange(0, BLOCK_D), rows, partial, out, partials,
+            partial_logs, HEADS * RANK, RANK, BLOCK_D,
         )  # fmt: skip
+        if partial >= 0:
+            _join_last(
+                record, counts_at, (partial - first_partial) // BLOCK_M, tl.arange(0, JOINED), tl.arange(0, BLOCK_D),
+                tickets, partials, partial_logs, out, queries,
+                1, HEADS, RANK, BLOCK_D, BLOCK_M, JOINED, PARTS, False,
+            )  # fmt: skip
 
 
 # fmt: off
@@ -246,15 +253,14 @@ class LatentAttention:
         arch, processors = arch_of(self._device), processors_of(self._device)
         shape = {"HEADS": num_heads, "RANK": rank, "ROTARY": rotary, "BLOCK_SIZE": block_size}
         self._invariant = invariant
-        merge: dict[str, int] = {}
         if invariant:
             each = _parted_constants(arch, shape, fp8, dtype.itemsize, max_context_blocks * block_size, processors)
             (self._decode, decode), (self._chunk, chunk), merge = each
+            self._merge = {**_merge_constants(arch, num_heads, rank, decode.rows, chunk.rows), **merge}
+            self._merge_programs = tuned("attention_merge", arch, head_dim=_padded(rank))["programs"] * processors
         else:
             self._decode, decode = _constants("latents_decode", arch, shape, fp8, dtype.itemsize, processors)
             self._chunk, chunk = _constants("latents_chunk", arch, shape, fp8, dtype.itemsize, processors)
-        self._merge = {**_merge_constants(arch, num_heads, rank, decode.rows, chunk.rows), **merge}
-        self._merge_programs = tuned("attention_merge", arch, head_dim=_padded(rank))["programs"] * processors
         self.planner = GpuAttentionPlanner(
             kv_heads=1,
             group=num_heads,
@@ -270,6 +276,7 @@ class LatentAttention:
         count = self.planner.partial_rows
         self._partials = torch.empty((count, _padded(rank)), dtype=torch.float32, device=self._device)
         self._partial_logs = torch.empty(count, dtype=torch.float32, device=self._device)
+        self._tickets = torch.zeros(count, dtype=torch.int32, device=self._device)
 
     def attend(
         self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, with_chunks: bool
@@ -294,16 +301,16 @@ class LatentAttention:
         places = (*strides, *(stride // KV_SCALE_BYTES for stride in strides), self._score_scale)
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
-            kernel = _attend_latent_parts if self._invariant else _attend_latents
-            kernel[(tiling.programs,)](
-                *(queries, self._pool, self._scales, record, planner.starts_at(0, chunk), out),
-                *partials,
-                *((planner.own_at(chunk),) if self._invariant else ()),
-                *places,
-                **constants,
-            )
-        merge = _merge_parts if self._invariant else _merge
-        merge[(self._merge_programs,)](record, planner.counts_at(0), *partials, out, self._partial_logs, **self._merge)
+            inputs = queries, self._pool, self._scales, record, planner.starts_at(0, chunk)
+            if self._invariant:
+                own = planner.own_at(chunk)
+                _attend_latent_parts[(tiling.programs,)](*inputs, out, *partials, own, *places, **constants)
+            else:
+                at = planner.counts_at(0, chunk), planner.first_partial(chunk)
+                _attend_latents[(tiling.programs,)](*inputs, *at, out, *partials, self._tickets, *places, **constants)
+        if self._invariant:
+            at = record, planner.counts_at(0, False)
+            _merge_parts[(self._merge_programs,)](*at, *partials, out, self._partial_logs, **self._merge)
 
 
 def widths_fit(rank: int, rotary: int) -> bool:
@@ -336,6 +343,7 @@ def _constants(
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "EDGES": kernel == "latents_chunk",
+        **joining(kernel, arch),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }

@@ -1,6 +1,6 @@
 """Computes attention of ragged batches over the paged pool: the interface to the engine.
 
-    plan (host, once per step) --record, one copy--> device --attend (each layer)--> decodes; chunks; merge
+    plan (host, once per step) --record, one copy--> device --attend (each layer)--> decodes; chunks
 
 Decodes and chunks are two launches, one after the other, each with tiles and programs of its own. One launch for both
 would have to use the tiles of the longest query: in vLLM's Triton kernel one chunk in the batch keeps every decode's
@@ -21,8 +21,9 @@ from typing import Literal
 import torch
 import triton
 
-from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
+from pillion.kernels.gpu.attention.attention_kernel import _attend
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.attention.overlapped_attention import ARCH, HEAD_DIMS, _attend_overlapped
 from pillion.kernels.gpu.attention.parted_attention import _attend_parts, _merge_parts, in_parts
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
@@ -43,9 +44,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # attention.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
-# With heads of this width a chunk's tile fills all registers, and a few values that the loops over keys do not use are
+# With heads of this width a chunk's tile fills all registers, and values that the loops over keys do not use are
 # spilled.
-WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 32
+WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 112
+# A value of bfloat16 or float16 has so many bytes.
+HALF_BYTES = 2
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -124,6 +127,7 @@ class PagedAttention:
         most = max_context_blocks * block_size if invariant else decode_rows
         each = cut(arch, shape, kv, dtype.itemsize, any(windows), most, processors)
         (self._decode, decode), (self._chunk, chunk), merge = each
+        self._attend_chunks = _attend_overlapped if "BUFFERS" in self._chunk else _attend
         self._merge = {**_merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
         self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
         self.planner = GpuAttentionPlanner(
@@ -139,6 +143,8 @@ class PagedAttention:
         )
         results = torch.empty((self.planner.partial_rows, padded_head_dim(head_dim)), device=self._device)
         self._partials, self._partial_logs = results, torch.empty(len(results), device=self._device)
+        # A unit's ticket is that of its first partial row. Whoever joins its parts sets the ticket back.
+        self._tickets = torch.zeros(len(results), dtype=torch.int32, device=self._device)
 
     def attend(
         self,
@@ -165,7 +171,7 @@ class PagedAttention:
         Raises Internal for misshapen tensors.
         """
         self._check(layer, queries, out, record, window)
-        check((sinks is not None) == self._merge["SINKS"], "sinks are missing, or not expected")
+        check((sinks is not None) == self._chunk["SINKS"], "sinks are missing, or not expected")
         # A kernel without sinks reads nothing there.
         terms = self._partial_logs if sinks is None else sinks
         if sinks is not None:
@@ -174,16 +180,21 @@ class PagedAttention:
         strides = self._pool.stride(0), layer * self._pool.stride(1) + self._first_head_at
         scale_strides = (stride // KV_SCALE_BYTES for stride in strides)
         places = (queries.stride(0), *strides, *scale_strides, self._score_scale, self._softcap)
-        inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
+        partials = self._partials, self._partial_logs
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
-            starts_at, own = planner.starts_at(window, chunk), (planner.own_at(chunk),) if self._invariant else ()
-            kernel = _attend_parts if self._invariant else _attend
-            kernel[(tiling.programs,)](
-                *inputs, starts_at, out, *partials, terms, *own, *places, WINDOW=window, **constants
-            )
-        merge = _merge_parts if self._invariant else _merge
-        merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, terms, **self._merge)
+            inputs = queries, self._pool, self._scales, record, planner.starts_at(window, chunk)
+            if self._invariant:
+                more = terms, planner.own_at(chunk), *places
+                _attend_parts[(tiling.programs,)](*inputs, out, *partials, *more, WINDOW=window, **constants)
+            else:
+                kernel = self._attend_chunks if chunk else _attend
+                at = planner.counts_at(window, chunk), planner.first_partial(chunk)
+                more = self._tickets, terms, *places
+                kernel[(tiling.programs,)](*inputs, *at, out, *partials, *more, WINDOW=window, **constants)
+        if self._invariant:
+            at = record, planner.counts_at(window, False)
+            _merge_parts[(self._merge_programs,)](*at, *partials, out, terms, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
@@ -246,11 +257,26 @@ def _attend_constants(
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "EDGES": chunk,
+        **joining(kernel, arch),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
         **dependent(arch),
     }
+    if chunk and use.get("overlap") and overlaps(arch, shape["HEAD_DIM"], kv, item_bytes):
+        constants = overlapped_constants(constants)
     return constants, Tiling(rows, use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def overlaps(arch: int, head_dim: int, kv: PlainOrFloat8, item_bytes: int) -> bool:
+    """Says whether the kernel whose softmax runs beside products can attend to chunks."""
+    return arch == ARCH and head_dim in HEAD_DIMS and kv == "plain" and item_bytes == HALF_BYTES
+
+
+def overlapped_constants(constants: dict[str, int]) -> dict[str, int]:
+    """Returns the constants of that kernel, given those of Triton's."""
+    others = ("BLOCK_D", "FP8", "NATIVE_FP8", "EDGES", "num_stages")
+    kept = {name: value for name, value in constants.items() if name not in others}
+    return {**kept, "BUFFERS": constants["num_stages"], "WARPS": constants["num_warps"]}
 
 
 def _cut_anywhere(
@@ -293,3 +319,9 @@ def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_r
     use = tuned("attention_merge", arch)
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
     return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"], **dependent(arch)}
+
+
+def joining(kernel: str, arch: int) -> dict[str, int]:
+    """Returns the constants by which a kernel joins partial results."""
+    use = tuned("attention_join", arch, of=kernel)
+    return {"JOINED": use["rows"], "PARTS": use["parts"]}

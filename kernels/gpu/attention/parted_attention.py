@@ -27,7 +27,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_kernel import _early, _tiles, _whole
+from pillion.kernels.gpu.attention.attention_kernel import _early, _tiles
+from pillion.kernels.gpu.attention.attention_rows import _whole
 from pillion.kernels.gpu.attention.gpu_attention_plan import PARTS_A_PROGRAM, Tiling
 from pillion.kernels.gpu.dependent import wait_for_earlier
 from pillion.kernels.gpu.tuned import tuned

@@ -1,0 +1,168 @@
+"""Computes what all attention kernels do with a tile of rows: masks, the softmax, partial results and their joining.
+
+Nothing in here makes a tensor of its own: columns and places come from the caller. So these functions serve kernels in
+Gluon, too, where whoever makes a tensor says how its values lie in the threads.
+
+A program that has stored a partial result counts it on the unit's ticket, and whoever counts the last one joins all of
+the unit's parts, in their order, and sets the ticket back to 0 for the next launch. Which program that is changes no
+bit: tickets are integers, and no sum has an order of arrival.
+
+A sink, one more term of a row's fold that has no value, is counted once for each row: where an item begins that is a
+whole unit, or else where the unit's partial results are joined.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# These are the words of a merge, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
+# only see constants of their own module.
+_ROW, _ROWS, _HEAD, _PARTS, _PARTIAL, _WORDS = map(tl.constexpr, (1, 2, 4, 5, 7, 8))
+# The maximum of a row's scores begins with this number. It is below every real score, and finite, because a row that
+# has seen no key yet subtracts it from itself.
+_LOWEST = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """Returns softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is
+    0."""
+    grown = tl.exp2(scores * (2.0 * _LOG2_E / softcap))
+    return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+
+
+@triton.jit
+def _weighed(
+    scores, top, total, positions, tokens, score_scale, softcap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Masks a tile's scores. Returns their weights, the rows' new maximum and total, and the factor by which what rows
+    have added up so far shrinks."""
+    if SOFTCAP:
+        scores = _capped(scores * score_scale, softcap)
+    if MASKED:
+        seen = tokens[None, :] <= positions[:, None]
+        if WINDOW:
+            seen &= tokens[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    if SOFTCAP:
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+    else:
+        # Scores are multiplied by a positive factor, so the maximum can be taken before that, and the product costs no
+        # instruction of its own.
+        new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return weights, new_top, total * shrink + tl.sum(weights, 1), shrink
+
+
+@triton.jit
+def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Returns the first and the last bound of the key tiles that every row may attend to as a whole: from the last
+    row's window up to the first row's position."""
+    whole_begin = begin
+    if WINDOW:
+        lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
+        whole_begin = tl.maximum(begin, tl.cdiv(lowest, BLOCK_N) * BLOCK_N)
+        whole_begin = tl.minimum(whole_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    whole_end = tl.minimum(row // GROUP + shift + 1, end) // BLOCK_N * BLOCK_N
+    return whole_begin, tl.maximum(whole_end, whole_begin)
+
+
+@triton.jit
+def _beginning(sinks, heads, counts_sinks, SINKS: tl.constexpr):
+    """Returns the maximum and the total of rows that have seen no key yet: which is where the sinks of their ``heads``
+    are counted, if ``counts_sinks``."""
+    total = (heads & 0).to(tl.float32)
+    top = total + _LOWEST
+    if SINKS:
+        top = tl.where(counts_sinks, tl.maximum(tl.load(sinks + heads) * _LOG2_E, _LOWEST), top)
+        total += tl.where(counts_sinks, 1.0, 0.0)
+    return top, total
+
+
+# fmt: off
+@triton.jit
+def _store(
+    acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    # fmt: on
+    """Stores a row tile's result if the item is a whole unit, else a partial result and the logarithm of its weight."""
+    # A row that sees no key of this item has a total of 0: its partial result is 0, with a logarithm of -infinity.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    kept = places < rows
+    if partial < 0:
+        cells = (token.to(tl.int64) * WIDTH + heads * HEAD_DIM)[:, None] + columns[None, :]
+        shown = kept[:, None] & (columns[None, :] < HEAD_DIM)
+        tl.store(out + cells, acc.to(out.dtype.element_ty), mask=shown)
+    else:
+        places = partial + places
+        cells = places.to(tl.int64)[:, None] * BLOCK_D + columns[None, :]
+        tl.store(partials + cells, acc, mask=kept[:, None])
+        tl.store(partial_logs + places, top + tl.log2(total), mask=kept)
+
+
+# fmt: off
+@triton.jit
+def _join(
+    merge, parts, first, places, columns, partials, partial_logs, out, sinks,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, SINKS: tl.constexpr,
+):
+    # fmt: on
+    """Adds up the ``parts`` partial results of a unit's rows ``places``, one part after the other, of which PARTS are
+    loaded ahead. Sums are fused multiplications, so their bits depend on no layout and no number of threads."""
+    kept = places < tl.load(merge + _ROWS)
+    packed = tl.load(merge + _ROW) + tl.where(kept, places, 0)
+    heads = tl.load(merge + _HEAD) * GROUP + packed % GROUP
+    top, total = _beginning(sinks, heads, True, SINKS)
+    acc = ((places & 0)[:, None] + (columns & 0)[None, :]).to(tl.float32)
+    for begin in range(0, parts, PARTS):
+        for ahead in tl.static_range(PARTS):
+            part = begin + ahead
+            rows = first + part * BLOCK_M + places
+            there = kept & (part < parts)
+            # Other programs have just written there: only the L2 is sure to have it.
+            logs = tl.load(partial_logs + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
+            cells = partials + (rows.to(tl.int64)[:, None] * BLOCK_D + columns[None, :])
+            pieces = tl.load(cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, logs)
+            weights = tl.exp2(logs - new_top)
+            shrink = tl.exp2(top - new_top)
+            total = tl.fma(total, shrink, weights)
+            acc = tl.fma(pieces, weights[:, None], acc * shrink[:, None])
+            top = new_top
+    cells = (packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+    shown = kept[:, None] & (columns[None, :] < HEAD_DIM)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (cells[:, None] + columns[None, :]), result, mask=shown)
+
+
+# fmt: off
+@triton.jit
+def _join_last(
+    record, counts_at, number, places, columns, tickets, partials, partial_logs, out, sinks,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):
+    # fmt: on
+    """Counts the partial result of this ``number``, which is stored, and joins the unit's parts if it is the last one:
+    JOINED rows at a time, which ``places`` counts from 0."""
+    merges = tl.load(record + counts_at + 1)
+    owners = merges + tl.load(record + counts_at) * _WORDS
+    merge = record + tl.load(record + owners + number)
+    parts = tl.load(merge + _PARTS)
+    first = tl.load(merge + _PARTIAL)
+    # The stores of all threads come before the count, whose order of memory holds for the whole device.
+    tl.debug_barrier()
+    if tl.atomic_add(tickets + first, 1, sem="acq_rel") == parts - 1:
+        tl.store(tickets + first, 0)
+        for begin in range(0, tl.load(merge + _ROWS), JOINED):
+            _join(
+                merge, parts, first, begin + places, columns, partials, partial_logs, out, sinks,
+                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, PARTS, SINKS,
+            )  # fmt: skip

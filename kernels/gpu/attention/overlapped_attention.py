@@ -1,0 +1,244 @@
+"""Computes attention of chunks on Hopper in Gluon: a tile's softmax runs while the tensor cores multiply.
+
+Triton's pipeliner waits for all products before a softmax, so tensor cores idle meanwhile (2,050 of 5,000 cycles of a
+tile are products). Here a program says itself when it waits. A turn of the loop, with scores S, weights P, results O:
+
+    wait until copies of K(n+1) and V(n) have landed; a barrier
+    S(n+1) = Q K(n+1)    begin
+    P = softmax(S(n)); O *= what the new maximum makes of it      <-- while S(n+1) multiplies
+    O += P V(n)          begin
+    ask for K(n+BUFFERS) and V(n+BUFFERS-1), into the buffers that tiles n and n-1 left
+    wait for both products
+
+So QK of a tile is under way during the softmax of the tile before it (FlashAttention 3: Shah et al., arXiv 2407.08608,
+section 3.2); there are no specialized warps, and the two warp groups of a program share its tiles. The other order, PV
+during the next softmax, is no use here: nothing keeps the assembler from waiting for PV before that softmax, and it
+does. K and V are gathered by cp.async, row by row, so that slots of any size will do.
+
+What is computed is what :mod:`pillion.kernels.gpu.attention.attention_kernel` computes, from the same record, by the
+same functions for masks, the softmax and partial results. That kernel is the reference. It serves other architectures,
+pools in float8, float32 and other widths of heads.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _store, _weighed, _whole
+from pillion.kernels.gpu.dependent import wait_for_earlier
+
+# The architecture whose instructions these are, and the widths of heads whose tiles fit.
+ARCH, HEAD_DIMS = 90, (64, 128, 256)
+# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
+# only see constants of their own module.
+_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+_WORDS = tl.constexpr(8)
+
+
+# fmt: off
+@gluon.jit
+def _copy(
+    pool, slots, tokens, slot_stride, offset, tile,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, LOADS: tl.constexpr,
+):
+    # fmt: on
+    """Begins to copy rows of ``tokens`` that lie in ``slots`` into a tile."""
+    rows = slots.to(tl.int64) * slot_stride + offset + (tokens % BLOCK_SIZE) * HEAD_DIM
+    cells = pool + (rows[:, None] + gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))[None, :])
+    async_copy.async_copy_global_to_shared(tile, cells)
+
+
+# fmt: off
+@gluon.jit
+def _ask(
+    pool, table, start, end, slots, slot_stride, offset, keys, values,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BUFFERS: tl.constexpr,
+    V_STEP: tl.constexpr, LOADS: tl.constexpr, FIRST: tl.constexpr,
+):
+    # fmt: on
+    """Asks, in one group of copies, for the keys from ``start`` on and for the values of the tile before it, which lie
+    in ``slots`` and which an item's FIRST tile has not. Nothing is asked for from ``end`` on. Returns the keys' slots.
+    """
+    places = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LOADS))
+    tile = start // BLOCK_N
+    if not FIRST:  # noqa: SIM102  (this is decided when the kernel is compiled)
+        if start - BLOCK_N < end:
+            tokens = tl.minimum(start - BLOCK_N + places, end - 1)
+            into = values.index((tile - 1) % BUFFERS)
+            _copy(pool, slots, tokens, slot_stride, offset + V_STEP, into, BLOCK_SIZE, HEAD_DIM, LOADS)
+    # A key after the last one is replaced by that one, whose score is then masked.
+    tokens = tl.minimum(start + places, end - 1)
+    slots = tl.load(table + tokens // BLOCK_SIZE)
+    if start < end:
+        _copy(pool, slots, tokens, slot_stride, offset, keys.index(tile % BUFFERS), BLOCK_SIZE, HEAD_DIM, LOADS)
+    async_copy.commit_group()
+    return slots
+
+
+# fmt: off
+@gluon.jit
+def _softmax(
+    acc, scores, top, total, start, positions, pool, score_scale, softcap,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, SCORES: tl.constexpr,
+    RESULTS: tl.constexpr,
+):
+    # fmt: on
+    """Returns the weights of keys from ``start`` on as a product's left operand, and the rows' state, ready for it."""
+    tokens = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    weights, top, total, shrink = _weighed(
+        scores, top, total, positions, tokens, score_scale, softcap, WINDOW, SOFTCAP, MASKED
+    )
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, RESULTS))[:, None]
+    weights = gl.convert_layout(weights.to(pool.dtype.element_ty), gl.DotOperandLayout(0, RESULTS, 2))
+    return weights, acc, top, total
+
+
+@gluon.jit
+def _landed(BUFFERS: tl.constexpr):
+    """Waits until all threads' copies of the next tile have landed; all warps are then done with the tile before."""
+    async_copy.wait_group(BUFFERS - 2)
+    tl.debug_barrier()
+    fence_async_shared()
+
+
+# fmt: off
+@gluon.jit
+def _fold(
+    acc, scores, top, total, slots, first, behind, query, keys, values, none, positions, pool, table, end, slot_stride,
+    offset, score_scale, softcap,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BUFFERS: tl.constexpr,
+    V_STEP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, LOADS: tl.constexpr,
+    SCORES: tl.constexpr, RESULTS: tl.constexpr,
+):
+    # fmt: on
+    """Computes the scores of keys ``first`` .. ``behind`` - 1, and folds each time the tile before them, whose
+    ``scores`` are given, into the rows' state. Keys that were asked for last are in ``slots``."""
+    for start in range(first, behind, BLOCK_N):
+        tile = start // BLOCK_N
+        _landed(BUFFERS)
+        ahead = warpgroup_mma(query, keys.index(tile % BUFFERS).permute([1, 0]), none, use_acc=False, is_async=True)
+        weights, acc, top, total = _softmax(
+            acc, scores, top, total, start - BLOCK_N, positions, pool, score_scale, softcap,
+            BLOCK_N, WINDOW, SOFTCAP, MASKED, SCORES, RESULTS,
+        )  # fmt: skip
+        acc = warpgroup_mma(weights, values.index((tile - 1) % BUFFERS), acc, is_async=True)
+        # Here registers are free. The compiler adds a barrier, because it does not see that these are other buffers.
+        slots = _ask(
+            pool, table, start + (BUFFERS - 1) * BLOCK_N, end, slots, slot_stride, offset, keys, values,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, False,
+        )  # fmt: skip
+        scores, acc = warpgroup_mma_wait(0, deps=[ahead, acc])
+    return acc, scores, top, total, slots
+
+
+# fmt: off
+@gluon.jit
+def _attend_overlapped(
+    queries, pool, scales, record, starts_at, counts_at, first_partial, out, partials, partial_logs, tickets, sinks,
+    query_stride, slot_stride, layer_offset, scale_slot_stride, scale_layer_offset, score_scale, softcap,
+    KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BUFFERS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, JOINED: tl.constexpr, PARTS: tl.constexpr,
+    WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    # fmt: on
+    """Runs a program's items, one after the other. Its arguments are those of
+    :func:`pillion.kernels.gpu.attention.attention_kernel._attend`, whose scales it does not read."""
+    # A row of K or V is 8 values for each of some lanes.
+    LANES: tl.constexpr = HEAD_DIM // 8
+    LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    RESULTS: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    SHARED: tl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    V_STEP: tl.constexpr = POOL_HEADS * BLOCK_SIZE * HEAD_DIM
+    query = gl.allocate_shared_memory(pool.dtype.element_ty, [BLOCK_M, HEAD_DIM], SHARED)
+    keys = gl.allocate_shared_memory(pool.dtype.element_ty, [BUFFERS, BLOCK_N, HEAD_DIM], SHARED)
+    values = gl.allocate_shared_memory(pool.dtype.element_ty, [BUFFERS, BLOCK_N, HEAD_DIM], SHARED)
+    none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))
+    mine = record + starts_at + tl.program_id(0)
+    start, stop = tl.load(mine), tl.load(mine + 1)
+    wait_for_earlier(DEPENDENT)
+    for at in range(start, stop, _WORDS):
+        item = record + at
+        table = record + tl.load(item + _TABLE)
+        row = tl.load(item + _ROW)
+        rows = tl.load(item + _ROWS)
+        shift = tl.load(item + _SHIFT)
+        head = tl.load(item + _HEAD)
+        begin = tl.load(item + _BEGIN)
+        end = tl.load(item + _END)
+        partial = tl.load(item + _PARTIAL)
+        offset = layer_offset + head * (BLOCK_SIZE * HEAD_DIM)
+
+        # All warps are done with the item before, whose tiles are overwritten.
+        tl.debug_barrier()
+        slots = gl.zeros([BLOCK_N], gl.int32, gl.SliceLayout(1, LOADS))
+        for ahead in gl.static_range(BUFFERS - 1):
+            slots = _ask(
+                pool, table, begin + ahead * BLOCK_N, end, slots, slot_stride, offset, keys, values,
+                BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, ahead == 0,
+            )  # fmt: skip
+        packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS)), rows - 1)
+        cells = (packed // GROUP).to(tl.int64) * query_stride + (head * GROUP + packed % GROUP) * HEAD_DIM
+        query.store(tl.load(queries + (cells[:, None] + columns[None, :])))
+
+        packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES)), rows - 1)
+        positions = packed // GROUP + shift
+        top, total = _beginning(sinks, head * GROUP + packed % GROUP, partial < 0, SINKS)
+        _landed(BUFFERS)
+        first = begin // BLOCK_N % BUFFERS
+        scores = warpgroup_mma(query, keys.index(first).permute([1, 0]), none, use_acc=False, is_async=True)
+        slots = _ask(
+            pool, table, begin + (BUFFERS - 1) * BLOCK_N, end, slots, slot_stride, offset, keys, values,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, False,
+        )  # fmt: skip
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, RESULTS)
+
+        # A tile is folded when the scores of the next one have begun, so bounds of these are one tile further.
+        whole_begin, whole_end = _whole(row, rows, shift, begin, end, GROUP, BLOCK_N, WINDOW)
+        if WINDOW:
+            acc, scores, top, total, slots = _fold(
+                acc, scores, top, total, slots, begin + BLOCK_N, tl.minimum(whole_begin + BLOCK_N, end), query, keys,
+                values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
+                BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
+            )  # fmt: skip
+        acc, scores, top, total, slots = _fold(
+            acc, scores, top, total, slots, whole_begin + BLOCK_N, tl.minimum(whole_end + BLOCK_N, end), query, keys,
+            values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, False, LOADS, SCORES, RESULTS,
+        )  # fmt: skip
+        acc, scores, top, total, slots = _fold(
+            acc, scores, top, total, slots, whole_end + BLOCK_N, end, query, keys, values, none, positions, pool,
+            table, end, slot_stride, offset, score_scale, softcap,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
+        )  # fmt: skip
+        tile = (end - 1) // BLOCK_N
+        weights, acc, top, total = _softmax(
+            acc, scores, top, total, tile * BLOCK_N, positions, pool, score_scale, softcap,
+            BLOCK_N, WINDOW, SOFTCAP, True, SCORES, RESULTS,
+        )  # fmt: skip
+        _landed(BUFFERS)
+        acc = warpgroup_mma(weights, values.index(tile % BUFFERS), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+        places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, RESULTS))
+        packed = row + tl.minimum(places, rows - 1)
+        top = gl.convert_layout(top, gl.SliceLayout(1, RESULTS))
+        total = gl.convert_layout(total, gl.SliceLayout(1, RESULTS))
+        _store(
+            acc, top, total, packed // GROUP, head * GROUP + packed % GROUP, places,
+            gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials, partial_logs,
+            KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, HEAD_DIM,
+        )  # fmt: skip
+        if partial >= 0:
+            _join_last(
+                record, counts_at, (partial - first_partial) // BLOCK_M,
+                gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns, tickets, partials, partial_logs, out,
+                sinks, KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, BLOCK_M, JOINED, PARTS, SINKS,
+            )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Runs a Gluon kernel for Hopper in Triton's interpreter, which has no Gluon, and finds what it does too early.
+
+Layouts are left out. Shared memory is an array. Copies land as late as they may: what is on its way is NaN until the
+program has waited for its group and passed a barrier. A product is computed when it is waited for, from what its
+operands hold then, and its result cannot be used before. Whoever writes to memory that a product may still read, in
+this warp or in another one that has not passed a barrier since, is refused.
+"""
+
+from __future__ import annotations
+
+from tests.support.gpu import NATIVE  # isort: skip  (before the kernels)
+
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+from pillion.kernels.gpu.dot import dot
+
+# These bits are NaN in bfloat16 and in float16.
+NAN_BITS = 0x7FFF
+
+
+class Shared:
+    """A tile of shared memory."""
+
+    def __init__(self, machine: Machine, data: np.ndarray, dtype: tl.dtype) -> None:
+        self.machine, self.data, self.dtype = machine, data, dtype
+
+    def index(self, at: Any) -> Shared:
+        return Shared(self.machine, self.data[int(at)], self.dtype)
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.machine, self.data.transpose(order), self.dtype)
+
+    def store(self, tensor: Any) -> None:
+        self.machine.refuse_if_read(self.data)
+        self.data[...] = tensor.handle.data
+
+    def tensor(self) -> Any:
+        from triton.runtime.interpreter import TensorHandle
+
+        kind = tl.block_type(self.dtype, list(self.data.shape))
+        return tl.core.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
+
+
+class Product:
+    """A product that was begun and has not been waited for."""
+
+    def __init__(self, left: Any, right: Shared, start: Any) -> None:
+        self.left, self.right, self.start = left, right, start
+
+    def reads(self, data: np.ndarray) -> bool:
+        operands = [each.data for each in (self.left, self.right) if isinstance(each, Shared)]
+        return any(np.may_share_memory(each, data) for each in operands)
+
+    def result(self) -> Any:
+        left = self.left.tensor() if isinstance(self.left, Shared) else self.left
+        return dot(left, self.right.tensor(), self.start)
+
+
+class Machine:
+    """Copies and products of the program that runs."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[np.ndarray, np.ndarray]] = []
+        self.groups: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.waited: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.begun: list[Product] = []
+        self.done: list[Product] = []
+
+    def refuse_if_read(self, data: np.ndarray) -> None:
+        assert not any(product.reads(data) for product in self.begun + self.done), "a product may still read there"
+
+    def allocate(self, dtype: tl.dtype, shape: list[int], layout: object) -> Shared:
+        del layout
+        bits = np.full(shape, NAN_BITS, np.uint16)
+        return Shared(self, bits.view(np.float16) if dtype == tl.float16 else bits, dtype)
+
+    def copy(self, target: Shared, cells: Any) -> None:
+        self.refuse_if_read(target.data)
+        target.data.view(np.uint16)[...] = NAN_BITS
+        self.asked.append((target.data, tl.load(cells).handle.data))
+
+    def commit(self) -> None:
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait_group(self, outstanding: int) -> None:
+        many = max(0, len(self.groups) - outstanding)
+        self.waited += self.groups[:many]
+        del self.groups[:many]
+
+    def barrier(self) -> None:
+        for group in self.waited:
+            for target, found in group:
+                target[...] = found
+        self.waited, self.done = [], []
+
+    def multiply(self, left: Any, right: Shared, start: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+        assert is_async
+        assert not isinstance(start, Product)
+        self.begun.append(Product(left, right, start if use_acc else start * 0.0))
+        return self.begun[-1]
+
+    def wait(self, outstanding: int, deps: list[Product]) -> Any:
+        many = max(0, len(self.begun) - outstanding)
+        self.done += self.begun[:many]
+        found = [each.result() if each in self.begun[:many] else each for each in deps]
+        del self.begun[:many]
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+class _Names:
+    """The names of a module, some of them replaced."""
+
+    def __init__(self, module: ModuleType, **replaced: object) -> None:
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def emulated(module: ModuleType, kernel: str) -> Any:
+    """Returns a module's Gluon kernel as one of Triton's interpreter."""
+    assert not NATIVE
+    machine = Machine()
+    names = {
+        **vars(module),
+        "tl": _Names(tl, debug_barrier=machine.barrier),
+        "gl": _Names(
+            gl,
+            arange=lambda start, end, layout: tl.arange(start, end),
+            zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),
+            convert_layout=lambda tensor, layout: tensor,
+            static_range=range,
+            allocate_shared_memory=machine.allocate,
+        ),
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=machine.copy, commit_group=machine.commit, wait_group=machine.wait_group
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": machine.multiply,
+        "warpgroup_mma_wait": machine.wait,
+    }
+    for name, value in vars(module).items():
+        if type(value).__name__ == "GluonJITFunction":
+            plain = value.fn
+            names[name] = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
+            names[name].__annotations__ = plain.__annotations__
+    return triton.jit(names[kernel])
