@@ -257,7 +257,7 @@ def paged_attention_specs() -> list[BuildSpec]:
         if name in parted
     ]
     heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-    return specs + [
+    specs.append(
         BuildSpec(
             name="attention_parts_merge",
             kernel=parted_attention._merge_parts,
@@ -265,7 +265,8 @@ def paged_attention_specs() -> list[BuildSpec]:
             constants={**paged_attention._merge_constants(90, {**heads, "SINKS": False}, 64, 128), "PARTS": 8},
             max_registers=128,
         )
-    ]
+    )
+    return specs
 
 
 def overlapped_attention_specs() -> list[BuildSpec]:

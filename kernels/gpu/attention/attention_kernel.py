@@ -77,8 +77,6 @@ def _tiles(
 
 # fmt: off
 @triton.jit
-# fmt: off
-@triton.jit
 def _early(
     record, starts_at, pool, slot_stride, layer_offset,
     POOL_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,

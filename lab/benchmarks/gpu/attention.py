@@ -6,8 +6,13 @@ import torch
 
 from lab.benchmarks.gpu.bench import Bench, Row, Times, rotations, spread
 from lab.benchmarks.gpu.pools import Attended, AttentionPool, check_near, verify_rows
+from lab.benchmarks.gpu.search import trying
 from lab.benchmarks.gpu.shapes import BatchEntry, LlamaShape, decodes, shape_of
+from lab.benchmarks.gpu.tunables import TUNABLES
+from pillion.kernels.gpu.attention.overlapped_attention import ARCH as OVERLAPPED_ARCH
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
+from pillion.kernels.gpu.launch import arch_of
+from pillion.kernels.gpu.tuned import tuned
 
 # The side of the square matrices whose product gives the device's rate.
 PRODUCT_SIDE = 8192
@@ -66,9 +71,11 @@ def _attempt_decode(
 
 def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, block_size: int, rate: float) -> None:
     pool = AttentionPool(bench, shape, block_size=block_size, tokens=chunk + prefix, layers=2)
-    attended = pool.attend([BatchEntry(chunk, prefix)])
+    entries = [BatchEntry(chunk, prefix)]
+    attended = pool.attend(entries)
     times = bench.time(attended.calls)
     bench.report_flops(name, times, attended.flops(), rate, ">= 0.60")
+    _overlapped_chunk(bench, pool, entries, name, rate)
     theirs, gather, off = _sdpa(bench, pool, attended)
     more = {**spread(theirs), "gather_us": gather.median_s * 1e6, "difference": off}
     share = theirs.median_s / times.median_s
@@ -79,6 +86,18 @@ def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, 
     bench.report(
         Row(f"{name}, torch SDPA and its gather", both * 1e6, "us", both / times.median_s, "our time", more=more)
     )
+
+
+def _overlapped_chunk(bench: Bench, pool: AttentionPool, entries: list[BatchEntry], name: str, rate: float) -> None:
+    """Measures the kernel whose softmax runs beside products on the same pool, where it can run."""
+    tunable, arch = TUNABLES["attention_chunk"], arch_of(bench.device)
+    if bench.smoke or arch != OVERLAPPED_ARCH:
+        return
+    use = next(tunable.candidates(tuned(tunable.kernel, arch, **tunable.facts)))
+    with trying(tunable.kernel, arch, use):
+        attended = pool.attend(entries)
+    verify_rows(pool, attended)
+    bench.report_flops(f"{name}, overlapped", bench.time(attended.calls), attended.flops(), rate, ">= 0.65")
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:

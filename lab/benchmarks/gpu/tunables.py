@@ -27,17 +27,21 @@ Use = dict[str, int]
 class Tunable:
     """A kernel whose constants can be tuned.
 
-    ``kernel`` and ``facts`` are the arguments of ``pillion.kernels.gpu.tuned.tuned``, and ``cases`` are timed. All
-    combinations of the values in ``grid`` are tried; constants that it does not name stay as they are.
+    ``kernel`` and ``facts`` are the arguments of ``pillion.kernels.gpu.tuned.tuned``, and ``cases`` are timed. What is
+    ``chosen`` is tried first, in that order, and then all combinations of the values in ``grid``; constants that they
+    do not name stay as they are.
     """
 
     kernel: str
     cases: Cases
     grid: dict[str, tuple[int, ...]]
     facts: dict[str, int | str] = field(default_factory=dict)
+    chosen: tuple[Use, ...] = ()
 
     def candidates(self, now: Use) -> Iterator[Use]:
         """Yields all candidates, over the constants that are in use now."""
+        for use in self.chosen:
+            yield {**now, **use}
         for values in itertools.product(*self.grid.values()):
             yield {**now, **dict(zip(self.grid, values, strict=True))}
 
@@ -164,6 +168,29 @@ _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
 _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
 
+
+def _chunk_tile(keys: int, num_stages: int, overlap: int, *, rows: int = 128, programs: int = 1) -> Use:
+    """Returns a tile of chunk attention, with 16 rows a warp."""
+    tile = {"rows": rows, "keys": keys, "num_warps": rows // 16, "num_stages": num_stages}
+    return {**tile, "programs": programs, "overlap": overlap}
+
+
+# These are the tiles that fit without spills, the most promising first (lab/docs/gpu-measurements.md has the counts).
+# In Triton's kernel the slots' loads take two stages, so 3 and 4 stages are the same code.
+_CHUNK_TILES = (
+    _chunk_tile(128, 3, 1),
+    _chunk_tile(128, 2, 1),
+    _chunk_tile(128, 5, 0),
+    _chunk_tile(64, 7, 0),
+    _chunk_tile(64, 3, 1),
+    _chunk_tile(64, 4, 1),
+    _chunk_tile(128, 3, 0),
+    _chunk_tile(64, 5, 0),
+    _chunk_tile(128, 2, 0),
+    _chunk_tile(64, 4, 0, rows=64, programs=2),
+    _chunk_tile(64, 3, 1, rows=64, programs=2),
+)
+
 TUNABLES: dict[str, Tunable] = {
     "attention_decode": Tunable(
         "attention_decode",
@@ -180,8 +207,9 @@ TUNABLES: dict[str, Tunable] = {
     "attention_chunk": Tunable(
         "attention_chunk",
         _attended("plain", _CHUNK),
-        {"rows": (64, 128), "keys": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+        {},
         {"head_dim": 128, "kv": "plain", "bytes": 2},
+        _CHUNK_TILES,
     ),
     # Decodes and chunks keep 64 rows for each 4 warps.
     "attention_parts": Tunable(
@@ -192,9 +220,10 @@ TUNABLES: dict[str, Tunable] = {
     ),
     "attention_merge": Tunable(
         "attention_merge",
-        _attended("plain", _LONG),
-        {"parts": (8, 16, 32), "num_warps": (1, 2, 4), "programs": (8, 16)},
+        _attended("plain", _LONG, invariant=True),
+        {"num_warps": (1, 2, 4), "programs": (8, 16)},
     ),
+    "attention_join": Tunable("attention_join", _attended("plain", _LONG), {"rows": (4, 8, 16), "parts": (4, 8, 16)}),
     "embed": Tunable("embed", _small(("embed", 64), ("embed", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
     "gated": Tunable("gated", _small(("gated", 64), ("gated", 2048)), {"block": _BLOCKS, "num_warps": (2, 4, 8)}),
     "route_experts": Tunable(
