@@ -73,6 +73,7 @@ RARE = (
     "low_rank_*fp32",
     "norm_gated-128-bf16-sigmoid",
     "norm_gated-16384-*",
+    "overlapped_chunk_[2fs]*",
     "plain_[dqs]*",
     "plain_gate_up-[236]*",
     "plain_*_fp*",
