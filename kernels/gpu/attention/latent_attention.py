@@ -309,8 +309,8 @@ class LatentAttention:
                 at = planner.counts_at(0, chunk), planner.first_partial(chunk)
                 _attend_latents[(tiling.programs,)](*inputs, *at, out, *partials, self._tickets, *places, **constants)
         if self._invariant:
-            at = record, planner.counts_at(0, False)
-            _merge_parts[(self._merge_programs,)](*at, *partials, out, self._partial_logs, **self._merge)
+            merges = record, planner.counts_at(0, False)
+            _merge_parts[(self._merge_programs,)](*merges, *partials, out, self._partial_logs, **self._merge)
 
 
 def widths_fit(rank: int, rotary: int) -> bool:

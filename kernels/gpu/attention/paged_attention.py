@@ -193,8 +193,8 @@ class PagedAttention:
                 more = self._tickets, terms, *places
                 kernel[(tiling.programs,)](*inputs, *at, out, *partials, *more, WINDOW=window, **constants)
         if self._invariant:
-            at = record, planner.counts_at(window, False)
-            _merge_parts[(self._merge_programs,)](*at, *partials, out, terms, **self._merge)
+            merges = record, planner.counts_at(window, False)
+            _merge_parts[(self._merge_programs,)](*merges, *partials, out, terms, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
