@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _store, _weighed, _whole
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _weighed, _whole, _words
 from pillion.kernels.gpu.attention.float8_tiles import _float8_tiles
 from pillion.kernels.gpu.dependent import prefetch, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
@@ -124,25 +124,15 @@ def _attend(
         record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
     )
     for at in range(start, stop, _WORDS):
-        item = record + at
-        table = record + tl.load(item + _TABLE)
-        row = tl.load(item + _ROW)
-        rows = tl.load(item + _ROWS)
-        shift = tl.load(item + _SHIFT)
-        head = tl.load(item + _HEAD)
-        begin = tl.load(item + _BEGIN)
-        end = tl.load(item + _END)
-        partial = tl.load(item + _PARTIAL)
+        table, row, rows, shift, head, begin, end, partial = _words(record, at)
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)
         token = packed // GROUP
         positions = token + shift
         heads = head * GROUP + packed % GROUP
         cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
-        if BLOCK_D == HEAD_DIM:
-            query = tl.load(queries + cells)
-        else:
-            query = tl.load(queries + cells, mask=columns[None, :] < HEAD_DIM, other=0.0)
+        shown = columns[None, :] < HEAD_DIM
+        query = tl.load(queries + cells) if BLOCK_D == HEAD_DIM else tl.load(queries + cells, mask=shown, other=0.0)
 
         top, total = _beginning(sinks, heads, partial < 0, SINKS)
         piece_offset = layer_offset + head * piece
@@ -176,13 +166,8 @@ def _attend(
                 POOL_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
             )  # fmt: skip
 
-        _store(
-            acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs,
-            KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D,
+        _end_item(
+            acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs, record,
+            counts_at, first_partial, tickets, sinks, tl.arange(0, JOINED), columns,
+            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, JOINED, PARTS, SINKS,
         )  # fmt: skip
-        if partial >= 0:
-            _join_last(
-                record, counts_at, (partial - first_partial) // BLOCK_M, tl.arange(0, JOINED), columns, tickets,
-                partials, partial_logs, out, sinks,
-                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, JOINED, PARTS, SINKS,
-            )  # fmt: skip

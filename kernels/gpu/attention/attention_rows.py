@@ -16,13 +16,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# These are the words of a merge, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
-# only see constants of their own module.
-_ROW, _ROWS, _HEAD, _PARTS, _PARTIAL, _WORDS = map(tl.constexpr, (1, 2, 4, 5, 7, 8))
+# These are the words of items and merges, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted
+# functions only see constants of their own module.
+_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+_PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 # The maximum of a row's scores begins with this number. It is below every real score, and finite, because a row that
 # has seen no key yet subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _words(record, at):
+    """Returns the words of the item at ``at``: its block table, and the others as they are."""
+    item = record + at
+    row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
+    head, begin, end = tl.load(item + _HEAD), tl.load(item + _BEGIN), tl.load(item + _END)
+    return record + tl.load(item + _TABLE), row, rows, shift, head, begin, end, tl.load(item + _PARTIAL)
 
 
 @triton.jit
@@ -166,3 +176,24 @@ def _join_last(
                 merge, parts, first, begin + places, columns, partials, partial_logs, out, sinks,
                 KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, PARTS, SINKS,
             )  # fmt: skip
+
+
+# fmt: off
+@triton.jit
+def _end_item(
+    acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs, record, counts_at,
+    first_partial, tickets, sinks, joined_places, joined_columns,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):
+    # fmt: on
+    """Stores an item's result, and joins the unit's parts if this is the last one of them."""
+    _store(
+        acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs,
+        KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    if partial >= 0:
+        _join_last(
+            record, counts_at, (partial - first_partial) // BLOCK_M, joined_places, joined_columns, tickets, partials,
+            partial_logs, out, sinks, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, JOINED, PARTS, SINKS,
+        )  # fmt: skip

@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _store, _weighed, _whole
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _weighed, _whole, _words
 from pillion.kernels.gpu.dependent import wait_for_earlier
 
 # The architecture whose instructions these are, and the widths of heads whose tiles fit.
@@ -137,6 +137,46 @@ def _fold(
 
 # fmt: off
 @gluon.jit
+def _fold_all(
+    acc, scores, top, total, slots, begin, whole_begin, whole_end, query, keys, values, none, positions, pool, table,
+    end, slot_stride, offset, score_scale, softcap,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BUFFERS: tl.constexpr,
+    V_STEP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LOADS: tl.constexpr, SCORES: tl.constexpr,
+    RESULTS: tl.constexpr,
+):
+    # fmt: on
+    """Folds all tiles of an item, the first of which has its ``scores``; those between the whole bounds need no
+    masks."""
+    # A tile is folded when the scores of the next one have begun, so bounds of these are one tile further.
+    if WINDOW:
+        acc, scores, top, total, slots = _fold(
+            acc, scores, top, total, slots, begin + BLOCK_N, tl.minimum(whole_begin + BLOCK_N, end), query, keys,
+            values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
+        )  # fmt: skip
+    acc, scores, top, total, slots = _fold(
+        acc, scores, top, total, slots, whole_begin + BLOCK_N, tl.minimum(whole_end + BLOCK_N, end), query, keys,
+        values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, False, LOADS, SCORES, RESULTS,
+    )  # fmt: skip
+    acc, scores, top, total, slots = _fold(
+        acc, scores, top, total, slots, whole_end + BLOCK_N, end, query, keys, values, none, positions, pool,
+        table, end, slot_stride, offset, score_scale, softcap,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
+    )  # fmt: skip
+    tile = (end - 1) // BLOCK_N
+    weights, acc, top, total = _softmax(
+        acc, scores, top, total, tile * BLOCK_N, positions, pool, score_scale, softcap,
+        BLOCK_N, WINDOW, SOFTCAP, True, SCORES, RESULTS,
+    )  # fmt: skip
+    _landed(BUFFERS)
+    acc = warpgroup_mma(weights, values.index(tile % BUFFERS), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, top, total
+
+
+# fmt: off
+@gluon.jit
 def _attend_overlapped(
     queries, pool, scales, record, starts_at, counts_at, first_partial, out, partials, partial_logs, tickets, sinks,
     query_stride, slot_stride, layer_offset, scale_slot_stride, scale_layer_offset, score_scale, softcap,
@@ -149,8 +189,7 @@ def _attend_overlapped(
     """Runs a program's items, one after the other. Its arguments are those of
     :func:`pillion.kernels.gpu.attention.attention_kernel._attend`, whose scales it does not read."""
     # A row of K or V is 8 values for each of some lanes.
-    LANES: tl.constexpr = HEAD_DIM // 8
-    LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     RESULTS: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
     SHARED: tl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -164,17 +203,8 @@ def _attend_overlapped(
     start, stop = tl.load(mine), tl.load(mine + 1)
     wait_for_earlier(DEPENDENT)
     for at in range(start, stop, _WORDS):
-        item = record + at
-        table = record + tl.load(item + _TABLE)
-        row = tl.load(item + _ROW)
-        rows = tl.load(item + _ROWS)
-        shift = tl.load(item + _SHIFT)
-        head = tl.load(item + _HEAD)
-        begin = tl.load(item + _BEGIN)
-        end = tl.load(item + _END)
-        partial = tl.load(item + _PARTIAL)
+        table, row, rows, shift, head, begin, end, partial = _words(record, at)
         offset = layer_offset + head * (BLOCK_SIZE * HEAD_DIM)
-
         # All warps are done with the item before, whose tiles are overwritten.
         tl.debug_barrier()
         slots = gl.zeros([BLOCK_N], gl.int32, gl.SliceLayout(1, LOADS))
@@ -186,7 +216,6 @@ def _attend_overlapped(
         packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS)), rows - 1)
         cells = (packed // GROUP).to(tl.int64) * query_stride + (head * GROUP + packed % GROUP) * HEAD_DIM
         query.store(tl.load(queries + (cells[:, None] + columns[None, :])))
-
         packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES)), rows - 1)
         positions = packed // GROUP + shift
         top, total = _beginning(sinks, head * GROUP + packed % GROUP, partial < 0, SINKS)
@@ -199,46 +228,19 @@ def _attend_overlapped(
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=[scores])
         acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, RESULTS)
-
-        # A tile is folded when the scores of the next one have begun, so bounds of these are one tile further.
         whole_begin, whole_end = _whole(row, rows, shift, begin, end, GROUP, BLOCK_N, WINDOW)
-        if WINDOW:
-            acc, scores, top, total, slots = _fold(
-                acc, scores, top, total, slots, begin + BLOCK_N, tl.minimum(whole_begin + BLOCK_N, end), query, keys,
-                values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
-                BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
-            )  # fmt: skip
-        acc, scores, top, total, slots = _fold(
-            acc, scores, top, total, slots, whole_begin + BLOCK_N, tl.minimum(whole_end + BLOCK_N, end), query, keys,
-            values, none, positions, pool, table, end, slot_stride, offset, score_scale, softcap,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, False, LOADS, SCORES, RESULTS,
-        )  # fmt: skip
-        acc, scores, top, total, slots = _fold(
-            acc, scores, top, total, slots, whole_end + BLOCK_N, end, query, keys, values, none, positions, pool,
+        acc, top, total = _fold_all(
+            acc, scores, top, total, slots, begin, whole_begin, whole_end, query, keys, values, none, positions, pool,
             table, end, slot_stride, offset, score_scale, softcap,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, True, LOADS, SCORES, RESULTS,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, LOADS, SCORES, RESULTS,
         )  # fmt: skip
-        tile = (end - 1) // BLOCK_N
-        weights, acc, top, total = _softmax(
-            acc, scores, top, total, tile * BLOCK_N, positions, pool, score_scale, softcap,
-            BLOCK_N, WINDOW, SOFTCAP, True, SCORES, RESULTS,
-        )  # fmt: skip
-        _landed(BUFFERS)
-        acc = warpgroup_mma(weights, values.index(tile % BUFFERS), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-
         places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, RESULTS))
         packed = row + tl.minimum(places, rows - 1)
-        top = gl.convert_layout(top, gl.SliceLayout(1, RESULTS))
-        total = gl.convert_layout(total, gl.SliceLayout(1, RESULTS))
-        _store(
-            acc, top, total, packed // GROUP, head * GROUP + packed % GROUP, places,
-            gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials, partial_logs,
-            KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, HEAD_DIM,
+        _end_item(
+            acc, gl.convert_layout(top, gl.SliceLayout(1, RESULTS)),
+            gl.convert_layout(total, gl.SliceLayout(1, RESULTS)), packed // GROUP, head * GROUP + packed % GROUP,
+            places, gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials,
+            partial_logs, record, counts_at, first_partial, tickets, sinks,
+            gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns,
+            KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, BLOCK_M, JOINED, PARTS, SINKS,
         )  # fmt: skip
-        if partial >= 0:
-            _join_last(
-                record, counts_at, (partial - first_partial) // BLOCK_M,
-                gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns, tickets, partials, partial_logs, out,
-                sinks, KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, BLOCK_M, JOINED, PARTS, SINKS,
-            )  # fmt: skip

@@ -116,20 +116,19 @@ class PagedAttention:
         mine = range(first_kv_head, first_kv_head + num_kv_heads)
         _check_pool(pool, dtype, num_layers, mine, block_size, head_dim, kv, device or pool.device)
         self._pool, self._dtype, self._device = pool, dtype, device or pool.device
-        self._heads, self._head_dim, self._layers = num_heads, head_dim, num_layers
+        self._heads, self._head_dim, self._layers, self._invariant = num_heads, head_dim, num_layers, invariant
         self._first_head_at = first_kv_head * pool.stride(3)
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
         self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
         heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "SINKS": sinks}
         shape = {**heads, "POOL_HEADS": pool.shape[3], "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
-        self._invariant, cut = invariant, _parted_constants if invariant else _cut_anywhere
-        most = max_context_blocks * block_size if invariant else decode_rows
+        cut, most = (_parted_constants, max_context_blocks * block_size) if invariant else (_cut_anywhere, decode_rows)
         each = cut(arch, shape, kv, dtype.itemsize, any(windows), most, processors)
         (self._decode, decode), (self._chunk, chunk), merge = each
-        self._attend_chunks = _attend_overlapped if "BUFFERS" in self._chunk else _attend
         self._merge = {**_merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
         self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
+        limits = {"max_tokens": max_tokens, "max_seqs": max_seqs, "max_context_blocks": max_context_blocks}
         self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
             group=group,
@@ -137,9 +136,7 @@ class PagedAttention:
             decode=decode,
             chunk=chunk,
             windows=windows,
-            max_tokens=max_tokens,
-            max_seqs=max_seqs,
-            max_context_blocks=max_context_blocks,
+            **limits,
         )
         results = torch.empty((self.planner.partial_rows, padded_head_dim(head_dim)), device=self._device)
         self._partials, self._partial_logs = results, torch.empty(len(results), device=self._device)
@@ -188,7 +185,7 @@ class PagedAttention:
                 more = terms, planner.own_at(chunk), *places
                 _attend_parts[(tiling.programs,)](*inputs, out, *partials, *more, WINDOW=window, **constants)
             else:
-                kernel = self._attend_chunks if chunk else _attend
+                kernel = _attend_overlapped if "BUFFERS" in constants else _attend
                 at = planner.counts_at(window, chunk), planner.first_partial(chunk)
                 more = self._tickets, terms, *places
                 kernel[(tiling.programs,)](*inputs, *at, out, *partials, *more, WINDOW=window, **constants)
