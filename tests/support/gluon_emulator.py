@@ -24,17 +24,17 @@ from pillion.kernels.gpu.dot import dot
 NAN_BITS = 0x7FFF
 
 
-class Shared:
+class SharedTile:
     """A tile of shared memory."""
 
-    def __init__(self, machine: Machine, data: np.ndarray, dtype: tl.dtype) -> None:
+    def __init__(self, machine: WarpGroups, data: np.ndarray, dtype: tl.dtype) -> None:
         self.machine, self.data, self.dtype = machine, data, dtype
 
-    def index(self, at: Any) -> Shared:
-        return Shared(self.machine, self.data[int(at)], self.dtype)
+    def index(self, at: Any) -> SharedTile:
+        return SharedTile(self.machine, self.data[int(at)], self.dtype)
 
-    def permute(self, order: list[int]) -> Shared:
-        return Shared(self.machine, self.data.transpose(order), self.dtype)
+    def permute(self, order: list[int]) -> SharedTile:
+        return SharedTile(self.machine, self.data.transpose(order), self.dtype)
 
     def store(self, tensor: Any) -> None:
         self.machine.refuse_if_read(self.data)
@@ -47,40 +47,40 @@ class Shared:
         return tl.core.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
 
 
-class Product:
+class BegunProduct:
     """A product that was begun and has not been waited for."""
 
-    def __init__(self, left: Any, right: Shared, start: Any) -> None:
+    def __init__(self, left: Any, right: SharedTile, start: Any) -> None:
         self.left, self.right, self.start = left, right, start
 
     def reads(self, data: np.ndarray) -> bool:
-        operands = [each.data for each in (self.left, self.right) if isinstance(each, Shared)]
+        operands = [each.data for each in (self.left, self.right) if isinstance(each, SharedTile)]
         return any(np.may_share_memory(each, data) for each in operands)
 
     def result(self) -> Any:
-        left = self.left.tensor() if isinstance(self.left, Shared) else self.left
+        left = self.left.tensor() if isinstance(self.left, SharedTile) else self.left
         return dot(left, self.right.tensor(), self.start)
 
 
-class Machine:
+class WarpGroups:
     """Copies and products of the program that runs."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
         self.groups: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self.waited: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        self.begun: list[Product] = []
-        self.done: list[Product] = []
+        self.begun: list[BegunProduct] = []
+        self.done: list[BegunProduct] = []
 
     def refuse_if_read(self, data: np.ndarray) -> None:
         assert not any(product.reads(data) for product in self.begun + self.done), "a product may still read there"
 
-    def allocate(self, dtype: tl.dtype, shape: list[int], layout: object) -> Shared:
+    def allocate(self, dtype: tl.dtype, shape: list[int], layout: object) -> SharedTile:
         del layout
         bits = np.full(shape, NAN_BITS, np.uint16)
-        return Shared(self, bits.view(np.float16) if dtype == tl.float16 else bits, dtype)
+        return SharedTile(self, bits.view(np.float16) if dtype == tl.float16 else bits, dtype)
 
-    def copy(self, target: Shared, cells: Any) -> None:
+    def copy(self, target: SharedTile, cells: Any) -> None:
         self.refuse_if_read(target.data)
         target.data.view(np.uint16)[...] = NAN_BITS
         self.asked.append((target.data, tl.load(cells).handle.data))
@@ -100,13 +100,15 @@ class Machine:
                 target[...] = found
         self.waited, self.done = [], []
 
-    def multiply(self, left: Any, right: Shared, start: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+    def multiply(
+        self, left: Any, right: SharedTile, start: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
         assert is_async
-        assert not isinstance(start, Product)
-        self.begun.append(Product(left, right, start if use_acc else start * 0.0))
+        assert not isinstance(start, BegunProduct)
+        self.begun.append(BegunProduct(left, right, start if use_acc else start * 0.0))
         return self.begun[-1]
 
-    def wait(self, outstanding: int, deps: list[Product]) -> Any:
+    def wait(self, outstanding: int, deps: list[BegunProduct]) -> Any:
         many = max(0, len(self.begun) - outstanding)
         self.done += self.begun[:many]
         found = [each.result() if each in self.begun[:many] else each for each in deps]
@@ -128,7 +130,7 @@ class _Names:
 def emulated(module: ModuleType, kernel: str) -> Any:
     """Returns a module's Gluon kernel as one of Triton's interpreter."""
     assert not NATIVE
-    machine = Machine()
+    machine = WarpGroups()
     names = {
         **vars(module),
         "tl": _Names(tl, debug_barrier=machine.barrier),
