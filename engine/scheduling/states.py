@@ -132,10 +132,11 @@ class WorkingStates(BlockChain):
             self._written[self._written.index(worst)] = replace(worst, slots=())
         self.free.append(worst.slots)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Says whether launched steps of the sequence have not ended."""
-        return bool(self._written)
+    def void_steps(self) -> None:
+        """Notes that no launched step of the sequence counts: nobody reads what they write. Steps run in their order,
+        so a later one may write there."""
+        self.free += [one.slots for one in self._written if one.slots]
+        self._written = deque(replace(one, slots=()) for one in self._written)
 
     def end(self) -> None:
         """Notes that the oldest launched step has ended."""
@@ -224,10 +225,13 @@ class States:
                 continue
             self._complete(working)
             working.end()
+            if not sequence.num_in_flight:
+                # Those that were launched on a token whose mask was late are void.
+                working.void_steps()
             stands = working.settle(sequence.num_computed)
             if stands < sequence.num_computed:
                 # A step that runs ahead may have overwritten what stood there, and goes on from a later state.
-                if not working.runs_ahead:
+                if not sequence.num_in_flight:
                     sequence.compute_from(stands)
             elif working.places.reached(stands) and sequence.may_commit and working.own_states == STATES:
                 self._keep_place(sequence, working)

@@ -167,6 +167,17 @@ def test_a_stream_with_a_state_never_waits() -> None:
     assert (harness.launches, harness.device.resolved, harness.void_rows) == (3 + 32, 32, 0)
 
 
+def test_a_step_on_a_token_whose_mask_was_late_leaves_no_state() -> None:
+    """The token's place is computed again, from the state before it, or from an older one where that was overwritten;
+    what the step under way writes after another token is read by nobody."""
+    for draws in range(20):
+        harness = StatesAhead(1, slots=80, draws=draws, budget=8 + draws, punctual=0.6)
+        for seed in (1, 2):
+            harness.submit(prompt(seed, 3), 24, grammar=seed, seed=seed)
+        harness.finish()
+        harness.check_answers()
+
+
 def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     """The second text leaves it for the third one, although more steps than states are under way."""
     harness, found = StatesAhead(2, slots=300, budget=4, max_under_way=5), []
