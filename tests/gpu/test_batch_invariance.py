@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 BLOCK_SIZE, KV_HEADS, GROUP, WIDTH = 16, 1, 2, 16
 # Of float32, kernels have parts of 64 tokens, and a window that begins inside of one.
-LENGTHS, WINDOW = (100, 30, 5), 70
+LENGTHS, WINDOW = (140, 30, 5), 100
 RANK, ROTARY, HEADS = 32, 16, 2
 MOST_TOKENS = 512
 
@@ -49,7 +49,7 @@ class AttendedTexts:
         heads = KV_HEADS * GROUP
         attention = PagedAttention(
             pool.to(DEVICE), dtype=dtype, num_heads=heads, num_kv_heads=KV_HEADS, head_dim=width,
-            block_size=BLOCK_SIZE, num_layers=1, scale=width**-0.5, max_tokens=MOST_TOKENS, max_seqs=8,
+            block_size=BLOCK_SIZE, num_layers=1, scale=width**-0.5, max_tokens=MOST_TOKENS, max_seqs=64,
             max_context_blocks=tables.shape[1], windows=(window,), sinks=sinks, **{"invariant": True, **more},
         )  # fmt: skip
         queries = [torch.randn((count, heads, width), generator=generator).to(dtype).to(DEVICE) for count in LENGTHS]
@@ -63,7 +63,7 @@ class AttendedTexts:
         pool = torch.randn((slots, 1, 1, 1, BLOCK_SIZE, RANK + ROTARY), generator=generator)
         attention = LatentAttention(
             pool.to(DEVICE), dtype=torch.float32, num_heads=HEADS, rank=RANK, rotary=ROTARY, block_size=BLOCK_SIZE,
-            num_layers=1, scale=0.2, max_tokens=MOST_TOKENS, max_seqs=8, max_context_blocks=tables.shape[1],
+            num_layers=1, scale=0.2, max_tokens=MOST_TOKENS, max_seqs=64, max_context_blocks=tables.shape[1],
             invariant=True,
         )  # fmt: skip
         queries = [torch.randn((count, HEADS, RANK + ROTARY), generator=generator).to(DEVICE) for count in LENGTHS]
@@ -156,7 +156,7 @@ def test_a_row_is_attended_alike_in_every_step(case, monkeypatch):
 def test_parts_change_nothing_but_roundings(monkeypatch):
     """Rows are those of kernels that cut a text anywhere."""
     add_up_in_one_order(monkeypatch)
-    parts = [(0, 99, 100), (1, 0, 30), (2, 4, 5)]
+    parts = [(0, 139, 140), (1, 0, 30), (2, 4, 5)]
     for options in ({}, {"window": WINDOW, "sinks": True}):
         found, wanted = (AttendedTexts.paged(**options, invariant=flag).step(*parts) for flag in (True, False))
         for one, other in zip(found, wanted, strict=True):
@@ -166,12 +166,21 @@ def test_parts_change_nothing_but_roundings(monkeypatch):
 def test_units_are_cut_and_whole():
     """A long text alone is cut at every part; one of many is not, and its program joins its parts."""
     texts = AttendedTexts.paged()
-    alone = texts.items((0, 99, 100))
+    alone = texts.items((0, 139, 140))
     assert (alone[:, PARTIAL] >= 0).all()
-    assert sorted({(begin, end) for begin, end in alone[:, [BEGIN, END]].tolist()}) == [(0, 64), (64, 100)]
-    beside = texts.items(*[(0, 99, 100)] * 40)
+    assert sorted({(begin, end) for begin, end in alone[:, [BEGIN, END]].tolist()}) == [(0, 64), (64, 128), (128, 140)]
+    beside = texts.items(*[(0, 139, 140)] * 40)
     assert (beside[:, PARTIAL] < 0).all()
-    assert {(begin, end) for begin, end in beside[:, [BEGIN, END]].tolist()} == {(0, 100)}
+    assert {(begin, end) for begin, end in beside[:, [BEGIN, END]].tolist()} == {(0, 140)}
+
+
+def test_a_merge_joins_parts_as_a_program_does(monkeypatch):
+    """Three parts of a text alone, which a merge joins, and of the text among many, whose programs join them."""
+    add_up_in_one_order(monkeypatch)
+    for texts in (AttendedTexts.paged(sinks=True), AttendedTexts.latents()):
+        (alone,) = texts.step((0, 139, 140))
+        for found in texts.step(*[(0, 139, 140)] * 40):
+            assert torch.equal(found, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
