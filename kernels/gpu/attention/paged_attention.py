@@ -46,7 +46,7 @@ LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
 # With heads of this width a chunk's tile fills all registers, and values that the loops over keys do not use are
 # spilled.
-WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 112
+WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 208
 # A value of bfloat16 or float16 has so many bytes.
 HALF_BYTES = 2
 
