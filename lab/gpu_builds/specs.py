@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lab.benchmarks.gpu.search import trying
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention import (
     kv_write,
@@ -894,4 +895,6 @@ def build_specs() -> list[BuildSpec]:
         sampling_masks_specs,
         state_specs,
     )
-    return [spec for specs in kernels for spec in specs()]
+    # Kernels that begin early have more in them than those that do not.
+    with trying("dependent_launch", 90, {"on": 1}):
+        return [spec for specs in kernels for spec in specs()]

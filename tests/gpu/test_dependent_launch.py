@@ -12,6 +12,7 @@ import textwrap
 import pytest
 import torch
 
+from lab.benchmarks.gpu.search import trying
 from lab.gpu_builds.specs import build_specs
 from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
@@ -22,7 +23,6 @@ from pillion.kernels.gpu.experts import expert_routing, grouped_product, pair_so
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.products import plain_product, quantized_product
 from pillion.kernels.gpu.rows import embedding, gated, norms
-from pillion.kernels.gpu.tuned import tuning_file
 from tests.support.families import tokens_of
 
 # What each kernel may read early, by the names of its arguments: weights, tables, and the step's record.
@@ -104,22 +104,23 @@ def waits(kernel) -> bool:
 
 def test_the_tuning_file_switches_it():
     """The interpreter has no such launches, and neither have older devices."""
+    for on in (0, 1):
+        with trying("dependent_launch", 90, {"on": on}):
+            assert dependent(90) == {"DEPENDENT": NATIVE and bool(on), "launch_pdl": NATIVE and bool(on)}
     assert dependent(80) == {"DEPENDENT": False, "launch_pdl": False}
-    assert dependent(90)["DEPENDENT"] == NATIVE
 
 
 @pytest.mark.skipif(not NATIVE or arch_of(DEVICE) < DEPENDENT_ARCH, reason="needs a device of sm_90")
-def test_steps_are_the_same_with_dependent_launches_and_without(monkeypatch, own_cache, tmp_path):
+def test_steps_are_the_same_with_dependent_launches_and_without(own_cache, tmp_path):
     """Decodes in bfloat16, from graphs and without, with products of our own."""
     folder = save_model(tmp_path / "model")
     prepared, text = prepare(ModelFlags(model=str(folder), dtype="bfloat16")), tokens_of(STEPS + 5, 1)
 
     def logits(on: int) -> torch.Tensor:
-        entry = {"when": {}, "use": {"on": on}}
-        monkeypatch.setitem(tuning_file(arch_of(DEVICE)), "dependent_launch", [entry])
-        driver = GpuDriver(prepared)
-        (number,) = driver.sequences.add()
-        return driver.run_all(number, text, [5, *[1] * (STEPS - 1)])
+        with trying("dependent_launch", arch_of(DEVICE), {"on": on}):
+            driver = GpuDriver(prepared)
+            (number,) = driver.sequences.add()
+            return driver.run_all(number, text, [5, *[1] * (STEPS - 1)])
 
     wanted = logits(0)
     for _ in range(5):

@@ -30,7 +30,7 @@ STEPS = 60
 # How steps run, and the constants that are used in place of the tuning file's: a kernel's name and its entry.
 KINDS: dict[str, dict[str, dict[str, int]]] = {
     "graphs": {},
-    "graphs, each kernel after the one before": {"dependent_launch": {"on": 0}},
+    "graphs, kernels begin early": {"dependent_launch": {"on": 1}},
     "graphs, products by cuBLAS": {"plain_product_rows": {"rows": 0, "most_mb": 0}},
     "eager": {},
 }
