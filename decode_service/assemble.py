@@ -24,8 +24,8 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 async def start_decode(
     flags: DecodeFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
 ) -> WorkerServer:
-    """Starts a decode worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
-    work."""
+    """Starts a decode worker, which attaches to its KV node and serves when its ``turn`` comes. Raises ConfigError for
+    flags that cannot work."""
     flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO
     worker = await start_worker(

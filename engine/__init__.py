@@ -12,7 +12,7 @@
     adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
     grammars/      which tokens an answer may go on with
     drafts/        speculative decoding: draft tokens of next tokens, which steps judge
-    states/        what cannot be served yet with models whose layers carry states
+    states/        the check of flags that models whose layers carry states do not go with
     gpu_states/    layers with states on GPUs
     encoders/      models whose tokens all see each other: vectors and labels of whole texts, without any cache
     ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs

@@ -97,8 +97,8 @@ class SamplingOption:
         gguf: its key among the sampling values of GGUF files, "" where these have none.
         apis: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
         about: the help of the command's option; "" where the command writes an option of its own.
-        of_rows: whether every row of a step has a value, which cuts the row's distribution; the other options change
-            single logits.
+        of_rows: whether the option shapes a row's whole distribution, so that each row of a step has a value of it; the
+            other options change single logits.
     """
 
     allowed: Range | None
@@ -122,7 +122,8 @@ def _option(allowed: Range | None = None, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Says how tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it.
+    """Says how tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it, but for
+    numbers that no model recommends, which stay None and have no effect.
 
     The row of a number says what all APIs and checks know of it.
 

@@ -117,8 +117,9 @@ class ModelFamily:
         first_position: the row of the first position, in a family that adds embeddings of positions to those of tokens;
             None for others.
         window_pattern: where neither a config nor another default says which layers have the window: of so many layers
-            one has none, the last, or the first with ``full_first``; 0 gives all of them the window. With
-            ``max_window_layers`` no layer from that one on has it, where other families have it from there on.
+            one has none, the last, or the first with ``full_first``; 0 gives all of them the window. A config's
+            ``max_window_layers`` then takes the window from that layer and those after it; in families without a
+            pattern it gives it to them.
         activations: the decoder's names of activations that the family's configs call otherwise.
         sigmoid_router: whether the scores of experts are sigmoids.
         scaled_experts: whether scores multiply the rows that experts read, not their results.
@@ -133,7 +134,7 @@ class ModelFamily:
             and files those of the class that saved them with ``save_original_format=False``.
         fused: the layers that transformers has in place of their parts, by their names in checkpoints.
         turned: whether checkpoints have the inputs of layers' matrices as their rows.
-        idle: a pattern of the names of tensors that checkpoints may have for layers that do not read them.
+        idle: a pattern of the names of tensors that checkpoints may have although no layer of the model reads them.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)

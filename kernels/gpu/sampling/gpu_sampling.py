@@ -11,7 +11,7 @@ engine/sampling (sampler.py, gumbel.py, cuts.py) explains what is computed.
 
 Two launches serve rows of every kind, and each row's record says what it wants, so a CUDA graph that holds them serves
 every step. All of a row's logits are read once, by many programs. What follows reads a few of its groups, so one
-program does it: none draws for a slice that the row's winner is not in.
+program does it, which draws only in slices that can have the row's winner.
 
 Rows are independent: a program reads one row, in an order that depends on the row alone, and there are no atomic
 operations. No logits raise: a row whose largest logit is NaN or infinite yields -1, as on the CPU.
