@@ -127,8 +127,9 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Gives the number of bytes of one slot. Where layers differ and values are kept in floating point, not as 8-bit
-        codes, it is rounded up to whole pieces of each size, so that the pieces of one size in all slots are rows of a table."""
+        """Gives the number of bytes of one slot. Where layers differ and values are kept in floating point, not as
+        8-bit codes, it is rounded up to whole pieces of each size, so that the pieces of one size in all slots are rows
+        of a table."""
         total = sum(self._layer_bytes(layer) for layer in range(self.num_layers))
         if self.even or self._has_codes:
             return total
