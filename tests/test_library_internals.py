@@ -96,6 +96,8 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("python", "asyncio", lambda: asyncio, ("_set_running_loop",)),
     ("python", "Task", failed_task, ("_log_destroy_pending", "_log_traceback")),
     ("python", "threading", lambda: threading, ("_register_atexit",)),
+    ("torch", "torch", lambda: torch, ("_C", "_scaled_mm")),
+    ("torch", "torch._C", lambda: torch._C, ("_construct_storage_from_data_pointer",)),
     ("torch", "ProcessGroupGloo", gloo, ("_Options",)),
     ("torch", "ProcessGroupGloo._Options()", lambda: gloo()._Options(), ("_devices", "_timeout")),
     ("torch", "torch.ops.aten", lambda: torch.ops.aten, ("_scaled_dot_product_flash_attention_for_cpu",)),

@@ -72,7 +72,7 @@ BACKGROUND = {
     "NodePrefixPins.run",
 }
 # The answer does not wait for these, which follow the native step.
-NOT_AWAITED = {"KVNode/Commit", "WorkerEpoch._send_updates", "_reading.<locals>.read"}
+NOT_AWAITED = {"ComponentCalls._run_prefill", "KVNode/Commit", "WorkerEpoch._send_updates", "_reading.<locals>.read"}
 # A worker commits what has been computed since the node answered its last commit, so how often it does depends on how
 # long the node takes.
 NAMED_ONCE = {"KVNode/Commit"}

@@ -46,13 +46,14 @@ MAX_NAME_BYTES = 32
 
 # The text of an image stands at these places; "[]" is an item of a list.
 _PART = ("messages", "[]", "content", "[]")
+_RESULT_PART = (*_PART, "content", "[]")
 _ITEM_PARTS = (("input", "[]", "content", "[]"), ("input", "[]", "output", "[]"))
 _URLS = frozenset(
     (*place, *end)
-    for place in (_PART, ("messages", "[]", "images", "[]"), *_ITEM_PARTS)
+    for place in (_PART, _RESULT_PART, ("messages", "[]", "images", "[]"), *_ITEM_PARTS)
     for end in (("image_url",), ("image_url", "url"))
 )
-_SOURCES = frozenset((*place, "source", "data") for place in (_PART, (*_PART, "content", "[]")))
+_SOURCES = frozenset((*place, "source", "data") for place in (_PART, _RESULT_PART))
 _LAST_KEYS = frozenset(place[-1] for place in (*_URLS, *_SOURCES))
 
 _PIECE = re.compile(rb'["{}\[\]:,]')
