@@ -33,7 +33,8 @@ def _halved(query):
     query = query.to(tl.float32)
     bits = tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) & _EXPONENT
     bits = tl.maximum(bits, _LEAST)
-    inverse = (_INVERSE - bits).to(tl.float32, bitcast=True)
+    # Not the other way round: the interpreter would make a constant of a constant that a tensor is taken from.
+    inverse = (-bits + _INVERSE).to(tl.float32, bitcast=True)
     return (query * inverse[:, None]).to(tl.float16), bits.to(tl.float32, bitcast=True)
 
 

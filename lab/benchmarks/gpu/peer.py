@@ -69,9 +69,12 @@ def _ours(bench: Bench, name: str, config: Mapping[str, Any]) -> list[LoopFigure
 
 
 def _theirs(bench: Bench, name: str, config: Mapping[str, Any], ours: list[LoopFigures]) -> None:
-    # This import takes seconds, and other sections run where transformers is not installed.
-    from lab.benchmarks.gpu.peer_loop import PeerLoop, random_model
-
+    try:
+        # This import takes seconds, and other sections run where transformers is not installed.
+        from lab.benchmarks.gpu.peer_loop import PeerLoop, random_model
+    except ImportError as error:
+        bench.report(Row(f"{name}, transformers", None, "", note=f"not measured: it cannot be imported: {error}"))
+        return
     model = random_model(config, bench.device)
     for load, own in zip(SMOKE_LOADS if bench.smoke else LOADS, ours, strict=True):
         loop = PeerLoop(model, load)
