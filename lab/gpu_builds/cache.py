@@ -48,7 +48,7 @@ from typing import Any
 ARCH = 90
 # As of an H200: plans are cut for so many multiprocessors.
 PROCESSORS = 132
-# Of an entry these files are used; the others are there to be read by people.
+# A process that finds an entry reads its files with these endings; the others are for people.
 KEPT = (".cubin", ".json")
 MANIFEST = "manifest.json"
 GROUP = "__grp__"

@@ -224,7 +224,7 @@ def test_misshapen_tensors_are_refused():
 
 @pytest.mark.parametrize(("tokens", "seqs"), [(1, 1), (48, 8), (8192, 256), (15, 4), (40, 40)])
 def test_no_step_has_rows_of_more_chunks(tokens, seqs):
-    """Of as many sequences as may be, each has a row at a chunk's end first."""
+    """The most chunks are those of sequences whose first row is the last one of a chunk."""
     for count in range(1, min(tokens, seqs) + 1):
         longest = [tokens // count + (number < tokens % count) for number in range(count)]
         assert sum((CHUNK - 1 + rows + CHUNK - 1) // CHUNK for rows in longest) <= most_chunks(tokens, seqs)

@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _early, _tiles
-from pillion.kernels.gpu.attention.attention_rows import _whole
+from pillion.kernels.gpu.attention.attention_rows import _whole, _words
 from pillion.kernels.gpu.attention.gpu_attention_plan import PARTS_A_PROGRAM, Tiling
 from pillion.kernels.gpu.dependent import wait_for_earlier
 from pillion.kernels.gpu.tuned import tuned
 
 # These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
-_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+_ROW, _ROWS, _HEAD, _PARTIAL = map(tl.constexpr, (1, 2, 4, 7))
 _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -124,9 +124,7 @@ def _attend_parts(
     columns = tl.arange(0, BLOCK_D)
     for at in range(start, stop, _WORDS):
         item = record + at
-        table = record + tl.load(item + _TABLE)
-        row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
-        head, begin, end = tl.load(item + _HEAD), tl.load(item + _BEGIN), tl.load(item + _END)
+        table, row, rows, shift, head, begin, end, _ = _words(record, at)
 
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)

@@ -131,7 +131,7 @@ def _product(
     wide, long = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
     n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
     output, token = n * BLOCK_N + tl.arange(0, BLOCK_N), t * BLOCK_T + tl.arange(0, BLOCK_T)
-    # Outputs and rows after the last ones are computed as those, and not stored.
+    # A place after the last output, or after the last row, computes that last one again, and stores nothing.
     output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
     column = tl.arange(0, _BLOCK)
     left = matrix + output_read.to(tl.int64)[:, None] * inputs + column[None, :]

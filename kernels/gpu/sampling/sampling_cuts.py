@@ -136,7 +136,8 @@ def lower_bound(largest, weights, masses, top, temperature, top_k, top_p, total)
 
 @triton.jit
 def gather(source, able, head, count, vocab, least, CHUNK: tl.constexpr, HEAD: tl.constexpr):
-    """Copies the logits of ``count`` groups that reach ``least`` together; returns their number, or more than HEAD."""
+    """Copies the logits of at least ``least`` in ``count`` groups into one list; returns how many there are, or, where
+    the list is too short, a number above HEAD."""
     found = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     while (start < count) & (found <= HEAD):
