@@ -71,8 +71,16 @@ BACKGROUND = {
     "NodeExchange.run",
     "NodePrefixPins.run",
 }
-# The answer does not wait for these, which follow the native step.
-NOT_AWAITED = {"ComponentCalls._run_prefill", "KVNode/Commit", "WorkerEpoch._send_updates", "_reading.<locals>.read"}
+# The answer does not wait for these, which follow the native step: what runs in them, or within them, is not on the way.
+NOT_AWAITED = {
+    "ComponentCalls._release",
+    "ComponentCalls._run_prefill",
+    "KVNode/Commit",
+    "KVNode/ReleaseTicket",
+    "NodeLink._release_all",
+    "WorkerEpoch._send_updates",
+    "_reading.<locals>.read",
+}
 # A worker commits what has been computed since the node answered its last commit, so how often it does depends on how
 # long the node takes.
 NAMED_ONCE = {"KVNode/Commit"}
@@ -263,6 +271,8 @@ class Tracer:
         while frame is not None:
             if self._file(frame.f_code):
                 root = frame
+                if self._native and frame.f_code.co_qualname in NOT_AWAITED:
+                    return True
             frame = frame.f_back
         assert root is not None
         names = {root.f_code.co_qualname, _method_of(root)}
