@@ -71,7 +71,7 @@ BACKGROUND = {
     "NodeExchange.run",
     "NodePrefixPins.run",
 }
-# The answer does not wait for these, which follow the native step: what runs in them, or within them, is not on the way.
+# The answer does not wait for these, which follow the native step. What runs within them is not on the way.
 NOT_AWAITED = {
     "ComponentCalls._release",
     "ComponentCalls._run_prefill",
