@@ -1,0 +1,8 @@
+"""Holds bundles: what a gateway with --record-path keeps of a request, and the commands that read it.
+
+    bundle.py           the file's format, its key, its bounds; open this first
+    explanation.py      a bundle's story as a picture of time and sentences
+    explain_command.py  `pillion explain`
+
+The gateway's side, which collects a request's story and writes its bundle, is `gateway/recorder`.
+"""

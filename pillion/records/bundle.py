@@ -1,0 +1,309 @@
+"""Reads and writes bundles: what is kept of one request, so that its answer can be explained and replayed.
+
+    DIR/ID.json       {"format": 1, "id": ..., "request": ..., "answers": ..., "story": ..., "mac": ...}
+    DIR/record.key    the deployment's key, where --record-key-file names no other file
+
+``mac`` is the HMAC-SHA256, by the deployment's key, of the canonical JSON of everything else: sorted names, no spaces.
+It shows that a gateway of the deployment wrote the file, and that nobody changed it. What a client sent or got is kept
+as it is (``full``), as an HMAC by the same key, by which equals are found (``hash``), or not at all (``none``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pillion.errors import ConfigError
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, ToolOptions
+
+FORMAT = 1
+# A larger bundle is neither written nor read. A prompt of a million tokens has some 7 MB of JSON.
+MAX_BUNDLE_BYTES = 64 * 2**20
+KEY_FILE = "record.key"
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 4096
+# Upper bounds of a histogram of times between tokens, in milliseconds; one more bucket counts longer ones.
+GAP_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+
+_ID = re.compile(r"[0-9a-f]{24}")
+_OWNER_ONLY = 0o600
+
+Reason = Literal["failed", "slow", "asked", "share"]
+Content = Literal["none", "hash", "full"]
+
+
+class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Says what computed the answers. ``asked`` is the name that the client used, ``weights`` says how the weights are
+    kept, and ``adapter`` is the digest of the adapter's content; "" for the model alone."""
+
+    name: str
+    fingerprint: str
+    asked: str = ""
+    weights: str = ""
+    adapter: str = ""
+
+
+class BundleWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Describes a component that worked for the request, as it was then."""
+
+    id: str
+    role: str
+    node_id: str = ""
+    version: str = ""
+    kernels: str = ""
+    ranks: int = 1
+
+
+class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds what was asked, with every default decided: enough to ask for it again.
+
+    Attributes:
+        operation: "chat", "text_completion" or "embeddings".
+        label: the id by which the client knows the request, and the gateway's log names it.
+        prompt_tokens: the number of the prompt's tokens, without the ``virtual_tokens`` of its adapter.
+        token_ids: the prompt, without virtual tokens; () where it is not kept.
+        messages, chat, tools: the conversation of which the gateway made the prompt, where it came as one and is kept.
+        sampling: the sampling with the seed that was used, ``n``, ``best_of``, and the rules that end answers; its
+            ``stop_token_ids`` have the model's own. Texts and lists of tokens are left out unless content is kept.
+        bad_words: the sequences of tokens that no answer has.
+        grammar: the grammar that answers follow, as a worker gets it; "" for none.
+        resumed_tokens: the tokens of all answers that another gateway had given before the stream moved to this one.
+        hmacs: the HMACs of what is not kept, by the field's name.
+    """
+
+    operation: str
+    label: str
+    prompt_tokens: int
+    sampling: SamplingParams
+    token_ids: tuple[int, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    chat: ChatOptions = ChatOptions()
+    tools: ToolOptions = ToolOptions()
+    virtual_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
+    priority: int = 0
+    resumed_tokens: int = 0
+    hmacs: dict[str, str] = {}
+
+
+class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Says when an answer's tokens came, in milliseconds since the request's arrival.
+
+    ``gaps`` counts the times between two messages with tokens by GAP_BOUNDS_MS; the longest one stood before the token
+    with the index ``longest_gap_at``.
+    """
+
+    first_ms: float
+    last_ms: float
+    longest_gap_ms: float = 0.0
+    longest_gap_at: int = 0
+    gaps: tuple[int, ...] = ()
+
+
+class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds one answer that was generated: all its tokens, also those of an unfinished one, or their HMAC. Its
+    ``finish_reason`` is "" where it did not come to its end. ``logprobs`` has the log probability of each token, where
+    the client asked for them. ``times`` is None for an answer without tokens."""
+
+    tokens: int
+    token_ids: tuple[int, ...] = ()
+    hmac: str = ""
+    finish_reason: str = ""
+    logprobs: tuple[float, ...] = ()
+    times: TokenTimes | None = None
+
+
+class WeighedRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Describes a route that the planner weighed. ``price_ms`` is what decided: the predicted time to the first token,
+    with what the route costs other requests. ``fetched`` names where blocks would be fetched from: "of_nodes",
+    "of_bucket", or "" for none."""
+
+    decode: str
+    prefill: str = ""
+    price_ms: float = 0.0
+    cached_tokens: int = 0
+    fetch_ms: float = 0.0
+    fetched: str = ""
+    chosen: bool = False
+
+
+class StoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tells one thing that happened to a request, ``at_ms`` milliseconds after its arrival.
+
+    Attributes:
+        what: one of the names that `gateway/recorder/story.py` lists.
+        attempt, answer: which attempt, from 1, of which answer, from 0.
+        worker: the component that it happened at, or that is to work next.
+        tokens: up to which token of the prompt the KV is there, or how many tokens there are.
+        words: why, for people.
+        figures: further numbers by name.
+        weighed: the routes that a plan chose from.
+    """
+
+    at_ms: float
+    what: str
+    attempt: int = 0
+    answer: int = 0
+    worker: str = ""
+    tokens: int = 0
+    words: str = ""
+    figures: dict[str, float] = {}
+    weighed: tuple[WeighedRoute, ...] = ()
+
+
+class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds everything that is kept of one request.
+
+    Attributes:
+        id: the server's own id of the request, 24 hexadecimal digits; no client chooses it.
+        reason: why the request was recorded.
+        tenant: whose request it was; "" where there are no API keys.
+        content: whether texts and token ids are kept.
+        slow_ms: the gateway's --record-slow-ms at that time; 0 for none.
+        flags: the gateway's settings that a replay needs to know, by name.
+        workers: the components that worked for the request.
+        error: why the request failed, as "Kind: message"; "" where it did not.
+        receipt: what the request took: its "usage" and its "timings", by the names of pillion.Usage and Timings.
+        mac: the HMAC over everything else.
+    """
+
+    format: int = FORMAT
+    id: str
+    created_unix_ms: int
+    reason: Reason
+    tenant: str
+    content: Content
+    version: str
+    model: BundleModel
+    request: BundleRequest
+    answers: tuple[BundleAnswer, ...]
+    story: tuple[StoryEvent, ...]
+    slow_ms: int = 0
+    flags: dict[str, str] = {}
+    workers: tuple[BundleWorker, ...] = ()
+    error: str = ""
+    receipt: dict[str, Any] = {}
+    mac: str = ""
+
+
+def hidden(key: bytes, name: str, value: Any) -> str:
+    """Returns the HMAC that stands for the value of the field ``name`` where it is not kept."""
+    return hmac.digest(key, name.encode() + b"\0" + _canonical(value), "sha256").hex()
+
+
+def encode(bundle: Bundle, key: bytes) -> bytes:
+    """Returns a bundle as the JSON of its file, with its HMAC. Raises ConfigError for one that is too large."""
+    # The format is a default, which would be left out.
+    fields = {"format": bundle.format, **msgspec.to_builtins(bundle, str_keys=True)}
+    fields.pop("mac", None)
+    raw = msgspec.json.encode({**fields, "mac": _mac(key, fields)})
+    if len(raw) > MAX_BUNDLE_BYTES:
+        raise ConfigError(f"the bundle {bundle.id} has {len(raw)} bytes; at most {MAX_BUNDLE_BYTES} are kept")
+    return raw
+
+
+def write(folder: Path, bundle: Bundle, key: bytes) -> int:
+    """Writes a bundle into its file, whole or not at all, for this user alone; returns its bytes. Raises ConfigError
+    for one that is too large, and OSError."""
+    raw = encode(bundle, key)
+    part = folder / f"{bundle.id}.part"
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
+            file.write(raw)
+        os.replace(part, folder / f"{bundle.id}.json")
+    finally:
+        part.unlink(missing_ok=True)
+    return len(raw)
+
+
+def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
+    """Reads a bundle's file. Returns the bundle, and whether its HMAC was verified: it is not without a key.
+
+    Raises ConfigError for a file that cannot be read, is too large or no bundle, or whose HMAC is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BUNDLE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(raw) > MAX_BUNDLE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes, and so no bundle")
+    return decode(raw, key, str(path))
+
+
+def decode(raw: bytes, key: bytes | None, name: str) -> tuple[Bundle, bool]:
+    """Does what :func:`read` does with the content of the file ``name``."""
+    try:
+        fields = msgspec.json.decode(raw)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            found = fields.get("format") if isinstance(fields, dict) else None
+            raise ConfigError(f"{name} is no bundle of format {FORMAT}, but {str(found)[:20]}")
+        mac = fields.pop("mac", "")
+        if key is not None and not hmac.compare_digest(_mac(key, fields).encode(), str(mac).encode()):
+            raise ConfigError(f"{name} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
+        bundle = msgspec.convert({**fields, "mac": str(mac)}, Bundle, str_keys=True)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is no bundle: {str(error)[:200]}") from None
+    return bundle, key is not None
+
+
+def find(name: str, folder: str) -> Path:
+    """Returns the file of a bundle that a person names: by its path, or by its id where ``folder`` is --record-path.
+    Raises ConfigError."""
+    if not _ID.fullmatch(name):
+        return Path(name)
+    if not folder:
+        raise ConfigError(f"--record-path is the folder in which {name}.json is looked for")
+    return Path(folder) / f"{name}.json"
+
+
+def key_for(path: Path, key_file: str) -> bytes | None:
+    """Returns the key of a bundle's deployment: that of ``key_file`` or, where that is "", the one beside the bundle;
+    None where there is none. Raises ConfigError for a key file that cannot be used."""
+    if key_file:
+        return read_key(Path(key_file))
+    beside = path.parent / KEY_FILE
+    return read_key(beside) if beside.exists() else None
+
+
+def read_key(path: Path) -> bytes:
+    """Reads a key, without the white space around it. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            key = file.read(MAX_KEY_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"--record-key-file {path}: {error.strerror}") from None
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise ConfigError(f"--record-key-file {path}: a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes")
+    return key
+
+
+def make_key(folder: Path) -> bytes:
+    """Returns the key in ``folder``, which is made where it is missing. Gateways that share a folder get the same one.
+    Raises ConfigError, and OSError."""
+    path, part = folder / KEY_FILE, folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
+    if not path.exists():
+        try:
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as file:
+                file.write(secrets.token_hex(32))
+            # A link is made whole or not at all, and never over the key of another gateway.
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    return read_key(path)
+
+
+def _mac(key: bytes, fields: dict[str, Any]) -> str:
+    return hmac.digest(key, b"bundle\0" + _canonical(fields), "sha256").hex()
+
+
+def _canonical(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")
