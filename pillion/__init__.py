@@ -15,6 +15,7 @@ and engine import errors and types from here and run where gRPC and OpenTelemetr
     observability         metrics, traces, logs
     cli, supervisor       the command, and the processes that it starts
     loadgen               `pillion bench`
+    records               bundles of requests, and the commands that read them
 
 The servers themselves (`gateway`, `prefill_service`, `decode_service`, `engine`, `kvstore`, `kernels`) are links to
 folders at the root of the repository; nothing here but `cli`, `supervisor` and `offline` imports them, and those do so

@@ -209,18 +209,15 @@ def encode(bundle: Bundle, key: bytes) -> bytes:
     return raw
 
 
-def write(folder: Path, bundle: Bundle, key: bytes) -> int:
-    """Writes a bundle into its file, whole or not at all, for this user alone; returns its bytes. Raises ConfigError
-    for one that is too large, and OSError."""
-    raw = encode(bundle, key)
-    part = folder / f"{bundle.id}.part"
+def write(folder: Path, bundle_id: str, raw: bytes) -> None:
+    """Writes an encoded bundle into its file, whole or not at all, for this user alone. Raises OSError."""
+    part = folder / f"{bundle_id}.part"
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
             file.write(raw)
-        os.replace(part, folder / f"{bundle.id}.json")
+        os.replace(part, folder / f"{bundle_id}.json")
     finally:
         part.unlink(missing_ok=True)
-    return len(raw)
 
 
 def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
@@ -255,13 +252,22 @@ def decode(raw: bytes, key: bytes | None, name: str) -> tuple[Bundle, bool]:
 
 
 def find(name: str, folder: str) -> Path:
-    """Returns the file of a bundle that a person names: by its path, or by its id where ``folder`` is --record-path.
-    Raises ConfigError."""
-    if not _ID.fullmatch(name):
+    """Returns the file of a bundle that a person names: by its path or, where ``folder`` is --record-path, by its id or
+    the request's label, of which the newest one is taken. Raises ConfigError."""
+    if not folder or Path(name).is_file():
         return Path(name)
-    if not folder:
-        raise ConfigError(f"--record-path is the folder in which {name}.json is looked for")
-    return Path(folder) / f"{name}.json"
+    if _ID.fullmatch(name) and (path := Path(folder) / f"{name}.json").exists():
+        return path
+    # The ids in OpenAI's answers, such as chatcmpl-..., end as the label does that the gateway makes.
+    labels = {name, f"req-{name.rpartition('-')[2]}"}
+    wanted = [b'"label":' + msgspec.json.encode(label) for label in labels]
+    # A gateway may remove a bundle meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(Path(folder).glob("*.json"), key=lambda one: -one.stat().st_mtime):
+            raw = path.read_bytes()
+            if any(label in raw for label in wanted):
+                return path
+    raise ConfigError(f"no bundle in {folder} is of the request {name!r}")
 
 
 def key_for(path: Path, key_file: str) -> bytes | None:

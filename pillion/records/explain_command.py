@@ -1,0 +1,50 @@
+"""Declares ``pillion explain``, which tells where the time of a recorded request went. The command imports what it
+needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pillion.cli.flags import FlagCommand, option, options
+
+# These options say where bundles are, and by which key they are signed, for each command that reads them.
+reads_bundles = options(
+    option("--record-path", "Folder in which the gateway keeps bundles.", "", envvar="PILLION_RECORD_PATH"),
+    option(
+        "--record-key-file",
+        "File with the deployment's key. Default: record.key beside the bundle; without a key it is unverified.",
+        "",
+        envvar="PILLION_RECORD_KEY_FILE",
+    ),
+)
+
+
+@click.command(cls=FlagCommand)
+@click.argument("bundle", metavar="ID|FILE")
+@option("--json as_json", "Print JSON.", False, is_flag=True)
+@reads_bundles
+def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str) -> None:
+    """Explain where the time of a recorded request went.
+
+    ID is a bundle's id, or the id by which the client knows the request, and is looked for in --record-path.
+    """
+    from dataclasses import asdict
+
+    from pillion.records.bundle import find, key_for, read
+    from pillion.records.explanation import phases, picture, sentences
+
+    path = find(bundle, record_path)
+    found, verified = read(path, key_for(path, record_key_file))
+    told = sentences(found)
+    if as_json:
+        named = [asdict(phase) | {"words": phase.words} for phase in phases(found)]
+        click.echo(json.dumps({"id": found.id, "verified": verified, "phases": named, "sentences": told}, indent=2))
+        return
+    tenant = f" of tenant {found.tenant}" if found.tenant else ""
+    trust = "" if verified else ", unverified: there is no key"
+    click.echo(f"{found.request.label}{tenant}, {found.model.asked or found.model.name}: {found.reason}{trust}\n")
+    for line in (*picture(found), "", *told):
+        click.echo(line)

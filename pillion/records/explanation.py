@@ -1,0 +1,299 @@
+"""Explains a bundle: where the time of its request went, as a picture and in sentences. Sans-IO.
+
+events of the story --phases--> what the first answer waited for, one after the other
+                    --sentences--> what took long, why, and what the plan had expected
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pillion.records.bundle import Bundle, StoryEvent
+
+# A part of the time to the first token that is smaller than this share is not worth a sentence.
+TOLD_SHARE = 0.05
+# A plan that took this many times as long as it was expected to, and TOLD_LATE_MS longer, is told.
+LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
+BAR_COLUMNS = 40
+
+READING, GRAMMAR, LINE, PLANNING, MEMORY, FETCHING = "reading", "grammar", "line", "planning", "memory", "fetching"
+PREFILL, OPENING, WORKER_LINE, TAIL, MOVING, TOKENS = "prefill", "opening", "worker line", "tail", "moving", "tokens"
+_WORDS = {
+    READING: "reading and tokenizing the prompt",
+    GRAMMAR: "making and compiling the grammar",
+    LINE: "in line at the gateway",
+    PLANNING: "looking up the prefix and planning",
+    MEMORY: "waiting for KV memory at {}",
+    FETCHING: "fetching KV to {}",
+    PREFILL: "prefilling at {}",
+    OPENING: "opening the stream at {}",
+    WORKER_LINE: "in line at {}",
+    TAIL: "computing the rest of the prompt at {}",
+    MOVING: "moving to other components after a loss",
+    TOKENS: "tokens from {}",
+}
+# What an event begins for the first answer. Events that are not here change nothing.
+_BEGINS = {
+    "ready": PLANNING,
+    "waits": LINE,
+    "turn": PLANNING,
+    "memory": MEMORY,
+    "ticket": PLANNING,
+    "fetch": FETCHING,
+    "fetched": PLANNING,
+    "prefill": PREFILL,
+    "prefilled": OPENING,
+    "submitted": OPENING,
+    "adopted": WORKER_LINE,
+    "in_line": WORKER_LINE,
+    "begun": TAIL,
+    "first_token": TOKENS,
+    "went_on": TOKENS,
+    "plan_lost": MOVING,
+    "ticket_lost": MOVING,
+    "prefill_lost": MOVING,
+    "decode_lost": MOVING,
+}
+_LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Describes what the first answer waited for from ``start_ms`` to ``end_ms`` after the request's arrival, at which
+    worker."""
+
+    name: str
+    worker: str
+    start_ms: float
+    end_ms: float
+
+    @property
+    def took_ms(self) -> float:
+        """Gives how long it took."""
+        return self.end_ms - self.start_ms
+
+    @property
+    def words(self) -> str:
+        """Says what it was."""
+        return _WORDS[self.name].format(self.worker or "a worker")
+
+
+def phases(bundle: Bundle) -> list[Phase]:
+    """Returns what the first answer waited for, in order and without gaps, from the request's arrival to its end."""
+    found, name, worker, since_ms = [], READING, "", 0.0
+    in_prefill, decode = False, ""
+    for event in bundle.story:
+        if event.answer or event.what not in _BEGINS:
+            decode = event.worker if event.what == "planned" and not event.answer else decode
+            continue
+        begins = _BEGINS[event.what]
+        if event.what == "ready" and "grammar_ms" in event.figures:
+            grammar_ms = min(event.figures["grammar_ms"], event.at_ms)
+            found.append(Phase(READING, "", 0.0, event.at_ms - grammar_ms))
+            name, since_ms = GRAMMAR, event.at_ms - grammar_ms
+        if event.what == "prefilled" and not in_prefill:
+            # The decode worker has gone on already.
+            continue
+        if begins == PREFILL:
+            in_prefill = True
+        elif event.what in ("adopted", "prefilled", "first_token", *_LOSSES):
+            in_prefill = False
+        elif in_prefill:
+            # The stream waits at the KV node for what the prefill worker computes.
+            continue
+        if name == TOKENS and begins != MOVING:
+            continue
+        if name == MOVING and begins in (PLANNING, MEMORY):
+            continue
+        found.append(Phase(name, worker, since_ms, event.at_ms))
+        # What follows a prefill range happens at the decode worker.
+        at = decode if begins in (OPENING, WORKER_LINE, TAIL) else event.worker
+        name, worker, since_ms = begins, at or worker, event.at_ms
+    found.append(Phase(name, worker, since_ms, max(since_ms, end_ms(bundle))))
+    return _merged(found)
+
+
+def _merged(found: list[Phase]) -> list[Phase]:
+    merged: list[Phase] = []
+    for phase in found:
+        if merged and (merged[-1].name, merged[-1].worker) == (phase.name, phase.worker):
+            merged[-1] = replace(merged[-1], end_ms=phase.end_ms)
+        elif phase.took_ms > 0:
+            merged.append(phase)
+    return merged
+
+
+def end_ms(bundle: Bundle) -> float:
+    """Returns when the last thing of the story happened, in milliseconds since the request's arrival."""
+    tokens = [one.times.last_ms for one in bundle.answers if one.times is not None]
+    return max([*tokens, *(event.at_ms for event in bundle.story)], default=0.0)
+
+
+def first_token_ms(bundle: Bundle) -> float | None:
+    """Returns when the first token of any answer came; None where none did."""
+    return min((one.times.first_ms for one in bundle.answers if one.times is not None), default=None)
+
+
+def picture(bundle: Bundle) -> list[str]:
+    """Draws the phases as bars over one axis of time, a line each."""
+    found, whole_ms = phases(bundle), max(end_ms(bundle), 0.001)
+    width = max((len(phase.words) for phase in found), default=0)
+    lines = [f"{'':{width}}  0 {_ms(whole_ms):>{BAR_COLUMNS - 2}}"]
+    for phase in found:
+        start, end = (round(at * BAR_COLUMNS / whole_ms) for at in (phase.start_ms, phase.end_ms))
+        start = min(start, BAR_COLUMNS - 1)
+        bar = (" " * start + "█" * max(1, end - start)).ljust(BAR_COLUMNS)
+        lines.append(f"{phase.words:{width}}  {bar} {_ms(phase.took_ms):>9}")
+    return lines
+
+
+def sentences(bundle: Bundle) -> list[str]:
+    """Says in sentences what took long, and why."""
+    return [
+        *_summary(bundle),
+        *_waits(bundle),
+        *_prefix(bundle),
+        *_plan(bundle),
+        *_losses(bundle),
+        *_gaps(bundle),
+    ]
+
+
+def _summary(bundle: Bundle) -> Iterator[str]:
+    first_ms, ended_ms = first_token_ms(bundle), end_ms(bundle)
+    if first_ms is None:
+        yield f"No token came within the {_ms(ended_ms)} of the request."
+    else:
+        yield f"The first token came after {_ms(first_ms)}, the last after {_ms(ended_ms)}."
+    if bundle.error:
+        kind, _, text = bundle.error.partition(": ")
+        yield f"The request failed with {kind}: {text}"
+
+
+def _waits(bundle: Bundle) -> Iterator[str]:
+    """Tells the phases before the first token that took a good part of it, in order."""
+    first_ms = first_token_ms(bundle)
+    whole_ms = end_ms(bundle) if first_ms is None else first_ms
+    until = "to the first token" if first_ms is not None else "of waiting"
+    for phase in phases(bundle):
+        if phase.name != TOKENS and phase.start_ms < whole_ms and phase.took_ms >= TOLD_SHARE * whole_ms:
+            reason = _reason(bundle, phase)
+            yield f"{_ms(phase.took_ms)} of {_ms(whole_ms)} {until} were spent {phase.words}{reason}."
+
+
+def _reason(bundle: Bundle, phase: Phase) -> str:
+    events = _within(bundle, phase)
+    if phase.name == LINE and (waits := _last(events, "waits")) is not None:
+        running, waiting = (round(waits.figures.get(name, 0)) for name in ("running", "waiting"))
+        whose = f" ({waits.words})" if waits.words else ""
+        others = f" and {_count(waiting, 'request')}{whose} stood in line before it" if waiting else ""
+        return f", while {_count(running, 'answer')} ran{others}"
+    if phase.name == FETCHING and (fetch := _last(events, "fetch")) is not None:
+        sources = f" from {fetch.words}" if fetch.words else " from lower tiers"
+        expected = fetch.figures.get("expected_ms", 0.0)
+        return f"{sources}" + (f"; {_ms(expected)} were expected" if expected else "")
+    chunks = [event for event in events if event.what == "chunk"]
+    if phase.name == PREFILL and chunks:
+        named = ("queue_ms", "compute_ms")
+        queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
+        return f": {_count(len(chunks), 'chunk')} waited {queue} in its line and took {compute} to compute"
+    if phase.name == OPENING and bundle.request.grammar:
+        return ", which compiles the grammar first"
+    return ""
+
+
+def _prefix(bundle: Bundle) -> Iterator[str]:
+    usage, tokens = bundle.receipt.get("usage", {}), bundle.request.prompt_tokens
+    cached = usage.get("cached_tokens", 0)
+    planned = next((event for event in bundle.story if event.what == "planned"), None)
+    if planned is None or not tokens:
+        return
+    expected = round(planned.figures.get("cached_tokens", 0))
+    if cached:
+        tiers = {"other nodes": "fetched", "lower tiers": "restored", "a bucket": "bucket"}
+        brought = {place: usage.get(f"{name}_tokens", 0) for place, name in tiers.items()}
+        of = [f"{count:,} came from {place}" for place, count in brought.items() if count]
+        of.insert(0, f"{cached - sum(brought.values()):,} were in the pool")
+        yield f"Of the prompt's {tokens:,} tokens {cached:,} were cached ({', '.join(of)})."
+    else:
+        yield f"The prefix was cold: none of the prompt's {tokens:,} tokens was cached."
+    if expected > cached:
+        yield f"The index had promised {expected:,} cached tokens, and {cached:,} were found."
+
+
+def _plan(bundle: Bundle) -> Iterator[str]:
+    """Tells what the last plan before the first token expected, and what came of it."""
+    first = next((event for event in bundle.story if event.what == "first_token" and not event.answer), None)
+    before = [event for event in bundle.story if first is not None and event.at_ms <= first.at_ms and not event.answer]
+    plan = _last(before, "planned")
+    settled = _last(before, "prefill") or _last(before, "submitted")
+    if first is None or plan is None or settled is None:
+        return
+    took_ms = first.at_ms - plan.at_ms
+    expected_ms, alone_ms = (settled.figures.get(f"{name}_ms", 0.0) for name in ("expected", "alone"))
+    if settled.what == "prefill":
+        saved_ms = alone_ms - took_ms
+        came = f"saved {_ms(saved_ms)}" if saved_ms >= 0 else f"took {_ms(-saved_ms)} longer than that"
+        yield (
+            f"The split at {settled.tokens:,} was expected to save {_ms(alone_ms - expected_ms)} of the"
+            f" {_ms(alone_ms)} that {plan.worker} would have taken alone, and {came}."
+        )
+    if took_ms > LATE_FACTOR * expected_ms and took_ms - expected_ms > TOLD_LATE_MS:
+        slowest = max(phases(bundle), key=lambda one: (one.start_ms >= plan.at_ms) * (one.name != TOKENS) * one.took_ms)
+        yield (
+            f"The plan expected the first token {_ms(expected_ms)} after it, and it came after {_ms(took_ms)};"
+            f" the longest part of that was {slowest.words}."
+        )
+    if len(plan.weighed) > 1:
+        chosen = next((one for one in plan.weighed if one.chosen), plan.weighed[0])
+        others = ", ".join(f"{one.decode} at {_ms(one.price_ms)}" for one in plan.weighed if one is not chosen)
+        yield f"{chosen.decode} was chosen at a price of {_ms(chosen.price_ms)}; the others were {others}."
+
+
+def _losses(bundle: Bundle) -> Iterator[str]:
+    for event in bundle.story:
+        if event.what in _LOSSES:
+            answer = f" of answer {event.answer}" if event.answer else ""
+            worker = event.worker or "a component"
+            again = "the request moved" if event.figures.get("retryable") else "the request ended there"
+            lost = f"attempt {event.attempt}{answer} was lost at {worker} ({event.words})"
+            yield f"After {_ms(event.at_ms)}, {lost}, and {again}."
+
+
+def _gaps(bundle: Bundle) -> Iterator[str]:
+    """Tells the longest pause of each answer where it is longer than the time to the first token, or over the bound of
+    what is slow, or a loss caused it."""
+    for number, answer in enumerate(bundle.answers):
+        times = answer.times
+        if times is None or not times.longest_gap_ms:
+            continue
+        lost = [one for one in bundle.story if one.what == "decode_lost" and one.answer == number]
+        lost = [one for one in lost if times.first_ms <= one.at_ms <= times.last_ms]
+        slow = bundle.slow_ms and times.longest_gap_ms > bundle.slow_ms
+        if lost or slow or times.longest_gap_ms > times.first_ms:
+            name = f"answer {number}" if len(bundle.answers) > 1 else "the answer"
+            cause = f", when {lost[0].worker} was lost" if lost else ""
+            yield (
+                f"The longest pause of {name} was {_ms(times.longest_gap_ms)}, before its token"
+                f" {times.longest_gap_at:,}{cause}."
+            )
+
+
+def _within(bundle: Bundle, phase: Phase) -> list[StoryEvent]:
+    return [one for one in bundle.story if not one.answer and phase.start_ms <= one.at_ms <= phase.end_ms]
+
+
+def _last(events: Sequence[StoryEvent], what: str) -> StoryEvent | None:
+    return next((event for event in reversed(events) if event.what == what), None)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _ms(value: float) -> str:
+    """Writes a time for people: 12.3 ms, 340 ms, 1.90 s."""
+    if abs(value) >= 1000:
+        return f"{value / 1000:,.2f} s"
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"

@@ -1,0 +1,195 @@
+"""What `pillion explain` says of stories: each cause has its sentence, and the phases have no gaps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from pillion.records.bundle import Bundle, BundleAnswer, StoryEvent, TokenTimes, WeighedRoute
+from pillion.records.explanation import (
+    MOVING,
+    OPENING,
+    PLANNING,
+    READING,
+    TAIL,
+    TOKENS,
+    WORKER_LINE,
+    end_ms,
+    phases,
+    picture,
+    sentences,
+)
+from tests.pillion.records.test_bundle import bundle_of
+
+PLAN = {"prompt_tokens": 2000, "cached_tokens": 0, "expected_ms": 500.0, "alone_ms": 900.0}
+
+
+def event(at_ms: float, what: str, worker: str = "", **fields: Any) -> StoryEvent:
+    return StoryEvent(at_ms=at_ms, what=what, worker=worker, **fields)
+
+
+def story(*events: StoryEvent, first_ms: float = 2400.0, last_ms: float = 3000.0, **fields: Any) -> Bundle:
+    """A bundle of one answer whose first and last tokens came then, and what happened before."""
+    answer = BundleAnswer(tokens=9, times=TokenTimes(first_ms=first_ms, last_ms=last_ms))
+    told = [event(0, "arrived"), *events, event(first_ms, "first_token", "decode-0"), event(last_ms, "finished")]
+    told.sort(key=lambda one: one.at_ms)
+    known = {"answers": (answer,), "story": tuple(told), "receipt": {"usage": {"cached_tokens": 0}}} | fields
+    return bundle_of(**known)
+
+
+def submitted(at_ms: float, **figures: float) -> tuple[StoryEvent, ...]:
+    return (
+        event(at_ms, "planned", "decode-0", attempt=1, figures=PLAN | figures),
+        event(at_ms, "submitted", "decode-0", attempt=1, figures=PLAN | figures),
+    )
+
+
+def begun(at_ms: float) -> tuple[StoryEvent, ...]:
+    return event(at_ms, "adopted", "decode-0"), event(at_ms, "begun")
+
+
+IN_LINE = story(
+    event(10, "ready"),
+    event(10, "waits", words="3 of tenant b", figures={"running": 4, "waiting": 3}),
+    event(1910, "turn"),
+    *submitted(1920),
+    *begun(1930),
+)
+GRAMMAR = story(event(900, "ready", figures={"grammar_ms": 800.0}), *submitted(910), *begun(2000))
+SLOW_LINK = story(
+    event(10, "ready"),
+    event(20, "planned", "decode-0", figures=PLAN | {"cached_tokens": 1024}),
+    event(20, "memory", "kv-0"),
+    event(30, "ticket", "kv-0"),
+    event(30, "fetch", "kv-0", tokens=1024, words="kv-1", figures={"expected_ms": 40.0}),
+    event(1530, "fetched", "kv-0", tokens=0),
+    event(1530, "submitted", "decode-0", figures=PLAN),
+    *begun(1540),
+)
+SLOW_WORKER = story(
+    event(10, "ready"),
+    event(20, "planned", "decode-0", figures=PLAN),
+    event(30, "ticket", "kv-0"),
+    event(30, "prefill", "prefill-0", tokens=1024, figures=PLAN),
+    event(30, "submitted", "decode-0", tokens=1024, figures=PLAN),
+    event(1130, "chunk", "prefill-0", tokens=512, figures={"queue_ms": 100.0, "compute_ms": 1000.0}),
+    event(2130, "chunk", "prefill-0", tokens=1024, figures={"queue_ms": 0.0, "compute_ms": 1000.0}),
+    event(2140, "adopted", "decode-0"),
+    event(2150, "begun"),
+    event(2160, "prefilled", "prefill-0"),
+)
+MOVED = story(
+    event(10, "ready"),
+    *submitted(20),
+    *begun(30),
+    event(1500, "decode_lost", "decode-0", attempt=1, words="Unavailable: gone", figures={"retryable": 1.0}),
+    event(1500, "retry", attempt=2),
+    event(1520, "planned", "decode-1", attempt=2, figures=PLAN),
+    event(1520, "submitted", "decode-1", attempt=2, figures=PLAN),
+    event(2000, "adopted", "decode-1", attempt=2),
+    event(2400, "went_on", "decode-1"),
+    first_ms=400,
+    answers=(
+        BundleAnswer(
+            tokens=9, times=TokenTimes(first_ms=400, last_ms=3000, longest_gap_ms=1100, longest_gap_at=5, gaps=())
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "told"),
+    [
+        (
+            IN_LINE,
+            "1.90 s of 2.40 s to the first token were spent in line at the gateway, while 4 answers ran and"
+            " 3 requests (3 of tenant b) stood in line before it.",
+        ),
+        (GRAMMAR, "800 ms of 2.40 s to the first token were spent making and compiling the grammar."),
+        (
+            SLOW_LINK,
+            "1.50 s of 2.40 s to the first token were spent fetching KV to kv-0 from kv-1; 40.0 ms were expected.",
+        ),
+        (SLOW_LINK, "The index had promised 1,024 cached tokens, and 0 were found."),
+        (SLOW_LINK, "The prefix was cold: none of the prompt's 3 tokens was cached."),
+        (
+            SLOW_WORKER,
+            "2.11 s of 2.40 s to the first token were spent prefilling at prefill-0: 2 chunks waited 100 ms in its line"
+            " and took 2.00 s to compute.",
+        ),
+        (
+            SLOW_WORKER,
+            "The split at 1,024 was expected to save 400 ms of the 900 ms that decode-0 would have taken alone, and"
+            " took 1.48 s longer than that.",
+        ),
+        (
+            SLOW_WORKER,
+            "The plan expected the first token 500 ms after it, and it came after 2.38 s; the longest part of that was"
+            " prefilling at prefill-0.",
+        ),
+        (MOVED, "After 1.50 s, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
+        (MOVED, "The longest pause of the answer was 1.10 s, before its token 5, when decode-0 was lost."),
+    ],
+)
+def test_each_cause_has_its_sentence(bundle: Bundle, told: str) -> None:
+    assert told in sentences(bundle)
+
+
+@pytest.mark.parametrize("bundle", [IN_LINE, GRAMMAR, SLOW_LINK, SLOW_WORKER, MOVED])
+def test_phases_have_no_gaps(bundle: Bundle) -> None:
+    found = phases(bundle)
+    assert (found[0].start_ms, found[-1].end_ms) == (0.0, end_ms(bundle))
+    assert all(one.end_ms == other.start_ms for one, other in itertools.pairwise(found))
+    axis, *rows = picture(bundle)
+    assert len(rows) == len(found)
+    assert {len(line) for line in rows} == {len(rows[0])}
+    assert axis.endswith("3.00 s")
+
+
+def test_phases_of_a_request_that_moved() -> None:
+    assert [(one.name, one.worker, one.start_ms) for one in phases(MOVED)] == [
+        (READING, "", 0),
+        (PLANNING, "", 10),
+        (OPENING, "decode-0", 20),
+        (TAIL, "decode-0", 30),
+        (TOKENS, "decode-0", 400),
+        (MOVING, "decode-0", 1500),
+        (OPENING, "decode-1", 1520),
+        (WORKER_LINE, "decode-1", 2000),
+        (TOKENS, "decode-1", 2400),
+    ]
+
+
+def test_where_the_cached_tokens_came_from_is_told() -> None:
+    usage = {"cached_tokens": 900, "fetched_tokens": 300, "restored_tokens": 100, "bucket_tokens": 0}
+    bundle = story(event(10, "ready"), *submitted(20), *begun(30), receipt={"usage": usage})
+    assert (
+        "Of the prompt's 3 tokens 900 were cached (500 were in the pool, 300 came from other nodes, 100 came from"
+        " lower tiers)." in sentences(bundle)
+    )
+
+
+def test_the_routes_that_were_weighed_are_told() -> None:
+    routes = (WeighedRoute(decode="d0", price_ms=900.0), WeighedRoute(decode="d1", price_ms=500.0, chosen=True))
+    plan, sent = submitted(20)
+    plan = event(20, "planned", "d1", figures=PLAN, weighed=routes)
+    assert "d1 was chosen at a price of 500 ms; the others were d0 at 900 ms." in sentences(story(plan, sent))
+
+
+def test_a_request_that_had_no_turn_is_explained() -> None:
+    waits = event(10, "waits", figures={"running": 1, "waiting": 0})
+    ended = event(5000, "failed", words="DeadlineExceeded: late")
+    told = sentences(
+        bundle_of(
+            story=(event(0, "arrived"), event(10, "ready"), waits, ended),
+            answers=(BundleAnswer(tokens=0),),
+            error="DeadlineExceeded: late",
+        )
+    )
+    assert told == [
+        "No token came within the 5.00 s of the request.",
+        "The request failed with DeadlineExceeded: late",
+        "4.99 s of 5.00 s of waiting were spent in line at the gateway, while 1 answer ran.",
+    ]
