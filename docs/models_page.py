@@ -81,11 +81,11 @@ LEFT_OUT_OF_PICTURES = {
 
 # What layers with a state have, by the function that reads their shapes.
 STATES = {
-    "lfm2_layers": "layers of short convolutions",
-    "delta_layers": "layers of gated delta nets",
-    "kimi_layers": "layers of gated delta nets whose matrices forget by rows (KDA), no rotation",
-    "olmo_hybrid_layers": "layers of gated delta nets",
-    "mamba_layers": "layers of state spaces (Mamba-2)",
+    "lfm2_layers": "short convolutions",
+    "delta_layers": "gated delta nets",
+    "kimi_layers": "gated delta nets whose matrices forget by rows (KDA), no rotation",
+    "olmo_hybrid_layers": "gated delta nets",
+    "mamba_layers": "state spaces (Mamba-2)",
     "falcon_h1_layers": "state spaces (Mamba-2) beside attention",
     "nemotron_h_layers": "layers that are a state space (Mamba-2), attention, an MLP or experts",
 }
@@ -94,13 +94,11 @@ INTRO = """# Models
 
 <!-- written by docs/models_page.py; run `make dashboards` -->
 
-{families} families of transformers' decoder-only models of text are served. The layers of each are options of one
-description ([why](decisions/models.md)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
-`config.json` that its family does not know, and that is not off, is refused by its name before weights are read. The
-third column has those of transformers' own keys that are refused unless they are off.
-
-Tests compare each family with transformers in float32 (`tests/engine/models/test_families.py`), also over a `kill -9`
-of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have no adapters yet.
+{families} families of transformers' decoder-only models of text are served
+([why](decisions/models.md#one-decoder-a-row-for-each-family)). A key of a `config.json` that its family does not know,
+and that is not off, is refused by its name before weights are read; the third column has those of transformers' own
+keys. Tests compare each family with transformers in float32 (`tests/engine/models/test_families.py`), also over a
+`kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have no adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
 ([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers
@@ -113,8 +111,10 @@ alone, unless its config says that the head is the embedding.
 Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
 and on torch's operators under every split policy, by workers of several [ranks](tensor-parallelism.md) and
 [stages](pipeline-parallelism.md), and on one GPU. Workers of one process on the CPU also serve their adapters, KV in 8
-bits, draft models and EAGLE-3 heads. Their prompts go on from states that are kept at the ends of prompts and answers,
-on the worker's node, on another one, on disk or in a bucket.
+bits, draft models and EAGLE-3 heads.
+
+Words of the second column: MLA is attention over latents; QK norms are norms of queries and keys; a post-norm stands
+behind attention and MLP; the choice bias counts where experts are chosen and not in their sum.
 
 | model_type | layers, beside Llama's | refused unless off |
 |---|---|---|"""
@@ -164,23 +164,23 @@ def options(family: ModelFamily) -> str:
     norms = layer.get("norms", PRE_NORMS)
     assert isinstance(norms, tuple)
     if not norms[0]:
-        said.append("norms after attention and MLP alone")
+        said.append("post-norms alone")
     elif norms[1]:
-        said.append("norms before and after attention and MLP")
+        said.append("pre- and post-norms")
     qk_norm = layer.get("qk_norm")
     if isinstance(qk_norm, QkNorm):
         after = ", after the rotation" if qk_norm.after_rotation else ""
         after += "" if qk_norm.names else ", without weights"
         how = {"layer_by_head": "head (LayerNorm with weights of each head's own), by a key"}
-        said.append(f"queries and keys normed by {how.get(qk_norm.kind, qk_norm.kind)}{after}")
+        said.append(f"QK norms by {how.get(qk_norm.kind, qk_norm.kind)}{after}")
     texts = {
-        "biases of queries, keys and values": family.biases.qkv is True,
-        "neighbours rotated": family.rope.interleaved,
-        "a part of each head rotated": family.rope.partial,
-        "another rotation in layers with a window": family.rope.local,
-        "no rotation in layers without a window": family.rope.nope_if_full,
+        "QKV biases": family.biases.qkv is True,
+        "interleaved rotation": family.rope.interleaved,
+        "partial rotation": family.rope.partial,
+        "another rotation with a window": family.rope.local,
+        "no rotation without a window": family.rope.nope_if_full,
         "scaled embeddings": family.scaled_embedding,
-        "sigmoid scores of experts": family.sigmoid_router,
+        "sigmoid router": family.sigmoid_router,
         "queries that grow with their position": family.rope.query_growth,
         "scores that multiply what experts read": family.scaled_experts,
     }
@@ -188,47 +188,45 @@ def options(family: ModelFamily) -> str:
     if "attention_chunk_size" in family.defaults:
         said.append("attention in chunks of positions (not on GPUs)")
     if "kv_lora_rank" in family.defaults:
-        said.append("attention over latents (MLA)")
+        said.append("MLA")
     experts, projections = layer.get("experts", ExpertNames()), layer.get("projections", Projections())
     assert isinstance(experts, ExpertNames)
     assert isinstance(projections, Projections)
     if experts.choice_bias:
-        said.append("a bias where experts are chosen")
+        said.append("choice bias")
     if "n_group" in family.defaults:
-        said.append("experts of the best groups alone, by keys")
+        said.append("group-limited routing, by keys")
     if experts.shared_gate:
-        said.append("a gate of the MLP beside the experts")
+        said.append("a gated shared expert")
     if experts.sum_norm:
-        said.append("a norm of the sum of experts and the MLP beside them (not on GPUs)")
+        said.append("a norm of all experts' sum (not on GPUs)")
     if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
     if "router_jitter_noise" in family.defaults:
-        said.append("experts chosen one by one (sparse mixer)")
+        said.append("sparse mixer")
     if layer.get("sinks"):
         said.append("attention sinks")
     if "expert_selection_fn" in family.defaults:
-        said.append("sigmoid scores of experts, and half of them and of the MLP beside them, by keys")
+        said.append("sigmoid router, the average of routed and shared experts, by keys")
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
     if projections.gated or projections.gate:
-        said.append("attention whose results pass a gate")
+        said.append("gated attention")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:
         activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
         curve = {"gelu": ", by gelu with erf (not on GPUs)", "xielu": ", by xIELU (not on GPUs)"}.get(activation, "")
-        said.append("an MLP without a gate" + curve)
+        said.append("ungated MLP" + curve)
     if family.first_position is not None:
         said.append("learned positions (not on GPUs)")
     if family.biases.head is True or "lm_head_bias" in family.defaults:
         said.append("a bias of logits" + ("" if family.biases.head is True else ", by a key") + " (not on GPUs)")
     if "global_head_dim" in family.defaults:
-        said.append("norms before and after attention and MLP")
+        said.append("pre- and post-norms")
         said.append("queries, keys and values normed by head")
-        said.append(
-            "heads of another size and number in layers without a window, values that are keys there, and layers"
-        )
-        said[-1] += " that see the keys and values of an earlier one, by keys (not on GPUs)"
+        said.append("by keys: without a window other heads, whose values are keys, and layers that share")
+        said[-1] += " an earlier one's keys and values (not on GPUs)"
     if "hidden_size_per_layer_input" in family.defaults:
         said.append("embeddings for each layer, and experts beside the MLP, by keys")
     return "; ".join(said) or "as Llama's"
