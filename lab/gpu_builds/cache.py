@@ -243,7 +243,7 @@ def pack(folder: Path, target: Path, key: str) -> int:
 
 
 def unpack(source: Path, folder: Path, key: str) -> str:
-    """Unpacks a cache; returns what there is to say of it."""
+    """Unpacks a cache that was packed under this ``key``; returns a line that says what became of it."""
     with tarfile.open(source) as archive:
         manifest = archive.extractfile(MANIFEST)
         about = json.load(manifest) if manifest is not None else {}

@@ -552,8 +552,8 @@ class GpuInFlightStep:
         self._choice: GpuChoice | None = None
 
     def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
-        """Queues the sampling behind the forward pass, which changes the logits; or what is left of it, where the step
-        has ``chosen`` the tokens."""
+        """Queues the sampling behind the forward pass; it changes the logits. Where the step itself has ``chosen`` the
+        tokens, only their copy to the host and the scores of prompts' tokens are queued."""
         self._choice = self._backend.choose(self._logits, rows, chosen=chosen)
 
     def wait(self) -> Sampled:

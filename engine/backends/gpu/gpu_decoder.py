@@ -75,13 +75,16 @@ _BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 
 @dataclass(slots=True)
 class _LayerStep:
-    """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
-    of it, or that it kept. ``count`` is int32 [1], how many of the rows are not padding.
-    ``results`` is what experts have found of the rows, where the sum into the residual stream adds it up.
+    """Holds what one operation of a layer hands to the next.
 
-    ``gate`` is what multiplies attention's results, where a layer has such a gate. ``mixers`` counts the layer's
-    operations that are left of those that write keys and values, or states. ``ended`` says whether nothing has to be
-    computed any more, because no row is sampled.
+    Attributes:
+        residual: the residual stream.
+        rows, kept: what the last operation made of it, and rows that operations keep for later ones.
+        count: int32 [1], how many of the rows are not padding.
+        results: what experts have found of the rows, where the sum into the residual stream adds it up.
+        gate: what multiplies attention's results, where a layer has such a gate.
+        mixers: how many of the layer's operations that write keys and values, or states, are still to run.
+        ended: whether nothing has to be computed any more, because no row is sampled.
     """
 
     residual: torch.Tensor

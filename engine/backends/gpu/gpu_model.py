@@ -261,14 +261,14 @@ class GpuModel:
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
-    """Returns, by the name of a layer, the inner values of its MLP that the rank has, of layers that say so."""
+    """Returns the numbers of the MLP's inner values that the rank has, by layers in which they are not in order."""
     names = (f"layers.{index}" for index in range(weights.config.num_layers))
     found = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
     return {name: inner.long().cpu() for name, inner in found.items() if inner is not None}
 
 
 def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Makes what the kernel rotates by, where a model's latents have a key that is not rotated: by nothing."""
+    """Makes rotary tables that turn nothing, for a model whose latents have a key that is not rotated."""
     half = 0 if config.latents is None else config.latents.rotary // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))

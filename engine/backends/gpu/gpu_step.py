@@ -4,8 +4,8 @@
 
 The record on the device has a fixed address, so a CUDA graph that was captured over it runs any later step. Host
 records take turns: one is written again only after the step that it was copied for has finished. Steps are padded to
-the graph's size with rows that write nothing: no slot (-1), token 0, row 0 of the rotary tables, and no part in the
-attention's plan, and no experts: a step's true numbers of rows are in its record, too.
+the graph's size with rows that write nothing: they have no slot (-1), token 0, row 0 of the rotary tables, no part in
+the attention's plan, and no experts, which is why a step's true numbers of rows are in its record.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ _COUNT_WORDS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Says what a launch depends on beside the record: padded tokens and sampled rows, whether there are chunks, rows
-    with adapters, and such whose adapters need more than a graph can give, and of how many of the sampled rows, the
-    last ones, the vectors are wanted in place of logits. There is no graph for steps with such rows."""
+    """Says what a launch depends on beside the record.
+
+    Attributes:
+        tokens, samples: padded numbers of tokens and of sampled rows.
+        chunks, adapters: whether there are chunks, and rows with adapters.
+        more: whether some of these adapters need more than a graph can give.
+        vectors: of how many sampled rows, the last ones, vectors are wanted in place of logits. Such steps, and those
+            with ``more``, have no graph.
+    """
 
     tokens: int
     samples: int

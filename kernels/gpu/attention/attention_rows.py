@@ -28,7 +28,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _words(record, at):
-    """Returns the words of the item at ``at``: its block table, and the others as they are."""
+    """Returns a pointer to the block table of the item at offset ``at`` of the record, and the item's other words."""
     item = record + at
     row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
     head, begin, end = tl.load(item + _HEAD), tl.load(item + _BEGIN), tl.load(item + _END)
@@ -84,8 +84,8 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def _beginning(sinks, heads, counts_sinks, SINKS: tl.constexpr):
-    """Returns the maximum and the total of rows that have seen no key yet: which is where the sinks of their ``heads``
-    are counted, if ``counts_sinks``."""
+    """Returns the maximum and the total of rows that have seen no key yet. With ``counts_sinks`` they begin with the
+    sinks of their ``heads``."""
     total = (heads & 0).to(tl.float32)
     top = total + _LOWEST
     if SINKS:

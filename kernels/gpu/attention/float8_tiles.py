@@ -33,7 +33,7 @@ def _halved(query):
     query = query.to(tl.float32)
     bits = tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) & _EXPONENT
     bits = tl.maximum(bits, _LEAST)
-    # Not the other way round: the interpreter would make a constant of a constant that a tensor is taken from.
+    # A constant less a tensor would be a constant in Triton's interpreter, so the constant is added.
     inverse = (-bits + _INVERSE).to(tl.float32, bitcast=True)
     return (query * inverse[:, None]).to(tl.float16), bits.to(tl.float32, bitcast=True)
 

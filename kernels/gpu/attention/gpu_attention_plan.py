@@ -133,8 +133,8 @@ class _Units:
 
 
 def _owners(merges: Int32, at: int) -> Int32:
-    """Returns the offset of each partial result's merge, of those that begin at ``at``, and zeros up to the next
-    multiple of an item."""
+    """Returns the offset of each partial result's merge, and zeros up to the next multiple of an item's words.
+    ``merges`` begin at offset ``at``."""
     owners = at + np.arange(len(merges)).repeat(merges[:, PARTS]) * ITEM_WORDS
     return np.pad(owners, (0, -len(owners) % ITEM_WORDS)).astype(np.int32)
 

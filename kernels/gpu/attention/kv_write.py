@@ -155,7 +155,7 @@ def _kv_write(
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
     if row >= 0:
         stored = (head >= HEADS) & (head < TOTAL)
-        # Heads of values follow those of keys, in the pool as in qkv, which may have some of the pool's heads.
+        # Heads of values follow those of keys, in the pool and in qkv; qkv may have only some of the pool's heads.
         place = FIRST_HEAD + head - HEADS
         if POOL_HEADS != KV_HEADS:
             place += tl.where(head < HEADS + KV_HEADS, 0, POOL_HEADS - KV_HEADS)

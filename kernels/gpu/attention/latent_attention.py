@@ -4,10 +4,10 @@ A token's row of a layer is ``rank`` latents and ``rotary`` rotated values, for 
 latents are the value, too, so a tile of rows is loaded once for both products. Widths such as 512 + 64 are no power of
 two, which Triton's tiles need, so latents and rotated values have tiles of their own.
 
-Work is planned and partial results are joined as in :mod:`pillion.kernels.gpu.attention.paged_attention`, of which this
-module has the other rules: loads of rows are not masked, and rows after a sequence's end are never read. There is one
-KV head, whose query heads are all heads of a token: the rows of a decode fill several tiles, whose programs read the
-same keys at about the same time.
+Work is planned and partial results are joined as in :mod:`pillion.kernels.gpu.attention.paged_attention`. As there,
+loads of rows are not masked, and rows after a sequence's end are never read. There is one KV head, whose query heads
+are all heads of a token: the rows of a decode fill several tiles, whose programs read the same keys at about the same
+time.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def _ask(
     V_STEP: tl.constexpr, LOADS: tl.constexpr, FIRST: tl.constexpr,
 ):
     # fmt: on
-    """Asks, in one group of copies, for the keys from ``start`` on and for the values of the tile before it, which lie
-    in ``slots`` and which an item's FIRST tile has not. Nothing is asked for from ``end`` on. Returns the keys' slots.
-    """
+    """Asks, in one group of copies, for the keys from ``start`` on and for the values of the tile before them, which
+    lie in ``slots``. An item's FIRST tile has none before it. Nothing is asked for from ``end`` on. Returns the slots
+    of the keys."""
     places = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LOADS))
     tile = start // BLOCK_N
     if not FIRST:  # noqa: SIM102  (this is decided when the kernel is compiled)

@@ -209,7 +209,7 @@ def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
 
 
 def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
-    """Joins the codes of each column, two of them, half a word of them, or a word."""
+    """Joins the codes of each column: two of them in order, or half a word or a word of them as :func:`_half` does."""
     half = kind.per_word // 2
     if len(places) < half:
         return _joined(places, BITS[kind.coding])

@@ -12,7 +12,7 @@ An adapter's matrices of a layer lie in its slot's slice of one buffer, at an of
     A [slices, max_rank, inputs]      B [outputs, max_rank]
 
 A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed from the rows
-    of A that belong to this slice only.
+of A that belong to this slice only.
 """
 
 from __future__ import annotations

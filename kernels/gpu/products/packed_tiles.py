@@ -70,7 +70,7 @@ def packed_part(
                 columns = piece * DEPTH + tl.arange(0, DEPTH)
                 packed = tl.load(shared + (columns // SHARE)[None, :]) >> (columns % SHARE * (32 // SHARE))[None, :]
                 if CODING == "fp4_e2m1" and TAIL == 2:
-                    # Two codes lie as they are, not as among four.
+                    # Two codes in a byte are in order; they are moved to where the first two of half a word lie.
                     high = ((packed & 8) << 12) | ((packed & 0x80) << 5)
                     packed = high | ((packed & 7) << 6) | ((packed & 0x70) >> 1)
                 acc = _unit(

@@ -75,7 +75,7 @@ def _rms_norm(
     # Weights are constant, so they may be read before the values are there.
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     if BIAS:
-        # It is read before the sums: when it is read after them, the compiler for sm_80 puts an address on the stack.
+        # The bias is read before the sums: else the compiler for sm_80 puts an address on the stack.
         shift = tl.load(bias + column, mask=column < columns, other=0.0)
     wait_for_earlier(DEPENDENT)
     loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)

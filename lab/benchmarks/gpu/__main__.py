@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, write; returns 1 where a section ended early, or a measurement in it failed."""
+    """Measures, prints and writes; returns 1 where a section ended early, or a measurement in it failed."""
     args = arguments()
     if not args.smoke and not has_gpu():
         print("bench-gpu: torch sees no CUDA device here; --smoke shows whether everything runs", file=sys.stderr)

@@ -92,7 +92,7 @@ class RandomModel:
         return self.layout.block_bytes // BLOCK_SIZE
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
-        """Makes a backend over a pool of ``tokens`` tokens, and warm it up."""
+        """Makes a backend over a pool of ``tokens`` tokens, and warms it up."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
         size = slots * self.layout.block_bytes

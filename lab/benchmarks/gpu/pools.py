@@ -139,7 +139,7 @@ class AttentionPool:
 
 
 def verify_rows(pool: AttentionPool, attended: Attended) -> None:
-    """Runs the first layer and compare rows of the first and the last sequence with plain torch in float32.
+    """Runs the first layer and compares rows of the first and the last sequence with plain torch in float32.
 
     Raises AssertionError where they differ.
     """

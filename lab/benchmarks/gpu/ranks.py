@@ -97,7 +97,7 @@ def _report(bench: Bench, name: str, step_s: float, alone_s: float = 0.0) -> Non
 
 
 def main() -> None:
-    """Be rank 1."""
+    """Runs rank 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rendezvous", type=int)
     parser.add_argument("--smoke", action="store_true")

@@ -153,7 +153,7 @@ def _plain(rows: int) -> Tunable:
 
 
 def _rules(*wanted: tuple[list[int], int]) -> Cases:
-    """Returns cases of delta rules: lengths of the texts, and after how many tokens they stand."""
+    """Returns cases of delta rules. Each is given by the lengths of texts, and after how many tokens these stand."""
 
     def cases(bench: Bench) -> list[Build]:
         def build(lengths: list[int], context: int) -> Build:

@@ -121,7 +121,7 @@ class Visit:
         command += ["--carried", str(CARRIED)] if CARRIED.exists() and not self._compiled else []
         command += ["--only", *patterns, *(["--most", "1"] if self.dry else [])]
         self._compiled += patterns
-        # The GPU is not used for that.
+        # Compiling uses no GPU.
         environment = {**environment, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
         with tempfile.NamedTemporaryFile(prefix="pil-") as output:
             error = _limited(command, environment, output, min(COMPILE_S, max(0.0, self.left_s)))
@@ -134,7 +134,7 @@ class Visit:
     def _dry_words(self, part: VisitPart) -> list[str]:
         if not self.dry:
             return []
-        # The tests are in the suite; here they are only found.
+        # The suite runs these tests; a dry run only collects them.
         return ["--collect-only"] if "pytest" in part.command else ["--smoke"]
 
     def log(self, name: str, text: str) -> None:

@@ -24,11 +24,11 @@ FOLDER, ROWS, SECONDS = "FOLDER", "ROWS", "SECONDS"
 _ATTENTION = ("kernels/gpu/*.py", "kernels/gpu/attention/*.py")
 _SAMPLING = ("kernels/gpu/*.py", "kernels/gpu/sampling/*.py")
 _EVERY_KERNEL = ("kernels/gpu/**/*.py", "kernels/gpu_states/*.py")
-# What a search finds is no reason to search again, but to measure.
+# Constants that a search has found: measurements depend on them, and the search itself does not.
 _TUNING = ("kernels/gpu/tuning/*.json",)
 _STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py")
 _CLUSTER = (*_STEPS, "engine/scheduling/*.py", "kvstore/gpu/*.py", "lab/benchmarks/gpu/e2e.py")
-# A node's death is the last part of all. The tests of builds need no GPU.
+# The test of a KV node's death is the last part of all. The tests of builds need no GPU and are left out.
 _DEATH, _BUILDS = "test_surviving_pool.py", "test_build.py"
 # These tests run whole models or clusters, and have passed on a GPU: they come after what is measured.
 _LATER = (
