@@ -113,8 +113,9 @@ and on torch's operators under every split policy, by workers of several [ranks]
 [stages](pipeline-parallelism.md), and on one GPU. Workers of one process on the CPU also serve their adapters, KV in 8
 bits, draft models and EAGLE-3 heads.
 
-Words of the second column: MLA is attention over latents; QK norms are norms of queries and keys; a post-norm stands
-behind attention and MLP; the choice bias counts where experts are chosen and not in their sum.
+Words of the second column: MLA is attention over latents; QK norms are norms of queries and keys; post-norms stand
+behind attention and MLP; the choice bias counts where experts are chosen and not in their sum; "with a window" and
+"without a window" are layers with a sliding window and those without.
 
 | model_type | layers, beside Llama's | refused unless off |
 |---|---|---|"""
