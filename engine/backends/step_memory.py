@@ -11,7 +11,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from pillion.config import OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
+from pillion.config import MAX_STEP_TOKENS, OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
@@ -29,10 +29,13 @@ TOKEN_RECORD_BYTES = 512
 FREE_MEMORY, CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
-def step_bytes(config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ranks: int = 1) -> int:
+def step_bytes(
+    config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ranks: int = 1, mixed_rows: int = MAX_STEP_TOKENS
+) -> int:
     """Returns the most bytes that a step of ``tokens`` tokens takes, of which ``logit_rows`` have logits, on any
     backend: rows of ``dtype``, and those in float32 that some operators need. Each of ``ranks`` processes has the
-    residual stream, and two partial sums of it."""
+    residual stream, and two partial sums of it. Mixtures of experts are computed ``mixed_rows`` tokens at a time; the
+    CPU kernels compute all at once."""
     item = 4 if dtype == "float32" else 2
     hidden = config.hidden_size
     # Rows of layers that differ have memory of their own.
@@ -47,13 +50,15 @@ def step_bytes(config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ra
         row += 4 * (4 * values + 3 * sides) + item * values
     if config.token_inputs is not None:
         row += ranks * 3 * 4 * config.num_layers * config.token_inputs.width
+    mixed = 0
     if config.moe is not None:
         # A token's row is copied for each of its experts, and an expert may get all tokens.
         moe, each = config.moe, config.moe.experts_per_token
-        row += each * (item * (3 * hidden + moe.intermediate_size) + 4 * hidden)
-        row += item * 4 * moe.intermediate_size + 8 * moe.num_experts
+        mixed = each * (item * (3 * hidden + moe.intermediate_size) + 4 * hidden)
+        mixed += item * 4 * moe.intermediate_size + 8 * moe.num_experts
     # Logits are float32, and the output projection may write them in another type before.
-    return tokens * (row + TOKEN_RECORD_BYTES) + logit_rows * config.vocab_size * 8
+    logits = logit_rows * config.vocab_size * 8
+    return tokens * (row + TOKEN_RECORD_BYTES) + min(tokens, mixed_rows) * mixed + logits
 
 
 def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: int) -> int:

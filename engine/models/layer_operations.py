@@ -370,6 +370,10 @@ class ClampedSwiglu:
     limit: float
 
 
+# On torch and on GPUs so many rows of a mixture of experts are computed at once.
+MAX_MIXED_ROWS = 8192
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Computes a mixture of experts, each of which is an MLP as in :class:`Mlp`.

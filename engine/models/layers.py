@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu, softplus
 
-from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu, Experts
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, XIELU_SLOPE, ClampedSwiglu, Experts
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -103,9 +103,6 @@ def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
     """Computes cap * tanh(values / cap), in place: values stay within +-cap."""
     return values.div_(cap).tanh_().mul_(cap)
 
-
-# So many rows of a mixture of experts are computed at once.
-MAX_MIXED_ROWS = 8192
 
 # Such a function runs rows [n, hidden] through one expert -> [n, hidden]. It gets the expert's number, the rows, and
 # the numbers [n] that they have among all rows.

@@ -19,14 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
+from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, wide_dot
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
-    CHUNK,
     READS,
     WRITES,
     StepOfStates,

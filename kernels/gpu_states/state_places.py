@@ -18,12 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.gpu.launch import check, check_tensor, processors_of
 
-# A chunk has so many tokens: the fewest rows that tensor cores multiply, and the smallest block, so that a state at a
-# block's end has no rows.
-CHUNK = 16
 # The namespace of blocks whose model has states contains this version of what a state keeps of a chunk (I2).
 CHUNKS_LAYOUT_VERSION = "chunks-1"
 # A state is read on this side of a sequence's slots, and written on the other one.

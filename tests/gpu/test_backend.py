@@ -25,6 +25,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
@@ -184,7 +185,7 @@ def test_the_buffers_of_a_large_step_are_those_that_are_told(family, tmp_path):
         owned += [*vars(experts._route).values(), *vars(experts._sort).values()]
     kept = [value.untyped_storage() for value in owned if isinstance(value, torch.Tensor)]
     taken = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
-    told = step_bytes(config, prepared.dtype, tokens, MAX_SEQS)
+    told = step_bytes(config, prepared.dtype, tokens, MAX_SEQS, mixed_rows=MAX_MIXED_ROWS)
     assert told / 4 < taken <= told
 
 

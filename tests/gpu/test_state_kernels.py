@@ -15,11 +15,12 @@ from torch.nn.functional import silu, softplus
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
 from pillion.errors import Internal
+from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
-from pillion.kernels.gpu_states.state_places import CHUNK, StepOfStates, most_chunks
+from pillion.kernels.gpu_states.state_places import StepOfStates, most_chunks
 from pillion.kernels.step import LayerState, StateSlots
 from pillion.kernels.torch import recurrences
 from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps

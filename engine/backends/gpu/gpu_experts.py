@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
-from pillion.engine.models.layer_operations import Experts, LayerTensor
-from pillion.engine.models.layers import MAX_MIXED_ROWS
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.grouped_product import GroupedProduct

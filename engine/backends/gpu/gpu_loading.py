@@ -32,17 +32,17 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import AddUp
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, AddUp
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS, STATE_LAYOUT_VERSION
+from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kernels.gpu.products.fp8_product import computes_in_fp8
-from pillion.kernels.gpu_states.state_places import CHUNK, CHUNKS_LAYOUT_VERSION
+from pillion.kernels.gpu_states.state_places import CHUNKS_LAYOUT_VERSION
 from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
@@ -98,7 +98,8 @@ def load_gpu_backend(
         in_fp8=in_fp8,
         progress=progress,
     )
-    needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, limits.max_samples + limits.max_scored)
+    rows = limits.max_samples + limits.max_scored
+    needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, rows, mixed_rows=MAX_MIXED_ROWS)
     size = f"{needed / 2**20:.0f} MiB"
     too_large = f"a step of {limits.max_tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
     if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
@@ -109,7 +110,7 @@ def load_gpu_backend(
             prepared.max_model_len,
             limits.max_tokens,
             max(MAX_ANSWERS, 1 + limits.num_speculative_tokens) * limits.max_seqs,
-            max_samples=limits.max_samples + limits.max_scored,
+            max_samples=rows,
             ranks=ranks,
             shard=shard,
             invariant=flags.batch_invariant,

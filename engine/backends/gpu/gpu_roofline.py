@@ -20,10 +20,12 @@ from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_work import model_weights, pair_operations
 from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
+from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 
 # Copies reach about this share of the memory's rate in a data sheet, and matrix products this share of the arithmetic.
@@ -100,7 +102,7 @@ def expected_cost(
 def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -> tuple[StepModel, DeviceRates]:
     """Returns what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
     rates = device_rates(CudaDriver())
-    layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+    layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype, state_chunk=CHUNK)
     token_bytes = layout.block_bytes / layout.block_size
     return expected_cost(rates, prepared, token_bytes, devices, layout.state_bytes), rates
 
@@ -114,7 +116,9 @@ def suitable_budget(
     most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
     # Ranks share the values of a row, and each stage has whole rows.
     each = flags.pipeline_parallel_size / devices
-    while tokens > LEAST_SUITABLE_TOKENS and step_bytes(config, prepared.dtype, tokens, 0) * each > most_bytes:
+    while tokens > LEAST_SUITABLE_TOKENS:
+        if step_bytes(config, prepared.dtype, tokens, 0, mixed_rows=MAX_MIXED_ROWS) * each <= most_bytes:
+            break
         tokens //= 2
     return tokens
 

@@ -11,19 +11,28 @@ from typing import Any
 import pytest
 
 from pillion.config import DecodeFlags, PrefillFlags
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.gpu import gpu_devices, gpu_roofline
+from pillion.engine.backends.gpu.gpu_loading import gpu_layout
 from pillion.engine.backends.gpu.gpu_roofline import (
+    ARITHMETIC_SHARE,
+    MEMORY_SHARE,
     DeviceRates,
     device_rates,
     expected_cost,
+    expected_on_gpu,
     suitable_budget,
 )
-from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.backends.step_memory import step_bytes
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_work import model_weights
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS, TokenBudget, suitable_tokens
 from tests.engine.scheduling.test_step_cost import decodes
+from tests.support.families import make_model
+from tests.support.hybrids import HYBRIDS
 
 GB = 10**9
 H100 = DeviceRates(bytes_per_s=3.35e12, operations_per_s=989e12, memory_bytes=80 * GB)
@@ -179,6 +188,28 @@ def test_a_worker_on_a_gpu_settles_its_budget(gpu: PreparedModel) -> None:
     assert with_budgets(DecodeFlags(max_num_batched_tokens=300)).max_num_batched_tokens == 300
     assert with_budgets(DecodeFlags(target_itl_ms=0.0, max_num_seqs=600)).max_num_batched_tokens == 600
     assert with_budgets(DecodeFlags(device="cpu")).max_num_batched_tokens == 256
+
+
+def test_a_sequences_state_is_read_and_written_as_the_kernels_keep_it(
+    gpu: PreparedModel, tmp_path: pathlib.Path, own_cache: pathlib.Path
+) -> None:
+    """A GPU's state has rows of an unfinished chunk beside its matrices."""
+    prepared = prepare(make_model(tmp_path / "hybrid", HYBRIDS["qwen3-5"])[1])
+    config, states = load_config(prepared.folder), gpu_layout(prepared, 16).state_bytes
+    assert states > kv_layout(prepared, 16).state_bytes
+    cost, _ = expected_on_gpu(DecodeFlags(), prepared, 1)
+    logits_s = 2 * config.vocab_size * config.hidden_size / (H100.operations_per_s * ARITHMETIC_SHARE)
+    assert cost.sequence_s == pytest.approx(logits_s + 2 * states / (H100.bytes_per_s * MEMORY_SHARE))
+
+
+def test_buffers_of_a_mixture_do_not_grow_with_all_tokens(tmp_path: pathlib.Path) -> None:
+    """Experts compute 8,192 rows at a time, so more tokens take no more of what each row has for its experts."""
+    config = load_config(model_of(tmp_path, MIXTRAL).folder)
+    few, many, more = (
+        step_bytes(config, "bfloat16", tokens, 0, mixed_rows=MAX_MIXED_ROWS) for tokens in (8192, 16_384, 24_576)
+    )
+    assert more - many == many - few < few
+    assert step_bytes(config, "bfloat16", 8192, 0) == few
 
 
 def test_the_interpreter_has_the_budgets_of_a_cpu(gpu: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
