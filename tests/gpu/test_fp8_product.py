@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import GpuDriver, gpu_backend, own_memory  # isort: skip  (before the kernels)
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lab.testbed.tiny_model import save_model
-from pillion.config import ModelFlags
+from pillion.config import DecodeFlags, ModelFlags
+from pillion.engine.backends.gpu import gpu_loading
+from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.quantized.quantization_methods import parse_quantization
 from pillion.kernels.gpu.products.fp8_product import BLOCK, SHARED_ROWS, Fp8Matrix, Fp8Product, fp8_matrix, splits_of
+from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.families import tokens_of
 from tests.support.gpu import DEVICE, NATIVE, rounded
@@ -103,6 +108,45 @@ def test_configs_whose_producers_round_rows_to_fp8(config, wanted):
     assert found.fp8_rows == wanted
     notes = list(found.rounding_notes("cuda", experts=False, latents=False))
     assert bool(notes) == ("fp8" in found.activations and not wanted)
+
+
+DYNAMIC, STATIC = fp8((BLOCK, BLOCK)), fp8(None)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("producer", "flags", "able", "kind", "said"),
+    [
+        (DYNAMIC, {}, True, Fp8Matrix, "multiply in FP8: their inputs are rounded as the checkpoint's config says"),
+        (DYNAMIC, {}, False, PackedMatrix, "which they are not on this GPU"),
+        (DYNAMIC, {"batch_invariant": True}, True, PackedMatrix, "which they are not with --batch-invariant"),
+        (DYNAMIC, {"dtype": "float32"}, True, PackedMatrix, ""),
+        (STATIC, {}, True, PackedMatrix, ""),
+    ],
+    ids=["in FP8", "device", "invariant", "float32", "static"],
+)
+def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
+    producer, flags, able, kind, said, tmp_path, monkeypatch, caplog
+):
+    """Elsewhere the same checkpoint is packed for products that round no inputs, and a worker says so."""
+    caplog.set_level("INFO", "pillion.worker")
+    monkeypatch.setattr(gpu_loading, "computes_in_fp8", lambda device: able)
+    monkeypatch.setattr(gpu_loading, "region_memory", lambda socket, device: own_memory(device))
+    folder, _ = quantize_folder(save_model(tmp_path / "plain", num_hidden_layers=1), tmp_path, producer)
+    worker = DecodeFlags(model=str(folder), max_num_batched_tokens=8, max_num_seqs=2, **{"dtype": "bfloat16", **flags})
+    prepared, models = prepare(worker), []
+
+    def make(model: GpuModel, *_: object, **__: object) -> SimpleNamespace:
+        models.append(model)
+        return SimpleNamespace(take_workspace=lambda: None)
+
+    gpu_loading.load_gpu_backend(
+        worker, gpu_loading.limits_of(worker, prepared), prepared, lambda line: None, make=make
+    )
+    (model,) = models
+    assert {type(model.weights.matrix(f"layers.0.{name}")) for name in ("qkv", "o", "gate_up", "down")} == {kind}
+    found = [line for line in caplog.messages if "FP8" in line]
+    assert [said in line for line in found] == [True] * bool(said)
 
 
 @pytest.mark.long
