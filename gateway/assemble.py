@@ -5,7 +5,7 @@ always                   OpenAI's API, Anthropic's Messages, Responses, pinned p
 --api-keys, --api-key    tenants and their quotas
 --enable-lora            names of adapters, and the upkeep of their files
 --enable-prefix-caching  what KV nodes are told of next turns (retentions), and reading ahead (--max-read-ahead)
---batch-path             batches        --ui  a page for people
+--batch-path             batches        --record-path  bundles of requests        --ui  a page for people
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.prefix_pins.prefix_servicer import prefix_calls
 from pillion.gateway.prefix_pins.prefixes_api import prefix_routes
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
+from pillion.gateway.recorder.recorder import make_recorder
 from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.responses.responses_api import responses_routes
@@ -128,10 +129,13 @@ async def serve_models(
     caches = flags.enable_prefix_caching
     retentions = Retentions(cluster) if caches else None
     read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
-    gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead)
+    recorder = await asyncio.to_thread(make_recorder, flags) if flags.record_path else None
+    gateway = Gateway(
+        entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead, recorder
+    )
     lines = LineCalls()
     batches = _batches(flags, gateway, lines) if flags.batch_path else None
-    beside = BesideRequests(batches, adapters, read_ahead, retentions)
+    beside = BesideRequests(batches, adapters, read_ahead, retentions, recorder)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.

@@ -21,6 +21,7 @@ from opentelemetry import trace
 
 from pillion._version import VERSION
 from pillion.errors import (
+    Cancelled,
     DeadlineExceeded,
     FieldViolation,
     InvalidRequest,
@@ -42,19 +43,19 @@ from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
+from pillion.gateway.recorder.recorder import Recorder
+from pillion.gateway.recorder.story import Story
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PoolingRows
 from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
-    CHAT,
-    EMBEDDINGS,
-    TEXT,
     RequestMeter,
     begin_span,
     count_refused,
     describe_span,
     down_readings,
     end_refused_span,
+    operation_of,
     readings,
     version_readings,
 )
@@ -151,6 +152,7 @@ class Gateway:
         adapters: the names of adapters; by default there are none.
         retentions, read_ahead: tell KV nodes when next turns are expected, and have them read ahead for requests that
             wait; by default nobody does.
+        recorder: keeps bundles of requests; by default there are none.
     """
 
     def __init__(
@@ -163,9 +165,10 @@ class Gateway:
         adapters: AdapterNames | None = None,
         retentions: Retentions | None = None,
         read_ahead: ReadAhead | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._models = models
-        self._retentions, self._read_ahead = retentions, read_ahead
+        self._retentions, self._read_ahead, self._recorder = retentions, read_ahead, recorder
         self.adapters = adapters
         # A served name that was given wins over another model's alias.
         self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)
@@ -191,6 +194,8 @@ class Gateway:
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
         if adapters is not None:
             self.meters.watch(adapters.readings)
+        if recorder is not None:
+            self.meters.watch(recorder.readings)
         self.refusals = Refusals()
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
@@ -244,6 +249,7 @@ class Gateway:
         pooled: PoolingRows | None = None,
         places: PlacesOf | None = None,
         streamed: bool = True,
+        recorded: bool = False,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -258,6 +264,7 @@ class Gateway:
             places: called with the prompt and the number of its virtual tokens where a model's layers carry states.
                 Returns after how many of its tokens other prompts are expected to part from it.
             streamed: whether the client asked for the answer in pieces, for the trace.
+            recorded: whether the client asked for a bundle of the request.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Unauthenticated: no ``tenant``.
@@ -276,31 +283,47 @@ class Gateway:
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             if counted is None and quota is not None:
                 quota.take(1, arrived)
-            with telemetry.child("tokenize", span) as tokenizing:
-                own, text = await self._tokenize(request, model, tenant)
-                tokenizing.set_attribute("pillion.prompt_tokens", len(own))
-            prompt = own if model.adapter is None else _with_virtual_tokens(request, model, own)
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineExceeded("the request's deadline passed while it was tokenized")
-            longest = self._longest(request, model, prompt)
-            schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
-            output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
-            scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(own))
-            grammar = await self._grammar(request, model, output_format, tenant)
-            self.admission.weigh(permit, len(prompt), scores)
-            admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
-            if request.sampling.bad_words:
-                admitted = await self._with_words(admitted, model, tenant)
-            if places is not None and self.cluster.keeps_states(admitted.model):
-                admitted = replace(admitted, kept_tokens=await places(prompt, admitted.virtual_tokens))
-            answers = await self._answers(model, admitted, output_format, tenant)
+            admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooled, places, span)
             with telemetry.child("admission", span):
-                await self._turn(permit, admitted, quota)
-            return self._start(model.name, admitted, answers, permit, quota, span)
+                story = await self._turn(permit, admitted, quota, recorded)
+            return self._start(model.name, admitted, answers, permit, quota, span, story)
         except BaseException as error:
             self._leave(tenant, permit, quota if counted is None else None, error)
             end_refused_span(span, error)
             raise
+
+    async def _prepare(
+        self,
+        request: GenerateRequest,
+        model: ModelEntry,
+        permit: AdmissionPermit,
+        arrived: float,
+        deadline: float | None,
+        pooled: PoolingRows | None,
+        places: PlacesOf | None,
+        span: trace.Span,
+    ) -> tuple[AdmittedRequest, list[AnswerText]]:
+        """Tokenizes the prompt of a request that is inside, checks what depends on it, and makes the grammar and the
+        empty texts of the answers. Raises what :meth:`generate` does."""
+        tenant = permit.tenant
+        with telemetry.child("tokenize", span) as tokenizing:
+            own, text = await self._tokenize(request, model, tenant)
+            tokenizing.set_attribute("pillion.prompt_tokens", len(own))
+        prompt = own if model.adapter is None else _with_virtual_tokens(request, model, own)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise DeadlineExceeded("the request's deadline passed while it was tokenized")
+        longest = self._longest(request, model, prompt)
+        schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
+        output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
+        scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(own))
+        grammar = await self._grammar(request, model, output_format, tenant)
+        self.admission.weigh(permit, len(prompt), scores)
+        admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
+        if request.sampling.bad_words:
+            admitted = await self._with_words(admitted, model, tenant)
+        if places is not None and self.cluster.keeps_states(admitted.model):
+            admitted = replace(admitted, kept_tokens=await places(prompt, admitted.virtual_tokens))
+        return admitted, await self._answers(model, admitted, output_format, tenant)
 
     def _leave(
         self, tenant: Tenant, permit: AdmissionPermit | None, quota: CountedCall | None, error: BaseException
@@ -663,26 +686,44 @@ class Gateway:
         if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
             return None
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
-        return await model.grammars.grammar(request, output_format, turns)
+        began = time.monotonic()
+        grammar = await model.grammars.grammar(request, output_format, turns)
+        return None if grammar is None else grammar._replace(made_s=time.monotonic() - began)
 
-    async def _turn(self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None) -> None:
+    async def _turn(
+        self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None, recorded: bool
+    ) -> Story | None:
         """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
-        workers. Raises Overloaded and DeadlineExceeded."""
+        workers. Returns its story, where there is a recorder. ``recorded`` is that of :meth:`generate`. Raises
+        Overloaded and DeadlineExceeded."""
         stop = contextlib.ExitStack()
         if quota is not None and not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
+        recorder, weights = self._recorder, self._models[admitted.model].weights
+        story = None if recorder is None else recorder.begin(admitted, permit, weights, recorded)
 
         def waits() -> None:
             if self._read_ahead is not None:
                 stop.callback(self._read_ahead.waits(admitted))
+            if story is not None:
+                story.waits(time.monotonic(), *self.admission.line(admitted.model))
 
         with stop:
             # A stream that goes on here is not refused for what is left of it.
             new = admitted.pooled is None and admitted.resume is None
             allowed = admitted.max_tokens if new else 0
-            await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
+            try:
+                await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
+            except BaseException as error:
+                if story is not None:
+                    gone = Cancelled("the client went away while the request waited")
+                    story.ended(time.monotonic(), error=error if isinstance(error, PillionError) else gone)
+                raise
         if quota is not None:
             quota.begun_tokens += permit.tokens
+        if story is not None:
+            story.turn(time.monotonic())
+        return story
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
         """Returns the longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
@@ -734,6 +775,7 @@ class Gateway:
             background=tenant.background,
             grammar="" if grammar is None else grammar.text,
             grammar_fields=() if grammar is None else grammar.fields,
+            grammar_s=0.0 if grammar is None else grammar.made_s,
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
@@ -781,8 +823,9 @@ class Gateway:
         permit: AdmissionPermit,
         quota: CountedCall | None,
         span: trace.Span,
+        story: Story | None,
     ) -> RequestRunner:
-        operation = EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
+        operation = operation_of(admitted)
         if span.is_recording():
             describe_span(span, admitted, operation, name)
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
@@ -803,6 +846,8 @@ class Gateway:
             permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
+            if story is not None:
+                story.ended(time.monotonic(), usage, runner.timings, runner.defect)
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:
@@ -811,7 +856,9 @@ class Gateway:
 
         if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)
-        runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended)
+        note = None if story is None else story.note
+        runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended, note)
+        runner.record_id = story.id if story is not None and story.chosen == "asked" else ""
         runner.start()
         return runner
 

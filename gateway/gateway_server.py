@@ -25,6 +25,7 @@ from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.http_api.http_server import HttpServer
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
+from pillion.gateway.recorder.recorder import Recorder
 from pillion.gateway.retentions.retentions import Retentions
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
@@ -62,6 +63,7 @@ class BesideRequests:
     adapters: AdapterNames | None
     read_ahead: ReadAhead | None
     retentions: Retentions | None
+    recorder: Recorder | None
 
     def start(self, heartbeat_s: float) -> None:
         """Begins all work. The gateway is complete, and sends a heartbeat every ``heartbeat_s`` seconds."""
@@ -85,6 +87,8 @@ class BesideRequests:
         """Frees what is held; no call of a client comes any more."""
         if self.batches is not None:
             self.batches.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
 
 
 class GatewayServer:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from pillion.errors import ConfigError
 from pillion.host.adapter_folders import STORE_BYTES
@@ -784,6 +784,21 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
     batch_tenant_percent: int = flag(
         25, "Share of that folder's bytes, files and batches for one tenant of --api-keys.", least=1, most=100
+    )
+    record_path: str = flag("", "Folder for bundles of requests that failed, were slow or are to be kept. Empty: none.")
+    record_bytes: int = size_flag(2**30, "Most bytes that this folder may hold; the oldest bundles go.", least=2**20)
+    record_days: int = flag(30, "Days after which bundles are removed.", least=1)
+    record_slow_ms: int = flag(
+        10_000, "A request is slow whose client waits longer for its first token or a later one. 0: none is.", least=0
+    )
+    record_share: float = flag(0.0, "Share of all other requests that are recorded.", least=0, most=1)
+    record_content: Literal["none", "hash", "full"] = flag(
+        "hash",
+        "What bundles have of texts and token ids; a replay needs full.",
+        choices=("none", "hash", "full"),
+    )
+    record_key_file: str = flag(
+        "", "File with the key that signs bundles, of 16 bytes or more. Empty: record.key in their folder, made anew."
     )
     max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)

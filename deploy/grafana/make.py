@@ -145,6 +145,13 @@ def _service() -> Dashboard:
             ),
             "Lines of batches: how many end or are sent again, and how many run or are queued.",
         ),
+        Panel(
+            "Records",
+            "reqps",
+            (Query(rate_by("pillion_recorded_requests_total", "reason"), "{{reason}}"),),
+            "Requests whose bundles were written, by why, and those whose bundles were lost.",
+            stacked=True,
+        ),
     )
     workers = (
         Panel(

@@ -158,6 +158,12 @@ class Admission:
         permit.deadline_s, permit.allowed_tokens = deadline_s, allowed_tokens
         await self._queues[model].turn(permit, waits)
 
+    def line(self, model: str) -> tuple[int, dict[str, int]]:
+        """Returns how many answers of a model are at the workers, and how many of its requests wait for their turn, by
+        tenant, without those in the background."""
+        turns = self._queues[model].turns
+        return turns.running, turns.waiting.counts()
+
     def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
         """Takes a request out of the gateway that has ended, by an answer or otherwise, before or after it had slots at
         workers."""

@@ -132,6 +132,10 @@ class FairQueue:
         for account in self._accounts.values():
             yield from account.waiting
 
+    def counts(self) -> dict[str, int]:
+        """Returns how many requests of each tenant wait."""
+        return {name: len(account.waiting) for name, account in self._accounts.items() if account.waiting}
+
     def keep(self, names: Collection[str]) -> None:
         """Forgets the counters of tenants that are not among ``names`` and do not wait."""
         self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}

@@ -19,11 +19,12 @@ from pillion.types import GenerateRequest, StructuredOutputs
 
 
 class RequestGrammar(NamedTuple):
-    """Holds the grammar that the answers to a request follow, as a worker gets it, and the client's fields from which
-    it was made."""
+    """Holds the grammar that the answers to a request follow, as a worker gets it, the client's fields from which it
+    was made, and the seconds that this took."""
 
     text: str
     fields: tuple[str, ...]
+    made_s: float = 0.0
 
 
 class TenantTurns(NamedTuple):

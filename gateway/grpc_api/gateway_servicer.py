@@ -18,7 +18,13 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.request.refusals import STRANGERS, Caller
 from pillion.gateway.request.request_runner import RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message, request_label
+from pillion.gateway.request.validation import (
+    MAX_TOKENS_HEADER,
+    RECORD_HEADER,
+    check_counts,
+    check_generate_message,
+    request_label,
+)
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -113,8 +119,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             runner = await self._noting("Generate", self._begin)(request, context)
             writer = DeltaWriter(runner.admitted.request_id)
             try:
-                if runner.admitted.cut:
-                    await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(runner.admitted.max_tokens)),))
+                notes = [(MAX_TOKENS_HEADER, str(runner.admitted.max_tokens))] if runner.admitted.cut else []
+                notes += [(RECORD_HEADER, runner.record_id)] if runner.record_id else []
+                if notes:
+                    await context.send_initial_metadata(tuple(notes))
                 # An answer always has a first delta, or an error takes its place.
                 first = delta_to_pb(await anext(runner))
                 if (origin := runner.origin()) is not None:
@@ -152,6 +160,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             tenant=tenant,
             timeout_s=timeout_of(context),
             parent=telemetry.extract(metadata),
+            recorded=header(metadata, RECORD_HEADER) == "1",
         )
         context.add_done_callback(lambda _: runner.cancel())
         return runner

@@ -34,7 +34,7 @@ from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, prompt_field
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, RECORD_HEADER, prompt_field
 from pillion.types import Delta, GenerateRequest, SamplingParams, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -78,6 +78,11 @@ class DeltaReader:
         None. It is known after the first batch, for the prompts that run by then."""
         admitted = [runner.admitted for runner in self._runners.values()]
         return min((one.max_tokens for one in admitted if one.cut), default=None)
+
+    def record_ids(self) -> str:
+        """Returns the ids of the bundles that the client has asked for, of the prompts that run after the first
+        batch."""
+        return ",".join(runner.record_id for runner in self._runners.values() if runner.record_id)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -278,6 +283,7 @@ class ModelCalls:
         quota: CountedCall | None = None
         # Whoever waits for a whole answer hears nothing before, so that is the time that the answer has.
         patience_s = None if asked.stream else call.patience_s
+        recorded = call.header(RECORD_HEADER.encode()).strip() == "1"
 
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is asked.requests[0]
@@ -290,6 +296,7 @@ class ModelCalls:
                 counted=quota,
                 places=found,
                 streamed=asked.stream,
+                recorded=recorded,
                 timeout_s=None if patience_s is None else arrived + patience_s - asyncio.get_running_loop().time(),
             )
             if first:
@@ -307,6 +314,8 @@ class ModelCalls:
                 batch = await reader.read()
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
+                if bundles := reader.record_ids():
+                    call.notes.append((RECORD_HEADER.encode(), bundles.encode()))
                 # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
                 writer = await new_writer(call, asked, entry, reader)
             if asked.stream:

@@ -73,12 +73,14 @@ class SplitDecision:
     Attributes:
         words: why this decode worker was chosen, and what was known of the prefix.
         policy: says where the split falls, unless predictions decide.
+        weighed: the routes of which ``route`` is the one with the least price.
     """
 
     route: Route
     block_size: int
     words: str
     policy: SplitPolicy
+    weighed: tuple[Route, ...] = ()
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         """Returns the number of blocks before the split, and why."""
@@ -95,7 +97,7 @@ class SplitDecision:
         if self.policy.share is not None:
             fixed = self.policy.split_blocks(cached_blocks, limit_blocks)
             return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
-        alone_s, shared_s = (self._price(cached, blocks * self.block_size) for blocks in (cached_blocks, limit_blocks))
+        alone_s, shared_s = (self.price_s(cached, blocks * self.block_size) for blocks in (cached_blocks, limit_blocks))
         shared = shared_s < alone_s
         learns = not shared and shared_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
         chosen = limit_blocks if shared or learns else cached_blocks
@@ -126,7 +128,8 @@ class SplitDecision:
         computed_s = decode.model.range_s(start_blocks * self.block_size, end_blocks * self.block_size, decode.most)
         return max(LEAST_FETCH_S, computed_s)
 
-    def _price(self, cached: int, split: int) -> float:
+    def price_s(self, cached: int, split: int) -> float:
+        """Returns the price in seconds of a split after so many tokens, where so many are cached."""
         return route_s(self.route.prefill, self.route.decode, cached, split, self.route.fetch_s)
 
 
@@ -158,7 +161,7 @@ def choose(
             words += f", blocks of {name} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"
-    return SplitDecision(chosen, snapshot.block_size, words, snapshot.policy)
+    return SplitDecision(chosen, snapshot.block_size, words, snapshot.policy, tuple(routes))
 
 
 def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord]) -> str:

@@ -86,12 +86,12 @@ class AdmittedRequest:
     among its ``stop_token_ids``; ``recommended`` are those of its values, by name, that are the model's own because the
     client gave none. Without prefix caching, no other request has its ``cache_salt``. Every answer follows ``grammar``
     from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
-    which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
-    ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. After
-    ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
-    a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
-    of its text. Ids of calls are made of ``answer_id``. No answer has the tokens of one of its ``bad_words`` in their
-    order. Workers know its tenant by its ``flow``.
+    which it was made in ``grammar_s`` seconds. ``adapter`` is the digest of the adapter that answers are computed
+    with; "" for the model alone. ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its
+    ``virtual_tokens``. After ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody
+    waits for a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends
+    with a vector of its text. Ids of calls are made of ``answer_id``. No answer has the tokens of one of its
+    ``bad_words`` in their order. Workers know its tenant by its ``flow``.
     """
 
     asked: GenerateRequest
@@ -110,6 +110,7 @@ class AdmittedRequest:
     recommended: tuple[tuple[str, float], ...] = ()
     grammar: str = ""
     grammar_fields: tuple[str, ...] = ()
+    grammar_s: float = 0.0
     original_tokens: int = 0
     adapter: str = ""
     adapter_rank: int = 0

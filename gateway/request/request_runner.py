@@ -64,6 +64,8 @@ class RequestRunner:
         span: the request's trace span, which the runner ends.
         meter: records when tokens come and how the request ends.
         on_end: called once, with the tokens used.
+        note: called with each event of an answer (None: of all answers), the actions that it caused, and the time;
+            None where nobody keeps them.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class RequestRunner:
         span: trace.Span,
         meter: RequestMeter,
         on_end: Callable[[Usage], None],
+        note: Callable[[int | None, Event, Sequence[AnswerAction], float], None] | None = None,
     ) -> None:
         self.admitted = admitted
         self._answers = tuple(answers)
         self._span = span
         self._meter = meter
         self._on_end = on_end
+        self._note = note
         indexes = range(len(self._answers))
         self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
         seeds = [answer_seed(admitted.sampling.seed or 0, index) for index in indexes]
@@ -94,7 +98,8 @@ class RequestRunner:
         )
         self._inbox: deque[tuple[int | None, Event]] = deque()
         self._handling = False
-        self._defect: PillionError | None = None
+        # This is the error of a request that the gateway itself failed.
+        self.defect: PillionError | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._last_event_s = [time.monotonic()] * len(indexes)
@@ -112,6 +117,10 @@ class RequestRunner:
         self.failed_unserved = False
         # This says whether that error asks the client to come again later, since the workers have no room.
         self.refused = False
+        # These are there once the request has ended.
+        self.timings: Timings | None = None
+        # This is the id of the bundle that the client has asked for; "" where there will be none.
+        self.record_id = ""
 
     def start(self) -> None:
         """Begins the request. Call once."""
@@ -223,17 +232,21 @@ class RequestRunner:
     def _handle(self, index: int | None, event: Event) -> list[AnswerAction]:
         now = time.monotonic()
         if index is None:
-            return self._samples.handle_all(event, now)
-        self._last_event_s[index] = now
-        return self._samples.handle(index, event, now)
+            actions = self._samples.handle_all(event, now)
+        else:
+            self._last_event_s[index] = now
+            actions = self._samples.handle(index, event, now)
+        if self._note is not None:
+            self._note(index, event, actions, now)
+        return actions
 
     def _fail_by_defect(self, error: BaseException) -> None:
         log.error("request %s failed", self.admitted.request_id, exc_info=error)
-        again, self._defect = self._defect, Internal(DEFECT)
+        again, self.defect = self.defect, Internal(DEFECT)
         if again is None:
             # Cancelling frees what the request holds; the reader gets the defect instead.
             self._post(None, ev.RequestCancelled())
-        self._fail(self._defect)
+        self._fail(self.defect)
 
     def _perform(self, index: int, action: Action) -> None:
         calls = self._calls[index]
@@ -250,7 +263,7 @@ class RequestRunner:
                 self.vector = action.vector
                 self._finish(index, action.reason)
             case ev.Fail():
-                self._fail(self._defect or action.error)
+                self._fail(self.defect or action.error)
             case _:
                 if isinstance(action, ev.LookUp) and action.attempt > 1:
                     # The request is replayed, on another worker or on the same one.
@@ -305,7 +318,7 @@ class RequestRunner:
             if timer is not None:
                 timer.cancel()
         now, usage, span = time.monotonic(), self.usage(), self._span
-        timings = self._timings(now)
+        timings = self.timings = self._timings(now)
         if error is None:
             self._outbox.end(usage, timings)
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)

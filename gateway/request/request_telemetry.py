@@ -123,6 +123,11 @@ class RequestMeter:
             meters.distribution(names.SPLIT, model).observe(timings.prefilled_tokens / computed)
 
 
+def operation_of(admitted: AdmittedRequest) -> str:
+    """Names what a request asks for."""
+    return EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
+
+
 def count_refused(meters: Meters, error: PillionError) -> None:
     """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
     met = error.quotas if isinstance(error, Overloaded) else ()

@@ -25,6 +25,7 @@ from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
+from pillion.records.explain_command import explain
 from pillion.types import SAMPLING_OPTIONS
 
 EXIT_FAILED = 1
@@ -101,7 +102,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in (adapters, bench, cache, events):
+for command in (adapters, bench, cache, events, explain):
     cli.add_command(command)
 
 

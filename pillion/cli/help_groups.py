@@ -11,6 +11,7 @@ COMMANDS = {
     "Run a cluster": "serve demo prepare models",
     "Use a running cluster": "chat generate status cache adapters events",
     "Measure and plan": "bench",
+    "Records of requests": "explain",
     "Keys and certificates": "keys certs",
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",
@@ -35,6 +36,7 @@ GROUPS = {
     "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",
     "Batches": "batch max_batch_requests",
+    "Records of requests": "record",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics",
 }

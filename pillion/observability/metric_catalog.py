@@ -115,6 +115,13 @@ BATCH_LINES = _counter(
 BATCH_LINES_NOW = _gauge(
     "pillion.batch.lines_now", "{line}", "Lines of the batches that this gateway runs: running, and queued.", "state"
 )
+RECORDED = _counter(
+    "pillion.recorded_requests",
+    "{request}",
+    "Requests whose bundle was written (--record-path): failed, slow, asked or share; and those that have none: lost"
+    " (too many at once), unwritten (the disk), over (too many of a tenant).",
+    "reason",
+)
 
 ADAPTER_REQUESTS = _gauge(
     "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"

@@ -233,11 +233,10 @@ def _plan(bundle: Bundle) -> Iterator[str]:
     took_ms = first.at_ms - plan.at_ms
     expected_ms, alone_ms = (settled.figures.get(f"{name}_ms", 0.0) for name in ("expected", "alone"))
     if settled.what == "prefill":
-        saved_ms = alone_ms - took_ms
-        came = f"saved {_ms(saved_ms)}" if saved_ms >= 0 else f"took {_ms(-saved_ms)} longer than that"
+        expected, came = _saved(alone_ms - expected_ms, ("save", "cost")), _saved(alone_ms - took_ms, ("saved", "cost"))
         yield (
-            f"The split at {settled.tokens:,} was expected to save {_ms(alone_ms - expected_ms)} of the"
-            f" {_ms(alone_ms)} that {plan.worker} would have taken alone, and {came}."
+            f"The split at {settled.tokens:,} was expected to {expected} beside the {_ms(alone_ms)} that {plan.worker}"
+            f" would have taken alone, and {came}."
         )
     if took_ms > LATE_FACTOR * expected_ms and took_ms - expected_ms > TOLD_LATE_MS:
         slowest = max(phases(bundle), key=lambda one: (one.start_ms >= plan.at_ms) * (one.name != TOKENS) * one.took_ms)
@@ -286,6 +285,10 @@ def _within(bundle: Bundle, phase: Phase) -> list[StoryEvent]:
 
 def _last(events: Sequence[StoryEvent], what: str) -> StoryEvent | None:
     return next((event for event in reversed(events) if event.what == what), None)
+
+
+def _saved(saved_ms: float, words: tuple[str, str]) -> str:
+    return f"{words[saved_ms < 0]} {_ms(abs(saved_ms))}"
 
 
 def _count(number: int, noun: str) -> str:

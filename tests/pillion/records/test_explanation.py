@@ -121,8 +121,8 @@ MOVED = story(
         ),
         (
             SLOW_WORKER,
-            "The split at 1,024 was expected to save 400 ms of the 900 ms that decode-0 would have taken alone, and"
-            " took 1.48 s longer than that.",
+            "The split at 1,024 was expected to save 400 ms beside the 900 ms that decode-0 would have taken alone, and"
+            " cost 1.48 s.",
         ),
         (
             SLOW_WORKER,

@@ -1,0 +1,256 @@
+"""Decides which requests are recorded, and writes their bundles on a thread.
+
+    begin --> Story, which collects --> the request ends --> recorded? --> queue, bounded --> thread: bundle, file
+
+No stream waits for any of it: what the queue has no room for is lost, and counted. One tenant cannot fill the folder
+alone: of bundles that clients can cause, each tenant has a number for every minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from pillion._version import VERSION
+from pillion.config import GatewayFlags
+from pillion.errors import Cancelled, ConfigError, InvalidRequest
+from pillion.gateway.admission.turns import AdmissionPermit
+from pillion.gateway.recorder.record_folder import RecordFolder
+from pillion.gateway.recorder.story import Story, described
+from pillion.gateway.request.admitted_request import AdmittedRequest
+from pillion.gateway.request.request_telemetry import operation_of
+from pillion.gateway.request.validation import new_answer_id
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
+from pillion.records.bundle import (
+    Bundle,
+    BundleAnswer,
+    BundleModel,
+    BundleRequest,
+    BundleWorker,
+    Content,
+    Reason,
+    hidden,
+)
+
+log = logging.getLogger("pillion.gateway.recorder")
+
+# At most this many ended requests wait to be written.
+MAX_WAITING_STORIES = 128
+# In a minute at most this many requests of one tenant are recorded because they failed, were slow or were asked for.
+TENANT_RECORDS_PER_MINUTE = 120
+MINUTE_S = 60
+# A gateway that stops waits this long for the last bundles to be written.
+LAST_WRITES_S = 5.0
+DAY_S = 24 * 3600
+# Workers do not get these fields of the sampling, which is what an AdmittedRequest has of it.
+_OF_GATEWAY = (
+    *("stop", "include_stop_str_in_output", "bad_words", "structured_outputs"),
+    *("skip_special_tokens", "detokenize"),
+)
+# What became of requests that were to be recorded, and have no bundle.
+LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
+
+
+class RecordRules(NamedTuple):
+    """Says what is recorded, and what of it is kept: a ``share`` of all requests, and those whose client waited longer
+    than ``slow_ms`` milliseconds for a token (0: none is slow)."""
+
+    share: float
+    slow_ms: int
+    content: Content
+
+
+class Recorder:
+    """Records requests of one gateway. ``counts`` has what became of those that were to be recorded, by why."""
+
+    def __init__(self, folder: RecordFolder, rules: RecordRules) -> None:
+        self._folder = folder
+        self._rules = rules
+        self.counts: Counter[str] = Counter()
+        # These count, for the minute that runs, the records that each tenant has caused.
+        self._minute, self._caused = 0, Counter[str]()
+        self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, weights: str, asked: bool) -> Story:
+        """Begins the story of a request that is ready to wait for its turn; ``asked`` says that its client wants a
+        bundle of it."""
+        tenant, chosen = permit.tenant.name, None
+        if asked and self._may_cause(tenant):
+            chosen = "asked"
+        elif self._rules.share and random.random() < self._rules.share:  # noqa: S311  (nobody gains by a guess)
+            chosen = "share"
+        now = time.monotonic()
+        return Story(new_answer_id(), admitted, tenant, weights, permit.answers, now, chosen, self._ended)
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the counter of requests that were recorded, or were to be."""
+        for reason, count in tuple(self.counts.items()):
+            yield names.RECORDED, (reason,), count
+
+    def close(self) -> None:
+        """Ends the thread when it has written what waits, or after LAST_WRITES_S seconds. It blocks."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(None, timeout=LAST_WRITES_S)
+            self._thread.join(LAST_WRITES_S)
+
+    def _ended(self, story: Story) -> None:
+        reason = self._why(story) or story.chosen
+        if reason is None:
+            return
+        if story.chosen is None and not self._may_cause(story.tenant):
+            self.counts[OVER] += 1
+            return
+        try:
+            self._jobs.put_nowait((story, reason))
+        except queue.Full:
+            self.counts[LOST] += 1
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
+            self._thread.start()
+
+    def _why(self, story: Story) -> Reason | None:
+        # What a client does wrong, or gives up, is no failure.
+        if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
+            return "failed"
+        # Nobody waits for a request in the background.
+        slow_ms = 0 if story.admitted.background else self._rules.slow_ms
+        return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
+
+    def _may_cause(self, tenant: str) -> bool:
+        """Returns whether a tenant may cause one more record in this minute, and counts it."""
+        minute = int(time.monotonic() // MINUTE_S)
+        if minute != self._minute:
+            self._minute, self._caused = minute, Counter()
+        self._caused[tenant] += 1
+        return self._caused[tenant] <= TENANT_RECORDS_PER_MINUTE
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            story, reason = job
+            try:
+                self._folder.keep(bundle_of(story, reason, self._rules, self._folder.key))
+            except (OSError, ConfigError) as error:
+                self._unwritten(story, str(error))
+            except Exception:
+                # A defect must not end the recording of all later requests.
+                log.exception("request %s could not be recorded", story.admitted.request_id)
+                self.counts[UNWRITTEN] += 1
+            else:
+                self.counts[reason] += 1
+                log.info("request %s is recorded as %s: %s", story.admitted.request_id, story.id, reason)
+
+    def _unwritten(self, story: Story, why: str) -> None:
+        # A disk that is full would fill the log, too.
+        if not self.counts[UNWRITTEN]:
+            log.warning("request %s is not recorded, and maybe others: %s", story.admitted.request_id, why)
+        self.counts[UNWRITTEN] += 1
+
+
+def make_recorder(flags: GatewayFlags) -> Recorder:
+    """Makes the recorder of --record-path. It blocks; raises ConfigError."""
+    folder = RecordFolder(flags.record_path, flags.record_key_file, flags.record_bytes, flags.record_days * DAY_S)
+    return Recorder(folder, RecordRules(flags.record_share, flags.record_slow_ms, flags.record_content))
+
+
+def bundle_of(story: Story, reason: Reason, rules: RecordRules, key: bytes) -> Bundle:
+    """Makes the bundle of a request that has ended."""
+    admitted, options = story.admitted, story.admitted.options
+    ago_s = time.monotonic() - admitted.arrived
+    flags = {
+        "split-policy": options.policy.name,
+        "chunk-size": str(options.chunk_tokens),
+        "max-attempts": str(options.max_attempts),
+        "enable-prefix-caching": str(options.prefix_caching).lower(),
+    }
+    timings = {} if story.timings is None else asdict(story.timings)
+    return Bundle(
+        id=story.id,
+        created_unix_ms=round((time.time() - ago_s) * 1000),
+        reason=reason,
+        tenant=story.tenant,
+        content=rules.content,
+        version=VERSION,
+        model=BundleModel(
+            name=admitted.model,
+            fingerprint=admitted.fingerprint,
+            asked=admitted.asked.model,
+            weights=story.weights,
+            adapter=admitted.adapter,
+        ),
+        request=_request(admitted, rules.content, key),
+        answers=tuple(_answers(story, rules.content, key)),
+        story=story.events(),
+        slow_ms=rules.slow_ms,
+        flags=flags,
+        workers=tuple(
+            BundleWorker(
+                id=one.component_id,
+                role=one.role,
+                node_id=one.node_id,
+                version=one.version,
+                kernels=one.kernels,
+                ranks=one.tensor_parallel_size,
+            )
+            for one in story.workers()
+        ),
+        error="" if story.error is None else described(story.error),
+        receipt={"usage": asdict(story.usage), "timings": timings},
+    )
+
+
+def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleRequest:
+    asked, sampling = admitted.asked, admitted.sampling
+    texts: dict[str, Any] = {
+        "token_ids": admitted.own_prompt,
+        "messages": asked.messages,
+        "grammar": admitted.grammar,
+        "bad_words": admitted.bad_words,
+    }
+    if content == "full":
+        texts |= {"chat": asked.chat, "tools": asked.tools}
+        sampling = replace(sampling, **{name: getattr(asked.sampling, name) for name in _OF_GATEWAY})
+    else:
+        given = {**texts, "stop": asked.sampling.stop} if content == "hash" else {}
+        texts = {"hmacs": {name: hidden(key, name, value) for name, value in given.items() if value}}
+        sampling = replace(sampling, logit_bias={}, allowed_token_ids=())
+    return BundleRequest(
+        operation=operation_of(admitted),
+        label=admitted.request_id,
+        prompt_tokens=len(admitted.own_prompt),
+        virtual_tokens=admitted.virtual_tokens,
+        sampling=sampling,
+        priority=admitted.priority,
+        resumed_tokens=admitted.resumed_tokens,
+        **texts,
+    )
+
+
+def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswer]:
+    """Yields the answers as far as they came. A request for a vector has none."""
+    if story.admitted.pooled is not None:
+        return
+    # The log probabilities that another gateway gave before a stream moved here are not known.
+    admitted = story.admitted
+    shows = content == "full" and admitted.asked.sampling.logprobs is not None and not admitted.resumed_tokens
+    for answer in story.answers:
+        ids = tuple(answer.token_ids)
+        yield BundleAnswer(
+            tokens=len(ids),
+            token_ids=ids if content == "full" else (),
+            hmac=hidden(key, "answer", ids) if content == "hash" and ids else "",
+            finish_reason=answer.finish_reason,
+            logprobs=tuple(answer.logprobs[: len(ids)]) if shows else (),
+            times=answer.times(admitted.arrived),
+        )

@@ -1,0 +1,135 @@
+"""What makes a request slow is named by `pillion explain`: each cause is made in a real gateway over fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lab.testbed.conditions import until
+from pillion import StructuredOutputs
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
+from pillion.gateway.request import request_machine
+from pillion.records.bundle import Bundle
+from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL, end_ms, phases, sentences
+from tests.gateway.recorder.test_recorder import PROMPT, ask, recorded, recording
+from tests.support.fake_components import FakeCluster, knows
+
+# What is held up is held up for this long: all else would have to take some twenty times as long to hide it.
+HELD_S = 0.5
+
+
+def told(bundle: Bundle, *parts: str) -> str:
+    """The sentence that has all these parts."""
+    found = [one for one in sentences(bundle) if all(part in one for part in parts)]
+    assert len(found) == 1, sentences(bundle)
+    return found[0]
+
+
+def names(bundle: Bundle) -> list[str]:
+    found = phases(bundle)
+    assert (found[0].start_ms, found[-1].end_ms) == (0.0, end_ms(bundle))
+    return [one.name for one in found]
+
+
+@contextlib.asynccontextmanager
+async def explained(folder: pathlib.Path, **flags: Any) -> AsyncIterator[FakeCluster]:
+    async with recording(folder, record_share=1.0, **flags) as fakes:
+        yield fakes
+
+
+async def held(gate: asyncio.Event, what: str, is_held: Any, asked: Any) -> None:
+    """Closes a gate for HELD_S while a request waits at it."""
+    gate.clear()
+    asking = asyncio.create_task(asked)
+    await until(what, is_held)
+    await asyncio.sleep(HELD_S)
+    gate.set()
+    await asking
+
+
+async def test_a_line_at_the_gateway(tmp_path: pathlib.Path) -> None:
+    async with explained(tmp_path, max_running_requests=1) as fakes:
+        admission = fakes.gateway.gateway.admission
+        fakes.decode.gate.clear()
+        first = asyncio.create_task(ask(fakes))
+        await until("a stream", lambda: fakes.decode.submits)
+        second, third = (asyncio.create_task(ask(fakes, f"{number} and more")) for number in range(2))
+        await until("two in line", lambda: admission.waiting == 2)
+        await asyncio.sleep(HELD_S)
+        fakes.decode.go_on()
+        await asyncio.gather(first, second, third)
+        bundles = await recorded(tmp_path, 3)
+    told(bundles[1], "in line at the gateway, while 1 answer ran.")
+    told(bundles[2], "in line at the gateway, while 1 answer ran and 1 request stood in line before it.")
+    assert LINE not in names(bundles[0])
+    assert LINE in names(bundles[1])
+
+
+async def test_a_cold_prefix_and_one_that_was_evicted(tmp_path: pathlib.Path) -> None:
+    async with explained(tmp_path) as fakes:
+        await ask(fakes)
+        fakes.node.pinned = 3
+        await ask(fakes)
+        fakes.node.pinned, fakes.node.brings = 1, [1]
+        knows(fakes, kv_0=4)
+        await ask(fakes)
+        cold, warm, evicted = await recorded(tmp_path, 3)
+    told(cold, "The prefix was cold: none of the prompt's 30 tokens was cached.")
+    told(warm, "Of the prompt's 30 tokens 12 were cached (12 were in the pool).")
+    told(evicted, "The index had promised 16 cached tokens, and 4 were found.")
+
+
+async def test_a_slow_link(tmp_path: pathlib.Path) -> None:
+    async with recording(tmp_path, record_share=1.0, roles="kvnode prefill decode far-kvnode") as fakes:
+        knows(fakes, kv_1=5)
+        await held(fakes.node.fetch_gate, "a fetch", lambda: fakes.node.fetching, ask(fakes))
+        (bundle,) = await recorded(tmp_path)
+    told(bundle, "fetching KV to kv-0 from kv-1")
+    told(bundle, "20 came from other nodes")
+    assert FETCHING in names(bundle)
+
+
+async def test_a_slow_prefill_worker(tmp_path: pathlib.Path) -> None:
+    async with explained(tmp_path) as fakes:
+        await held(fakes.prefill.gate, "a prefill range", lambda: fakes.prefill.running, ask(fakes))
+        (bundle,) = await recorded(tmp_path)
+    # The last chunk's acknowledgement may come after the first token.
+    told(bundle, "prefilling at prefill-0:", "chunks waited", "ms to compute")
+    told(bundle, "The split at 28 was expected to")
+    told(bundle, "The plan expected the first token", "the longest part of that was prefilling at prefill-0")
+    assert PREFILL in names(bundle)
+
+
+async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_machine, "MAX_RETRY_DELAY_MS", request_machine.FIRST_RETRY_DELAY_MS)
+    async with explained(tmp_path) as fakes:
+        fakes.decode.break_after = 5
+        await ask(fakes)
+        (bundle,) = await recorded(tmp_path)
+    told(bundle, "attempt 1 was lost at decode-0 (", "and the request moved")
+    told(bundle, "The longest pause of the answer", "when decode-0 was lost")
+    assert MOVING in names(bundle)
+    assert names(bundle)[-1] == "tokens"
+    assert len(fakes.decode.submits) == 2
+    assert bundle.receipt["timings"]["replays"] == 1
+
+
+async def test_a_grammar_that_takes_long_to_compile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarChecker.check
+
+    async def slow(checker: GrammarChecker, *arguments: Any) -> None:
+        await asyncio.sleep(HELD_S)
+        await check(checker, *arguments)
+
+    monkeypatch.setattr(GrammarChecker, "check", slow)
+    async with explained(tmp_path, record_content="full") as fakes:
+        await ask(fakes, PROMPT, structured_outputs=StructuredOutputs(regex="[A-Z].*"))
+        (bundle,) = await recorded(tmp_path)
+    told(bundle, "making and compiling the grammar")
+    assert GRAMMAR in names(bundle)
+    assert bundle.request.grammar

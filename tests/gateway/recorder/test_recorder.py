@@ -1,0 +1,219 @@
+"""Which requests are recorded, what is kept of them, and that nobody waits for it: a real gateway, fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lab.testbed.conditions import until
+from pillion import Delta, PillionError
+from pillion.errors import ConfigError
+from pillion.gateway.recorder import recorder as recorders
+from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
+from pillion.gateway.request.validation import RECORD_HEADER
+from pillion.observability import metric_catalog as names
+from pillion.records.bundle import KEY_FILE, Bundle, encode, hidden, read, read_key
+from tests.pillion.records.test_bundle import bundle_of
+from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
+from tests.support.http import call
+
+PROMPT = "What is the capital of France?"
+SCRIPT = "Paris, naturally."
+
+
+@contextlib.asynccontextmanager
+async def recording(folder: pathlib.Path, **flags: Any) -> AsyncIterator[FakeCluster]:
+    async with running_fake_cluster(SCRIPT, record_path=str(folder), **flags) as fakes:
+        yield fakes
+
+
+def files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("*.json"), key=lambda one: one.stat().st_mtime_ns)
+
+
+async def recorded(folder: pathlib.Path, count: int = 1) -> list[Bundle]:
+    """The bundles in a folder, in the order in which they were written, once there are so many of them."""
+    await until(f"{count} bundles", lambda: len(files(folder)) >= count)
+    key = read_key(folder / KEY_FILE)
+    found = [read(path, key) for path in files(folder)]
+    assert all(verified for _, verified in found)
+    return [bundle for bundle, _ in found]
+
+
+async def ask(fakes: FakeCluster, prompt: str = PROMPT, **sampling: Any) -> list[Delta]:
+    return [delta async for delta in fakes.client.generate(prompt, **sampling)]
+
+
+def counts(fakes: FakeCluster) -> dict[str, float]:
+    return {reason: value for (reason,), value in fakes.gateway.meters.collect().get(names.RECORDED, {}).items()}
+
+
+def ids_of(deltas: list[Delta], index: int) -> tuple[int, ...]:
+    return tuple(one for delta in deltas if delta.index == index for one in delta.token_ids)
+
+
+async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
+    async with recording(tmp_path, record_share=1.0, record_content="full") as fakes:
+        deltas = await ask(fakes, n=2, temperature=0.5, stop=["?!"], logprobs=0)
+        (bundle,) = await recorded(tmp_path)
+    request, timings = bundle.request, bundle.receipt["timings"]
+    assert (bundle.reason, bundle.tenant, bundle.error, bundle.content) == ("share", "", "", "full")
+    assert request.token_ids == script_of(PROMPT)[:-1]
+    assert (request.prompt_tokens, request.operation, request.label) == (30, "text_completion", deltas[0].request_id)
+    assert [answer.token_ids for answer in bundle.answers] == [ids_of(deltas, 0), ids_of(deltas, 1)]
+    assert {answer.finish_reason for answer in bundle.answers} == {"stop"}
+    assert [len(answer.logprobs) for answer in bundle.answers] == [len(answer.token_ids) for answer in bundle.answers]
+    # The seed is the one that the gateway drew.
+    seeds = [fakes.decode.submits[0].sampling.seed, fakes.decode.submits[0].siblings[0].seed]
+    assert seeds == [request.sampling.seed, request.sampling.seed + 1]
+    assert (request.sampling.temperature, request.sampling.stop, request.sampling.n) == (0.5, ("?!",), 2)
+    assert bundle.receipt["usage"]["completion_tokens"] == sum(answer.tokens for answer in bundle.answers)
+    assert (timings["prefill_worker"], timings["decode_worker"]) == ("prefill-0", "decode-0")
+    assert {one.id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
+    told = [event.what for event in bundle.story if not event.answer]
+    wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]
+    assert sorted(told, key=told.index) == told
+    assert [what for what in wanted if what not in told] == []
+    assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("first_token")
+    plan = next(event for event in bundle.story if event.what == "planned")
+    assert [(one.decode, one.prefill, one.chosen) for one in plan.weighed] == [("decode-0", "prefill-0", True)]
+
+
+@pytest.mark.parametrize("content", ["hash", "none"])
+async def test_what_is_not_kept_is_nowhere_in_the_file(content: str, tmp_path: pathlib.Path) -> None:
+    async with recording(tmp_path, record_share=1.0, record_content=content) as fakes:
+        for prompt in (PROMPT, PROMPT, "Another prompt of a client."):
+            await ask(fakes, prompt, stop=["secret"], bad_words=["hidden"], logit_bias={77: -1.0})
+        bundles = await recorded(tmp_path, 3)
+    for path in files(tmp_path):
+        raw = path.read_text()
+        assert not [word for word in ("capital", "secret", "hidden", "Paris", '"77"', '"token_ids":[') if word in raw]
+    hmacs = [(bundle.request.hmacs.get("token_ids"), bundle.answers[0].hmac) for bundle in bundles]
+    if content == "none":
+        assert hmacs == [(None, "")] * 3
+        return
+    assert hmacs[0] == hmacs[1]
+    assert hmacs[0][0] != hmacs[2][0]
+    assert hmacs[0][0] == hidden(read_key(tmp_path / KEY_FILE), "token_ids", script_of(PROMPT)[:-1])
+
+
+async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "TENANT_RECORDS_PER_MINUTE", 1)
+    monkeypatch.setattr(recorders, "MINUTE_S", 10**9)
+    async with recording(tmp_path, record_slow_ms=0) as fakes:
+        asked = {"model": "toy", "prompt": PROMPT, "max_tokens": 3}
+        address = fakes.gateway.http_address
+        label = {"x-request-id": "../../mine"}
+        plain = await call(address, "/v1/completions", asked)
+        assert RECORD_HEADER not in plain.headers
+        kept = await call(address, "/v1/completions", asked, {RECORD_HEADER: "1", **label})
+        (bundle,) = await recorded(tmp_path)
+        # The file has the server's id, whatever the client calls its request.
+        assert (kept.headers[RECORD_HEADER], bundle.reason) == (bundle.id, "asked")
+        assert bundle.request.label == kept.headers["x-request-id"]
+        # A tenant has so many for each minute.
+        more = await call(address, "/v1/completions", asked, {RECORD_HEADER: "1"})
+        assert RECORD_HEADER not in more.headers
+        assert len(await recorded(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_request_that_fails_is_recorded(retryable: bool, tmp_path: pathlib.Path) -> None:
+    async with recording(tmp_path, max_attempts=1) as fakes:
+        # Code 13 is Internal, code 3 an error of the client, which is no failure.
+        fakes.decode.refusals = [(3, False), (13, retryable)]
+        for _ in range(2):
+            with pytest.raises(PillionError):
+                await ask(fakes)
+        (bundle,) = await recorded(tmp_path)
+        await fakes.settled()
+        assert counts(fakes) == {"failed": 1}
+    assert (bundle.reason, bundle.answers[0].tokens) == ("failed", 0)
+    assert bundle.error == bundle.story[-1].words
+    assert "refused by the script" in bundle.error
+    assert any(event.what == "decode_lost" and event.worker == "decode-0" for event in bundle.story)
+
+
+async def test_a_slow_request_is_recorded_and_one_that_is_given_up(tmp_path: pathlib.Path) -> None:
+    async with recording(tmp_path, record_slow_ms=1) as fakes:
+        fakes.decode.pace_s = 0.01
+        await ask(fakes)
+        (bundle,) = await recorded(tmp_path)
+        assert (bundle.reason, bundle.slow_ms) == ("slow", 1)
+        fakes.decode.gate.clear()
+        stream = fakes.client.generate(PROMPT)
+        waiting = asyncio.ensure_future(anext(stream))
+        await until("a submit", lambda: len(fakes.decode.submits) == 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        given_up = (await recorded(tmp_path, 2))[1]
+        assert (given_up.reason, given_up.answers[0].tokens) == ("slow", 0)
+        assert given_up.story[-1].words.startswith("Cancelled")
+        fakes.decode.go_on()
+
+
+async def test_nobody_waits_for_a_folder_that_takes_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "MAX_WAITING_STORIES", 1)
+    held, keep = threading.Event(), RecordFolder.keep
+    begun = threading.Event()
+
+    def held_up(folder: RecordFolder, bundle: Bundle) -> None:
+        begun.set()
+        held.wait()
+        keep(folder, bundle)
+
+    monkeypatch.setattr(RecordFolder, "keep", held_up)
+    async with recording(tmp_path, record_share=1.0) as fakes:
+        await ask(fakes)
+        await until("a write", begun.is_set)
+        for _ in range(3):
+            assert ids_of(await ask(fakes), 0) == script_of(SCRIPT)
+        assert counts(fakes) == {"lost": 2}
+        held.set()
+        await recorded(tmp_path, 2)
+        # A disk that fails costs the bundle, and nothing else.
+        monkeypatch.setattr(RecordFolder, "keep", lambda *_: os.stat(tmp_path / "nowhere"))
+        assert ids_of(await ask(fakes), 0) == script_of(SCRIPT)
+        await until("a count", lambda: counts(fakes) == {"lost": 2, "share": 2, "unwritten": 1})
+
+
+def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
+    folder = RecordFolder(str(tmp_path), "", 2**20, 1000.0)
+    size = len(encode(bundle_of(), folder.key))
+    folder = RecordFolder(str(tmp_path), "", 3 * size + 10, 1000.0)
+    ids = [f"{number:024x}" for number in range(6)]
+
+    def there() -> list[int]:
+        return [number for number, name in enumerate(ids) if (tmp_path / f"{name}.json").exists()]
+
+    for number, name in enumerate(ids[:4]):
+        folder.keep(bundle_of(id=name))
+        os.utime(tmp_path / f"{name}.json", (at := (tmp_path / f"{name}.json").stat().st_mtime - 900 + number, at))
+    assert there() == [1, 2, 3]
+    # What is too old goes with the next one that needs room, and a part that has lost its writer, too.
+    aged = {"new.part": 10, "old.part": PART_AGE_S + 10, f"{ids[1]}.json": 2000, f"{ids[2]}.json": 2000}
+    for name, age_s in aged.items():
+        path = tmp_path / name
+        path.touch()
+        os.utime(path, (at := path.stat().st_mtime - age_s, at))
+    folder.keep(bundle_of(id=ids[4]))
+    assert (there(), sorted(path.name for path in tmp_path.glob("*.part"))) == ([3, 4], ["new.part"])
+    with pytest.raises(ConfigError, match="more than --record-bytes"):
+        RecordFolder(str(tmp_path), "", 10, 1000.0).keep(bundle_of())
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--record-path"):
+        RecordFolder(str(tmp_path / "file"), "", 2**20, 1.0)
+    with pytest.raises(ConfigError, match="--record-key-file"):
+        RecordFolder(str(tmp_path), str(tmp_path / "nowhere"), 2**20, 1.0)
