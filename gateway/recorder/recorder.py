@@ -84,7 +84,8 @@ class Recorder:
     def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, weights: str, asked: bool) -> Story:
         """Begins the story of a request that is ready to wait for its turn; ``asked`` says that its client wants a
         bundle of it."""
-        tenant, chosen = permit.tenant.name, None
+        tenant = permit.tenant.name
+        chosen: Reason | None = None
         if asked and self._may_cause(tenant):
             chosen = "asked"
         elif self._rules.share and random.random() < self._rules.share:  # noqa: S311  (nobody gains by a guess)

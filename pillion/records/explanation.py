@@ -187,7 +187,7 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
     if phase.name == LINE and (waits := _last(events, "waits")) is not None:
         running, waiting = (round(waits.figures.get(name, 0)) for name in ("running", "waiting"))
         whose = f" ({waits.words})" if waits.words else ""
-        others = f" and {_count(waiting, 'request')}{whose} stood in line before it" if waiting else ""
+        others = f" and {_count(waiting, 'request')}{whose} stood in line, too" if waiting else ""
         return f", while {_count(running, 'answer')} ran{others}"
     if phase.name == FETCHING and (fetch := _last(events, "fetch")) is not None:
         sources = f" from {fetch.words}" if fetch.words else " from lower tiers"

@@ -44,6 +44,7 @@ class ScriptedRunner:
         self._usage = usage
         self._together = together
         self.cancelled = False
+        self.record_id = ""
 
     @property
     def pending(self) -> bool:

@@ -105,7 +105,7 @@ MOVED = story(
         (
             IN_LINE,
             "1.90 s of 2.40 s to the first token were spent in line at the gateway, while 4 answers ran and"
-            " 3 requests (3 of tenant b) stood in line before it.",
+            " 3 requests (3 of tenant b) stood in line, too.",
         ),
         (GRAMMAR, "800 ms of 2.40 s to the first token were spent making and compiling the grammar."),
         (

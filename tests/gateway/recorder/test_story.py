@@ -1,0 +1,63 @@
+"""What a story keeps of events: all tokens up to a stop string, whoever stands in line, and bounded moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.gateway.recorder import story as stories
+from pillion.gateway.recorder.story import Story
+from pillion.gateway.request import events as ev
+from pillion.types import FinishReason
+from tests.support.scripted import admitted_request
+
+
+def story_of(tenant: str = "a", answers: int = 1) -> Story:
+    admitted = admitted_request()
+    return Story("0" * 24, admitted, tenant, "", answers, admitted.arrived, None, lambda _: None)
+
+
+def sampled(story: Story, now: float, *ids: int, answer: int = 0) -> None:
+    story.note(answer, ev.TokensSampled(1, ids), [(answer, ev.Emit(ids))], now)
+
+
+def test_tokens_after_a_stop_string_are_not_kept() -> None:
+    story = story_of()
+    begun = story.admitted.arrived
+    for number, ids in enumerate([(1,), (2, 3), (4, 5, 6)]):
+        sampled(story, begun + (0.5, 0.504, 2.004)[number], *ids)
+    story.note(0, ev.StopStringFound(4), [(0, ev.Finish(FinishReason.STOP))], begun + 2.1)
+    (log,) = story.answers
+    times = log.times(begun)
+    assert (log.token_ids, log.finish_reason) == ([1, 2, 3, 4], "stop")
+    assert times is not None
+    assert (times.first_ms, times.last_ms, times.longest_gap_ms, times.longest_gap_at) == (500.0, 2004.0, 1500.0, 3)
+    assert sum(times.gaps) == 2
+    assert story.longest_wait_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "waiting", "words", "before"),
+    [
+        ("a", {"a": 1}, "", 0),
+        ("a", {"a": 3, "b": 2}, "2 of tenant a, 2 of tenant b", 4),
+        ("", {"": 4}, "", 3),
+    ],
+)
+def test_who_stands_in_line_before_a_request(tenant: str, waiting: dict[str, int], words: str, before: int) -> None:
+    story = story_of(tenant)
+    story.waits(story.admitted.arrived + 1.0, 7, waiting)
+    *_, waits = story.events()
+    assert (waits.what, waits.at_ms, waits.words) == ("waits", 1000.0, words)
+    assert waits.figures == {"running": 7, "waiting": before}
+
+
+def test_moments_are_bounded_and_end_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stories, "MAX_MOMENTS", 3)
+    story = story_of()
+    now = story.admitted.arrived
+    for position in range(9, 0, -1):
+        story.note(0, ev.StillQueued(1, position), [], now + 1)
+    story.ended(now + 2)
+    story.note(0, ev.RequestCancelled(), [], now + 3)
+    assert [one.figures.get("position") for one in story.events() if one.what == "in_line"] == [9, 8, 7]
+    assert "cancelled" not in [one.what for one in story.events()]
