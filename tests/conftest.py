@@ -92,8 +92,10 @@ LONGEST = (
     "tests/gpu/test_divided_pools.py",
     "tests/faults/test_fault_runs.py",
 )
+# The laboratory is no part of what users run: its studies and benchmarks run in `make test-long` alone.
+LABORATORY = ("tests/lab/benchmarks/", "tests/lab/fleets/")
 # The cases of a test in these files differ in a model, a format, a shape or a spelling. `make test` runs the first of
-# each four and `make test-long` the others.
+# each eight and `make test-long` the others.
 MATRICES = (
     "tests/engine/adapters/",
     "tests/engine/backends/",
@@ -113,11 +115,10 @@ MATRICES = (
     "tests/gpu/",
     "tests/kernels/",
     "tests/kvstore/exchange/",
-    "tests/lab/fleets/",
     "tests/pillion/cli/test_serve_flags.py",
     "tests/pillion/offline/test_offline_adapters.py",
 )
-CASES_PER_SHORT_ONE = 4
+CASES_PER_SHORT_ONE = 8
 # The longest one first.
 COMPUTATIONS = (
     "tests/engine/models/test_families.py",
@@ -157,7 +158,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases = Counter[str]()
     for item in items:
         test, case, _ = item.nodeid.partition("[")
-        if case and test.startswith(MATRICES) and item.get_closest_marker("long") is None:
+        if item.get_closest_marker("long") is not None:
+            continue
+        if test.startswith(LABORATORY):
+            item.add_marker(pytest.mark.long)
+        elif case and test.startswith(MATRICES):
             if cases[test] % CASES_PER_SHORT_ONE:
                 item.add_marker(pytest.mark.long)
             cases[test] += 1

@@ -419,6 +419,7 @@ async def test_copy_retry_and_edit(browser: Browser) -> None:
             assert await page.evaluate("navigator.clipboard.readText()") == "three"
 
 
+@pytest.mark.long
 async def test_a_reload_keeps_the_chat(browser: Browser, tmp_path: pathlib.Path) -> None:
     """For the same key alone; settings are kept as well, and the answer that was under way as far as it had come."""
     keys = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())

@@ -95,7 +95,7 @@ def test_convolutions(gated):
 
 @pytest.mark.parametrize(("by_rows", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_delta_rules(by_rows, dtype):
-    shape = DeltaShape(4 if by_rows else 2, 4, 24, 32, doubled=not by_rows, by_rows=by_rows)
+    shape = DeltaShape(4 if by_rows else 2, 4, 12, 16, doubled=not by_rows, by_rows=by_rows)
     decays = shape.heads * (shape.key_dim if by_rows else 1)
     rows = random(TEXTS, TOKENS, shape.mixed + shape.heads + decays)
     keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.head_dim

@@ -73,6 +73,7 @@ def test_a_good_draft_draft_tokens_sampled_tokens(tmp_path: pathlib.Path, monkey
     assert output.timings.accepted_tokens > 0.9 * output.timings.guessed_tokens
 
 
+@pytest.mark.long
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: pathlib.Path) -> None:
     main, other = save_model(tmp_path / "main"), save_model(tmp_path / "other", num_hidden_layers=1, marks=("<x>",))
     with pytest.raises(ConfigError, match=r"--speculative-config: draft model .*other: its tokenizer differs"):

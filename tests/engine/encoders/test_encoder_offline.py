@@ -79,6 +79,7 @@ def test_vectors_are_the_oracles_alone_and_together(tmp_path: pathlib.Path, name
             llm.generate("the sea", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+@pytest.mark.long
 def test_the_last_tokens_row_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     folder = make_encoder(tmp_path, "bert")
     save_words(folder)

@@ -97,7 +97,8 @@ def test_the_shapes_of_published_models(change):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-4), pytest.param("bfloat16", 0.06, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-4), ("bfloat16", 0.06)])
 def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, near):
     """Contexts of several partitions, which items share, in chunks and token by token beside other texts."""
     wide = {

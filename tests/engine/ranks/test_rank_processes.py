@@ -69,6 +69,7 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
     assert gone(pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped", "broken"])
 async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
@@ -197,6 +198,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_no_rank_outlives_rank_0() -> None:
     """Whether it waits or is stopped."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:

@@ -80,6 +80,7 @@ def test_a_rows_vector_is_the_last_hidden_state_at_every_rank(flags_of: Any, nam
     group.close()
 
 
+@pytest.mark.long
 def test_a_model_of_two_ranks_embeds_texts_and_answers(tmp_path: Any) -> None:
     plain = save_model(tmp_path / "plain")
     with LLM(str(plain), tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=16, **OPTIONS) as llm:
