@@ -42,6 +42,7 @@ from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.planning.forced_plan import ForcedPlan
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.recorder.recorder import Recorder
 from pillion.gateway.recorder.story import Story
@@ -250,6 +251,7 @@ class Gateway:
         places: PlacesOf | None = None,
         streamed: bool = True,
         recorded: bool = False,
+        plan: ForcedPlan | None = None,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -265,6 +267,7 @@ class Gateway:
                 Returns after how many of its tokens other prompts are expected to part from it.
             streamed: whether the client asked for the answer in pieces, for the trace.
             recorded: whether the client asked for a bundle of the request.
+            plan: what an operator forces on this request; None: the planner is free.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Unauthenticated: no ``tenant``.
@@ -284,6 +287,9 @@ class Gateway:
             if counted is None and quota is not None:
                 quota.take(1, arrived)
             admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooled, places, span)
+            if plan is not None:
+                policy = plan.policy or self._options.policy
+                admitted = replace(admitted, options=replace(self._options, policy=policy, node_id=plan.node_id))
             with telemetry.child("admission", span):
                 story = await self._turn(permit, admitted, quota, recorded)
             return self._start(model.name, admitted, answers, permit, quota, span, story)

@@ -81,6 +81,9 @@ class Range:
 
 
 MAX_LOGPROBS = 20
+# Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
+# reads them.
+MAX_REPORTED = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pillion.errors import InvalidRequest, PillionError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.planning.forced_plan import parse_plan
 from pillion.gateway.request.refusals import STRANGERS, Caller
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import (
@@ -29,6 +30,7 @@ from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import (
+    PLAN_HEADER,
     DeltaWriter,
     delta_to_pb,
     model_to_pb,
@@ -151,6 +153,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Admits the request of a Generate call."""
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(header(metadata, "authorization"))
+        plan = None
+        if words := header(metadata, PLAN_HEADER):
+            self._gateway.operators_only(tenant)
+            plan = parse_plan(words)
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
         label = request_label(generate.request_id or header(metadata, "x-request-id"))
         # The id is sent whatever the call's end is.
@@ -161,6 +167,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             timeout_s=timeout_of(context),
             parent=telemetry.extract(metadata),
             recorded=header(metadata, RECORD_HEADER) == "1",
+            plan=plan,
         )
         context.add_done_callback(lambda _: runner.cancel())
         return runner

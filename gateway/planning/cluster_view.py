@@ -302,14 +302,18 @@ class SplitPolicy:
         name: the value of ``--split-policy``.
         share: share of the whole uncached blocks that prefill workers compute, rounded down to blocks; None where
             predictions decide (:mod:`pillion.gateway.planning.split_decision`).
+        most_tokens: the split is at no later token; None: wherever the share puts it.
     """
 
     name: str
     share: Fraction | None
+    most_tokens: int | None = None
 
-    def split_blocks(self, cached_blocks: int, limit_blocks: int) -> int:
+    def split_blocks(self, cached_blocks: int, limit_blocks: int, block_size: int) -> int:
         """Returns the number of blocks before the split, in [cached_blocks, limit_blocks]; without a share, that is
         ``limit_blocks``."""
+        if self.most_tokens is not None:
+            limit_blocks = max(cached_blocks, min(limit_blocks, self.most_tokens // block_size))
         return limit_blocks if self.share is None else cached_blocks + int((limit_blocks - cached_blocks) * self.share)
 
 

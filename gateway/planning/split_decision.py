@@ -95,7 +95,7 @@ class SplitDecision:
             where = "a whole text" if whole else "co-located, no prefill worker"
             return cached_blocks, f"{where}; {self.words}; {prefix}"
         if self.policy.share is not None:
-            fixed = self.policy.split_blocks(cached_blocks, limit_blocks)
+            fixed = self.policy.split_blocks(cached_blocks, limit_blocks, self.block_size)
             return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
         alone_s, shared_s = (self.price_s(cached, blocks * self.block_size) for blocks in (cached_blocks, limit_blocks))
         shared = shared_s < alone_s
@@ -239,7 +239,7 @@ def _route(
             chosen = side._replace(extra_s=2 * cost.call_s + carried * cost.block_s)
     places = {cached}
     if chosen is not None:
-        most = snapshot.policy.split_blocks(cached, limit)
+        most = snapshot.policy.split_blocks(cached, limit, size)
         places = {cached, most} if snapshot.policy.share is None else {most}
     price_s = min(route_s(chosen, decode, cached * size, place * size, fetch_s) for place in places)
     return Route(price_s, decode, chosen, cached, fetch_s, fetched, holder)

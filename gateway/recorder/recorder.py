@@ -54,7 +54,7 @@ DAY_S = 24 * 3600
 # Workers do not get these fields of the sampling, which is what an AdmittedRequest has of it.
 _OF_GATEWAY = (
     *("stop", "include_stop_str_in_output", "bad_words", "structured_outputs"),
-    *("skip_special_tokens", "detokenize"),
+    *("skip_special_tokens", "detokenize", "truncate_prompt_tokens", "truncation_side"),
 )
 # What became of requests that were to be recorded, and have no bundle.
 LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,12 +10,13 @@ from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.types import GenerateRequest, Resume, SamplingParams
+from pillion.wire.public import origin_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     """Holds the flags that decide about requests. With ``max_running_requests`` 0, as many run as the workers have
-    slots for."""
+    slots for. ``node_id`` is the KV node whose workers alone are used, where an operator forces a plan on a request."""
 
     policy: SplitPolicy
     chunk_tokens: int
@@ -26,6 +25,7 @@ class GatewayOptions:
     max_inflight_tokens: int
     prefix_caching: bool
     max_running_requests: int = 0
+    node_id: str = ""
 
 
 class Pooling(StrEnum):
@@ -173,9 +173,7 @@ class AdmittedRequest:
     def digest(self) -> bytes:
         """Returns a digest of weights, prompt and the model's own sampling values: where two gateways find the same
         one, either can go on with the stream. It has 32 bytes."""
-        own = repr(self.recommended) if self.recommended else ""
-        named = f"{self.fingerprint}{self.adapter}{own}".encode()
-        return hashlib.sha256(named + array("I", self.prompt).tobytes()).digest()
+        return origin_digest(self.fingerprint, self.adapter, self.recommended, self.prompt)
 
     @property
     def system_fingerprint(self) -> str:

@@ -475,6 +475,10 @@ class ComponentCalls:
             found = await cluster.hits(served, self.chain.hashes) if known else PrefixHits([])
         blocks = {hit.node_id: hit.blocks for hit in found.hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
+        if forced := admitted.options.node_id:
+            components = tuple(one for one in components if one.node_id == forced)
+            if not components:
+                raise NotFound(f"no worker of model {admitted.model!r} is at the KV node {forced!r}")
         far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}
         sent_load, sent_tokens = await cluster.under_way(components)
         seen = ClusterSnapshot(

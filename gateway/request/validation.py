@@ -32,6 +32,7 @@ from pillion.types import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_PROMPT_LOGPROBS,
+    MAX_REPORTED,
     ChatMessage,
     ChatOptions,
     GenerateRequest,
@@ -75,9 +76,6 @@ MAX_CUT_TOKENS = 2**18
 TRUNCATION_SIDES = ("", "left", "right")
 # One prompt has at most this many answers.
 MAX_ANSWERS = 128
-# Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
-# reads them.
-MAX_REPORTED = 512
 # The text of a structure may have at most this many bytes; OpenAI allows 120,000 characters of names and values.
 MAX_STRUCTURED_BYTES = 128 * 2**10
 MAX_CHOICES = 4096

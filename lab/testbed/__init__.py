@@ -18,6 +18,7 @@
 - `scripted_model` writes checkpoints whose answers are written beforehand, with calls of tools.
 - `draft_models` makes draft models of a model's first layers, and models that such drafts draft well.
 - `eagle_heads` makes random EAGLE-3 heads for a model.
+- `recorded_requests` asks for answers of every kind from a cluster that records them, and replays their bundles.
 - `random_adapter` makes random LoRA adapters in the form that backends take.
 - `plain_model` makes a plain Hugging Face folder of a GGUF file, such as the demo model's, for other programs.
 - `toy_tokenizer` makes tokenizers that a person can read.

@@ -26,6 +26,7 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags,
 from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
 from pillion.records.explain_command import explain
+from pillion.records.replay_commands import canary, replay
 from pillion.types import SAMPLING_OPTIONS
 
 EXIT_FAILED = 1
@@ -102,7 +103,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in (adapters, bench, cache, events, explain):
+for command in (adapters, bench, cache, canary, events, explain, replay):
     cli.add_command(command)
 
 

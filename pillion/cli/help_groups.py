@@ -11,7 +11,7 @@ COMMANDS = {
     "Run a cluster": "serve demo prepare models",
     "Use a running cluster": "chat generate status cache adapters events",
     "Measure and plan": "bench",
-    "Records of requests": "explain",
+    "Records of requests": "explain replay canary",
     "Keys and certificates": "keys certs",
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -33,6 +36,9 @@ from pillion.types import (
     WarmedPrefix,
 )
 from pillion.v1 import common_pb2, gateway_pb2
+
+# An operator's call of Generate has in this metadata what the planner may not choose for it.
+PLAN_HEADER = "x-pillion-plan"
 
 _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -214,6 +220,15 @@ def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
 def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
     """Writes the origin of a broken stream, by which it can be resumed."""
     return gateway_pb2.StreamOrigin(**asdict(origin))
+
+
+def origin_digest(
+    fingerprint: str, adapter: str, recommended: Sequence[tuple[str, float]], prompt: Sequence[int]
+) -> bytes:
+    """Returns the digest of a stream's origin: that of weights, adapter, the model's own sampling values that hold, and
+    the prompt's ids with the places of virtual tokens. It has 32 bytes."""
+    own = repr(tuple(recommended)) if recommended else ""
+    return hashlib.sha256(f"{fingerprint}{adapter}{own}".encode() + array("I", prompt).tobytes()).digest()
 
 
 def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:

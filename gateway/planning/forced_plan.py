@@ -1,0 +1,43 @@
+"""Reads the plan that an operator forces on one request: ``policy=colocated``, ``split=1024``, ``node=kv-1``, joined by
+commas (I9)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from pillion.errors import ConfigError, FieldViolation, InvalidRequest
+from pillion.gateway.planning.cluster_view import SplitPolicy, parse_policy
+from pillion.wire.public import PLAN_HEADER
+
+
+class ForcedPlan(NamedTuple):
+    """Says what the planner may not choose for one request. ``policy`` None: the gateway's own; ``node_id`` "": any KV
+    node, else the one whose workers alone are used."""
+
+    policy: SplitPolicy | None = None
+    node_id: str = ""
+
+
+def parse_plan(text: str) -> ForcedPlan:
+    """Returns the plan of which an operator's words speak. Raises InvalidRequest for other words, and for a policy and
+    a split together."""
+    names, found = [], ForcedPlan()
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        names.append(name)
+        if name == "node" and value:
+            found = found._replace(node_id=value)
+        elif name == "split" and value.isdecimal() and len(value) < 10:
+            found = found._replace(policy=SplitPolicy(f"split:{value}", Fraction(1), int(value)))
+        elif name == "policy":
+            try:
+                found = found._replace(policy=parse_policy(value))
+            except ConfigError as error:
+                raise InvalidRequest.of(FieldViolation(PLAN_HEADER, error.message)) from None
+        else:
+            reason = f"{part.strip()[:80]!r} is not policy=POLICY, split=TOKENS or node=ID"
+            raise InvalidRequest.of(FieldViolation(PLAN_HEADER, reason))
+    if len(set(names)) < len(names) or {"policy", "split"} <= set(names):
+        raise InvalidRequest.of(FieldViolation(PLAN_HEADER, "a plan has one node at most, and one policy or one split"))
+    return found

@@ -1,0 +1,250 @@
+"""Follows a folder of bundles and replays some of them at the next version: `pillion canary`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pillion.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Overloaded,
+    PermissionDenied,
+    PillionError,
+    Unauthenticated,
+    Unavailable,
+)
+from pillion.records.bundle import Bundle, key_for, read
+from pillion.records.canary import CanaryOutcome, CanaryTally, TokenPace, is_in_share
+from pillion.records.comparison import first_difference, logprob_distance
+from pillion.records.replay import LABEL, model_of, prompt_digest, recorded_timings, refuse, request_of
+from pillion.records.replay_client import ReplayClient, replay_client
+from pillion.rules.priority import MAX_PRIORITY
+from pillion.types import ModelInfo
+
+PROMOTE, STOP, UNDECIDED = 0, 1, 2
+# The most that one replay may take.
+REPLAY_TIMEOUT_S = 600.0
+# The folder is looked at so often.
+FOLLOW_INTERVAL_S = 0.5
+# A target that takes so many replays in a row not at all ends the canary: it says nothing of the next version.
+MAX_UNTAKEN = 50
+# After a refusal for load the target gets a pause of so long, or as it says, at most a minute.
+RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryPlan:
+    """Says what is replayed, where and how fast.
+
+    Attributes:
+        folder: the gateways' --record-path.
+        reach: the arguments of :class:`pillion.AsyncClient` for the target.
+        model: what the target calls the model; "": as the bundles do.
+        share: how much of the full bundles is replayed, from 0 to 1.
+        without: tenants whose bundles are not replayed.
+        concurrency: the most replays at once.
+        tokens_per_s: the most tokens of prompts and answers a second.
+        existing: replay the bundles that are there, and end; else those that are written from now on.
+        key_file: the deployment's key; "": the one in the folder.
+        metrics_file: gets the figures for Prometheus after each replay; None: nowhere.
+    """
+
+    folder: Path
+    reach: dict[str, Any]
+    model: str = ""
+    share: float = 1.0
+    without: tuple[str, ...] = ()
+    concurrency: int = 1
+    tokens_per_s: float = 100.0
+    existing: bool = False
+    key_file: str = ""
+    metrics_file: Path | None = None
+
+
+async def run_canary(plan: CanaryPlan, tally: CanaryTally, say: Callable[[str], None]) -> int:
+    """Replays bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there were
+    too few. Raises PillionError where the target does not answer."""
+    async with replay_client(**plan.reach) as client:
+        canary = Canary(plan, tally, client, await client.models(), say, TokenPace(plan.tokens_per_s))
+        bundles, turn = canary.bundles(), asyncio.Lock()
+        tasks = [asyncio.create_task(canary.work(bundles, turn)) for _ in range(plan.concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+    for why, count in sorted(canary.left_out.items()):
+        say(f"not replayed: {count} {why}")
+    promote = tally.verdict()
+    broken = "; ".join(tally.broken())
+    if promote is None:
+        say(f"undecided: {tally.all.requests} of {tally.wanted} requests were replayed{broken and f'; {broken}'}")
+        return UNDECIDED
+    say("promote" if promote else f"stop: {broken or f'{tally.all.different} requests differ'}")
+    return PROMOTE if promote else STOP
+
+
+@dataclass(slots=True)
+class Canary:
+    """Replays bundles of a folder at one target.
+
+    Attributes:
+        models: what the target serves.
+        say: prints a line.
+        left_out: how many bundles were not replayed, by the reason.
+    """
+
+    plan: CanaryPlan
+    tally: CanaryTally
+    client: ReplayClient
+    models: Sequence[ModelInfo]
+    say: Callable[[str], None]
+    pace: TokenPace
+    left_out: Counter[str] = field(default_factory=Counter)
+    _untaken: int = 0
+
+    async def bundles(self) -> AsyncIterator[Bundle]:
+        """Yields the bundles to replay, as they are written, until the rule has decided."""
+        seen = set() if self.plan.existing else set(_listed(self.plan.folder))
+        while self.tally.verdict() is None:
+            listed = _listed(self.plan.folder)
+            for name in listed:
+                if name not in seen and self.tally.verdict() is None:
+                    bundle = await asyncio.to_thread(self._wanted, self.plan.folder / name)
+                    if bundle is not None:
+                        yield bundle
+            # The recorder takes old bundles away, so what is remembered is bounded by what the folder may hold.
+            seen = set(listed)
+            if self.plan.existing:
+                return
+            await asyncio.sleep(FOLLOW_INTERVAL_S)
+
+    def _wanted(self, path: Path) -> Bundle | None:
+        """Reads a bundle; None for one that is not to be replayed, or was taken away."""
+        if not is_in_share(path.stem, self.plan.share) or not path.exists():
+            return None
+        try:
+            bundle, _ = read(path, key_for(path, self.plan.key_file))
+            refuse(bundle)
+            model_of(bundle, self.models, self.plan.model, any_model=True)
+        except ConfigError as error:
+            if not self.left_out["that cannot be"]:
+                self.say(f"{error.message}; further ones are only counted")
+            self.left_out["that cannot be"] += 1
+            return None
+        is_replay = bundle.request.label.startswith(LABEL)
+        if not is_replay and bundle.tenant not in self.plan.without:
+            return bundle
+        self.left_out["that are replays" if is_replay else "of tenants left out"] += 1
+        return None
+
+    async def work(self, bundles: AsyncIterator[Bundle], turn: asyncio.Lock) -> None:
+        """Replays bundles, one after the other, as long as there are some. Raises PillionError."""
+        while True:
+            async with turn:
+                bundle = await anext(bundles, None)
+                if bundle is None:
+                    return
+                tokens = bundle.request.prompt_tokens + sum(answer.tokens for answer in bundle.answers)
+                await asyncio.sleep(self.pace.spend(tokens, time.monotonic()))
+            outcome = await self._replayed(bundle)
+            if outcome is None:
+                self.left_out["that the target did not take"] += 1
+                continue
+            self.tally.note(bundle, outcome)
+            if outcome.name != "equal":
+                self.say(f"{bundle.id} {outcome.name}: {outcome.words}")
+            if self.plan.metrics_file is not None:
+                write_metrics(self.plan.metrics_file, self.tally)
+
+    async def _replayed(self, bundle: Bundle) -> CanaryOutcome | None:
+        """Replays a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
+        where it does not answer any more."""
+        try:
+            info = model_of(bundle, self.models, self.plan.model, any_model=True)
+            request = request_of(bundle, info, priority=MAX_PRIORITY)
+            found = await self.client.answer(
+                request, bundle.answers, prompt_digest(bundle, info), timeout_s=REPLAY_TIMEOUT_S
+            )
+        except (Overloaded, Unavailable, DeadlineExceeded) as error:
+            self._untaken += 1
+            if self._untaken >= MAX_UNTAKEN:
+                raise
+            asked_s = getattr(error, "retry_after_ms", 0) / 1000
+            await asyncio.sleep(min(max(asked_s, RETRY_S), MAX_RETRY_S))
+            return None
+        except (Unauthenticated, PermissionDenied):
+            raise
+        except PillionError as error:
+            return CanaryOutcome(name="error", words=error.message)
+        self._untaken = 0
+        if not found.same_prompt:
+            return CanaryOutcome(name="prompt", words="the target reads another prompt in the same messages")
+        difference = first_difference(bundle.answers, found.answers)
+        distance, compared_tokens = logprob_distance(bundle.answers, found.answers)
+        then_ms = recorded_timings(bundle).total_ms
+        return CanaryOutcome(
+            name="equal" if difference is None else "differs",
+            words="" if difference is None else str(difference),
+            position=None if difference is None else difference.position,
+            distance=distance,
+            compared_tokens=compared_tokens,
+            slower=found.timings.total_ms / then_ms if found.timings is not None and then_ms else None,
+        )
+
+
+def _listed(folder: Path) -> list[str]:
+    """Returns the names of the folder's bundles, the oldest first. Raises ConfigError where it cannot be read."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for one in entries:
+                # The recorder may take a bundle away in this moment.
+                with contextlib.suppress(FileNotFoundError):
+                    if one.name.endswith(".json"):
+                        found.append((one.stat().st_mtime_ns, one.name))
+    except OSError as error:
+        raise ConfigError(f"--record-path {folder}: {error.strerror}") from None
+    return [name for _, name in sorted(found)]
+
+
+def write_metrics(path: Path, tally: CanaryTally) -> None:
+    """Writes the figures so far as a page for Prometheus, whole or not at all. Raises OSError."""
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+
+    def gauge(name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"pillion_canary_{name}", about, labels, registry=registry)
+
+    requests = gauge("requests", "Replays by outcome.", "model", "kind", "outcome")
+    distance = gauge("logprob_distance", "Mean difference of log probabilities.", "model", "kind")
+    slower = gauge("time_ratio", "Median of the replays' times by the requests'.", "model", "kind")
+    for row, figures in tally.rows.items():
+        for outcome, count in figures.counts.items():
+            requests.labels(*row, outcome).set(count)
+        for one, value in ((distance, figures.mean_distance), (slower, figures.median_slower)):
+            if value is not None:
+                one.labels(*row).set(value)
+    verdict = tally.verdict()
+    gauge("promote", "1: promote, 0: stop, -1: not decided.").set(-1 if verdict is None else verdict)
+    write_to_textfile(str(path), registry)
+
+
+def table_rows(tally: CanaryTally) -> list[tuple[str, ...]]:
+    """Returns the cells of the table: a row for each model and kind, and one for all."""
+    rows = []
+    for row, one in (*sorted(tally.rows.items()), (("all", ""), tally.all)):
+        counts = (one.requests, *(one.counts[name] for name in ("equal", "differs", "prompt", "error")))
+        first = str(min(one.positions)) if one.positions else ""
+        distance, slower = ("" if value is None else f"{value:.3g}" for value in (one.mean_distance, one.median_slower))
+        rows.append((*row, *map(str, counts), first, distance, slower))
+    return rows

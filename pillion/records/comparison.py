@@ -1,0 +1,102 @@
+"""Compares the answers of a bundle with those of its replay, and says what a difference means. Sans-IO.
+
+Sampling is a pure function of logits, seed and position, so the same weights give the same tokens. Where they do not,
+the first position at which they differ tells most: the log probabilities that the replay's model gives to both tokens,
+and the margin between them. A margin of the size of rounding is another order of sums; a larger one is another model,
+or a defect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pillion.records.bundle import BundleAnswer
+from pillion.types import TokenLogprob
+
+
+@dataclass(slots=True)
+class ReplayedAnswer:
+    """Gathers one answer of a replay. ``finish_reason`` is "" until it ends; ``logprobs`` has one for each token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def covers(self, recorded: BundleAnswer) -> bool:
+        """Says whether no more of this answer is needed: an answer that was recorded unfinished is compared as far as
+        it came."""
+        return bool(self.finish_reason) or (not recorded.finish_reason and len(self.token_ids) >= recorded.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDifference:
+    """Names the first position at which an answer and its replay differ: answer and position count from 0.
+
+    Attributes:
+        recorded, replayed: what either has there, in words: a token with the log probability that the replay's model
+            gives it, or its end.
+        margin: by how much the replay's model prefers its own token, in natural logarithms; None where one answer ended
+            there, or a log probability is not known. It may be negative for a drawn token.
+    """
+
+    answer: int
+    position: int
+    recorded: str
+    replayed: str
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        where = f"answer {self.answer} at position {self.position}"
+        margin = "" if self.margin is None else f", margin {self.margin:.6f}"
+        return f"{where}: recorded {self.recorded}, replayed {self.replayed}{margin}"
+
+
+def first_difference(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> AnswerDifference | None:
+    """Returns the first difference of the first answer that has one; None where all are equal. An answer that was
+    recorded unfinished is equal to a replay that begins with it."""
+    for index, (old, new) in enumerate(zip(recorded, replayed, strict=True)):
+        at = shared_tokens(old, new)
+        over, new_over = at == len(old.token_ids), at == len(new.token_ids)
+        if over and (not old.finish_reason or (new_over and _end(old.finish_reason) == _end(new.finish_reason))):
+            continue
+        told = new.logprobs[at] if at < len(new.logprobs) else None
+        likeliest = {} if told is None else dict(zip(told.top_ids, told.top_logprobs, strict=False))
+        before = None if over else likeliest.get(old.token_ids[at])
+        now = None if told is None else told.logprob
+        return AnswerDifference(
+            index,
+            at,
+            f"its end ({old.finish_reason})" if over else _token(old.token_ids[at], before, len(likeliest)),
+            f"its end ({new.finish_reason or 'unknown'})" if new_over else _token(new.token_ids[at], now, 0),
+            None if before is None or now is None else now - before,
+        )
+    return None
+
+
+def _token(token_id: int, logprob: float | None, likeliest: int) -> str:
+    unknown = f" (not among the {likeliest} likeliest)" if likeliest else ""
+    return f"{token_id}{unknown if logprob is None else f' ({logprob:.6f})'}"
+
+
+def shared_tokens(recorded: BundleAnswer, replayed: ReplayedAnswer) -> int:
+    """Returns with how many equal tokens two answers begin."""
+    pairs = enumerate(zip(recorded.token_ids, replayed.token_ids, strict=False))
+    shortest = min(len(recorded.token_ids), len(replayed.token_ids))
+    return next((position for position, (old, new) in pairs if old != new), shortest)
+
+
+def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> tuple[float, int]:
+    """Returns the sum of the absolute differences of the log probabilities of equal tokens, up to each answer's first
+    difference, and how many tokens they are: those that were recorded with one."""
+    total, count = 0.0, 0
+    for old, new in zip(recorded, replayed, strict=True):
+        known = min(shared_tokens(old, new), len(old.logprobs), len(new.logprobs))
+        total += sum(abs(old.logprobs[place] - new.logprobs[place].logprob) for place in range(known))
+        count += known
+    return total, count
+
+
+def _end(finish_reason: str) -> str:
+    """Returns how an answer ended, as its tokens know it: whether they call tools is read by the gateway."""
+    return "stop" if finish_reason == "tool_calls" else finish_reason

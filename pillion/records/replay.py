@@ -1,0 +1,156 @@
+"""Runs a bundle again: `pillion replay`.
+
+    bundle --model_of, request_of--> request --ReplayClient--> answers --first_difference--> equal, or where it differs
+
+A chat's messages are sent as they came, where the bundle has them, so that the gateway reads answers as it did then. If
+it reads another prompt in them, because its template changed, the recorded token ids are sent instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.errors import ConfigError
+from pillion.records.bundle import Bundle, BundleModel, key_for, read
+from pillion.records.comparison import first_difference
+from pillion.records.replay_client import Replayed, replay_client
+from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
+from pillion.wire.public import origin_digest
+
+EQUAL, DIFFERS = 0, 1
+# The requests of replays have labels that begin so; their bundles are replayed by no canary.
+LABEL = "replay-"
+
+
+async def run_replay(
+    path: Path, reach: dict[str, Any], model: str, any_model: bool, plan: str, key_file: str, say: Callable[[str], None]
+) -> int:
+    """Replays one bundle and says how that went; its last line says whether the answers are equal. Returns EQUAL or
+    DIFFERS.
+
+    Args:
+        path: the bundle's file.
+        reach: the arguments of :class:`pillion.AsyncClient`.
+        model: what the target calls the model; "": it is found by its weights, or else by its name.
+        any_model: whether other weights than the recorded ones may be used.
+        plan: what the target's planner may not choose; "": it is free.
+        key_file: the deployment's key; "": the one beside the bundle.
+
+    Raises ConfigError where it cannot be replayed, and PillionError where the target does not answer.
+    """
+    bundle, verified = read(path, key_for(path, key_file))
+    refuse(bundle)
+    say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
+    async with replay_client(**reach) as client:
+        info = model_of(bundle, await client.models(), model, any_model)
+        digest = prompt_digest(bundle, info)
+        found = await client.answer(request_of(bundle, info), bundle.answers, digest, plan)
+        if not found.same_prompt:
+            say("the target reads another prompt in the same messages; the recorded token ids are sent instead")
+            found = await client.answer(request_of(bundle, info, as_ids=True), bundle.answers, plan=plan)
+    for line in times(bundle, found):
+        say(line)
+    difference = first_difference(bundle.answers, found.answers)
+    tokens = sum(len(answer.token_ids) for answer in bundle.answers)
+    say(f"equal: {len(bundle.answers)} answers, {tokens} tokens" if difference is None else f"differs: {difference}")
+    return EQUAL if difference is None else DIFFERS
+
+
+def refuse(bundle: Bundle) -> None:
+    """Raises ConfigError for a bundle that cannot be replayed."""
+    if bundle.content != "full":
+        raise ConfigError(
+            f"the bundle {bundle.id} cannot be replayed: its content is {bundle.content!r}, and a replay needs the"
+            " token ids, which --record-content full keeps"
+        )
+    if bundle.request.operation == "embeddings":
+        raise ConfigError(f"the bundle {bundle.id} has no answer to replay: the request asked for a vector")
+    if not any(answer.tokens or answer.finish_reason for answer in bundle.answers):
+        raise ConfigError(f"the bundle {bundle.id} has no answer to replay: {bundle.error or 'none began'}")
+
+
+def model_of(bundle: Bundle, models: Sequence[ModelInfo], name: str, any_model: bool) -> ModelInfo:
+    """Returns which of a target's models a bundle is replayed with: the one of this ``name``, or one with the same
+    weights and adapter, or one that is called as in the bundle. Raises ConfigError where there is none, and for other
+    weights unless ``any_model`` will do."""
+    recorded = bundle.model
+    called = name or recorded.asked or recorded.name
+    same = [one for one in models if (one.fingerprint, one.adapter) == (recorded.fingerprint, recorded.adapter)]
+    named = [one for one in (models if name or not same else same) if one.name == called]
+    if not named and (name or not same):
+        raise ConfigError(f"the target serves no model {called!r}, but {', '.join(one.name for one in models)}")
+    chosen = (named or same)[0]
+    if chosen not in same and not any_model:
+        raise ConfigError(
+            f"the target's {chosen.name!r} has other weights than the bundle's: {_weights(chosen)} instead of"
+            f" {_weights(recorded)}; --any-model replays with them"
+        )
+    return chosen
+
+
+def _weights(one: BundleModel | ModelInfo) -> str:
+    return one.fingerprint[:10] + (f" with the adapter {one.adapter[:10]}" if one.adapter else "")
+
+
+def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priority: int = 0) -> GenerateRequest:
+    """Returns the request that asks for a bundle's answers again, with log probabilities. Its sampling is the bundle's:
+    every number is decided, and stop strings, bad words, the structure and the options of text are as the client sent
+    them. ``as_ids`` sends token ids in place of messages. Raises ConfigError where that cannot be."""
+    asked = bundle.request
+    as_ids = as_ids or not asked.messages
+    sampling = asked.sampling
+    if as_ids and asked.grammar and sampling.structured_outputs is None:
+        sampling = replace(sampling, structured_outputs=StructuredOutputs(grammar=sent_grammar(asked.grammar)))
+    # Every answer that was generated is asked for, also those of which only the best were given to the client.
+    answers = len(bundle.answers)
+    logprobs = min(MAX_LOGPROBS, MAX_REPORTED // answers - 1)
+    sampling = replace(sampling, n=answers, best_of=None, logprobs=logprobs, prompt_logprobs=None)
+    if as_ids:
+        prompt: dict[str, Any] = {"token_ids": asked.token_ids}
+        sampling = replace(sampling, truncate_prompt_tokens=None, truncation_side="")
+    else:
+        prompt = {"messages": asked.messages, "chat": asked.chat, "tools": asked.tools}
+    return GenerateRequest(
+        model=info.name, sampling=sampling, request_id=LABEL + bundle.id, priority=priority, **prompt
+    )
+
+
+def sent_grammar(text: str) -> str:
+    """Returns the grammar that a client sends so that answers follow ``text``, which is what a worker gets. Raises
+    ConfigError where no client can."""
+    if not text.startswith("{"):
+        return text
+    parts = {one["name"]: one["lark_grammar"] for one in json.loads(text)["grammars"]}
+    client = parts.get("client")
+    if client is None or "start: (@client)\n" not in parts.get("answer", ""):
+        raise ConfigError("the answers followed calls of tools and a grammar at once, which token ids cannot ask for")
+    return str(client)
+
+
+def prompt_digest(bundle: Bundle, info: ModelInfo) -> bytes:
+    """Returns the digest with which a stream's origin shows that the target reads the recorded prompt."""
+    ids = bundle.request.token_ids
+    return origin_digest(info.fingerprint, info.adapter, (), ids[:1] * bundle.request.virtual_tokens + ids)
+
+
+def times(bundle: Bundle, found: Replayed) -> list[str]:
+    """Returns lines that say what the replay took, beside what the request took then."""
+    now = found.timings
+    if now is None:
+        return []
+    then = recorded_timings(bundle)
+    pairs = ((now.time_to_first_token_ms, then.time_to_first_token_ms), (now.total_ms, then.total_ms))
+    first, whole = (f"{new:.0f} ms" + (f" ({old:.0f} ms then)" if old else "") for new, old in pairs)
+    lines = [f"took {first} to the first token, {whole} in all", f"plan: {now.plan_reason}"]
+    return lines + ([f"plan then: {then.plan_reason}"] if then.plan_reason else [])
+
+
+def recorded_timings(bundle: Bundle) -> Timings:
+    """Returns the timings of the recorded request, as far as its receipt has them."""
+    told = bundle.receipt.get("timings") or {}
+    known = ("time_to_first_token_ms", "total_ms", "plan_reason")
+    return Timings(**{name: told[name] for name in known if name in told})

@@ -1,0 +1,105 @@
+"""Asks a gateway for the answers of a bundle again, over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from pillion.client.async_client import DEFAULT_TARGET, UNARY_TIMEOUT_S
+from pillion.client.client_requests import to_pb
+from pillion.client.connection import GatewayConnection, connect
+from pillion.net import rpc
+from pillion.records.bundle import BundleAnswer
+from pillion.records.comparison import ReplayedAnswer
+from pillion.types import GenerateRequest, ModelInfo, Timings
+from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from pillion.wire.public import PLAN_HEADER, delta_from_pb, model_from_pb
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Holds what a replay brought. Without ``same_prompt`` the gateway reads other tokens in the request's messages,
+    and there are no answers."""
+
+    answers: list[ReplayedAnswer]
+    timings: Timings | None = None
+    same_prompt: bool = True
+
+
+class ReplayClient:
+    """Is a client of one gateway, within an event loop. Calls raise PillionError."""
+
+    def __init__(self, connection: GatewayConnection, channel: grpc.aio.Channel) -> None:
+        self._connection = connection
+        self._stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+
+    async def models(self) -> list[ModelInfo]:
+        """Returns the models that the gateway serves."""
+        with self._errors():
+            asked = self._stub.ListModels(
+                gateway_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata()
+            )
+            return [model_from_pb(model) for model in (await asked).models]
+
+    async def answer(
+        self,
+        request: GenerateRequest,
+        recorded: Sequence[BundleAnswer],
+        digest: bytes = b"",
+        plan: str = "",
+        timeout_s: float | None = None,
+    ) -> Replayed:
+        """Returns the answers to a request, as far as the recorded ones came.
+
+        Args:
+            request: asks for as many answers as were recorded.
+            digest: the stream's origin, if the gateway reads the recorded prompt; b"": it cannot read another one.
+            plan: what the planner may not choose; the API key has to be an operator's.
+            timeout_s: time for the whole call.
+        """
+        found = Replayed([ReplayedAnswer() for _ in recorded])
+        metadata = self._connection.metadata() + ([(PLAN_HEADER, plan)] if plan else [])
+        # With a salt of its own the whole prompt is computed, whatever the gateway has in its caches.
+        message = to_pb(request)
+        message.cache_salt = secrets.token_hex(16)
+        with self._errors():
+            call = self._stub.Generate(message, timeout=timeout_s, metadata=metadata)
+            try:
+                async for part in call:
+                    if digest and part.HasField("origin") and part.origin.digest != digest:
+                        return Replayed([], same_prompt=False)
+                    delta = delta_from_pb(part)
+                    answer = found.answers[delta.index]
+                    answer.token_ids += delta.token_ids
+                    answer.logprobs += delta.logprobs
+                    if delta.finish_reason is not None:
+                        answer.finish_reason = delta.finish_reason.value
+                    found.timings = delta.timings or found.timings
+                    done = all(new.covers(old) for new, old in zip(found.answers, recorded, strict=True))
+                    if done and not all(one.finish_reason for one in found.answers):
+                        break
+            finally:
+                call.cancel()
+        return found
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            told = rpc.from_rpc_error(error)
+            raise self._connection.explained(told, told, rpc.said_by_server(error), 0) from None
+
+
+@contextlib.asynccontextmanager
+async def replay_client(target: str = DEFAULT_TARGET, **reach: Any) -> AsyncIterator[ReplayClient]:
+    """Connects to a gateway for a block; the arguments are those of :class:`pillion.AsyncClient`. Raises
+    ConfigError."""
+    connection = connect(target, **reach)
+    async with connection.open_async() as channel:
+        yield ReplayClient(connection, channel)

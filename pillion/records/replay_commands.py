@@ -1,0 +1,100 @@
+"""Declares `pillion replay` and `pillion canary`. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pillion.cli.flags import FlagCommand, option
+from pillion.cli.reach import pop_reach, talks_to_gateway
+from pillion.errors import ConfigError, PillionError
+from pillion.records.explain_command import reads_bundles
+
+TABLE_WIDTH = 110
+PATH = click.Path(path_type=Path)
+MODEL = option("--model", "What the target calls the model. Default: as the bundle does.", "")
+
+
+def decided(run: Coroutine[Any, Any, int]) -> int:
+    """Returns the exit status that a run comes to. Raises ConfigError for every error: its status is not that of a
+    difference."""
+    try:
+        return asyncio.run(run)
+    except PillionError as error:
+        raise ConfigError(error.message) from None
+
+
+@click.command(cls=FlagCommand)
+@click.argument("bundle")
+@reads_bundles
+@MODEL
+@option("--any-model", "Replay with other weights than the recorded ones, too.", False, is_flag=True)
+@option(
+    "--what-if plan",
+    "Force another plan, with an operator's key: policy=..., split=TOKENS, node=ID, joined by commas.",
+    "",
+    metavar="PLAN",
+)
+@talks_to_gateway
+def replay(
+    bundle: str, record_path: str, record_key_file: str, model: str, any_model: bool, plan: str, **values: Any
+) -> int:
+    """Run a recorded request again, and compare the answers.
+
+    BUNDLE is a bundle's file, or its id with --record-path. The exit status is 0 where the answers are equal; 1 where
+    they differ, with the first position on the last line; and 2 where the bundle could not be replayed.
+    """
+    from pillion.records.bundle import find
+    from pillion.records.replay import run_replay
+
+    path, reach = find(bundle, record_path), pop_reach(values)
+    return decided(run_replay(path, reach, model, any_model, plan, record_key_file, click.echo))
+
+
+@click.command(cls=FlagCommand)
+@reads_bundles
+@MODEL
+@option("--share", "Share of the bundles that is replayed.", 1.0, type=click.FloatRange(0, 1, min_open=True))
+@option("--rule", "The most that may be: differs=SHARE, distance=LOGPROBS, slower=TIMES.", "differs=0")
+@option("--requests", "Replays after which the rule decides.", 200, type=click.IntRange(1, 100_000))
+@option("--without-tenant without", "Leave out this tenant's bundles. Repeat it for more.", (), multiple=True)
+@option("--concurrency", "Most replays at once.", 1, type=click.IntRange(1, 16))
+@option(
+    "--tokens-per-second tokens_per_s",
+    "Most tokens of prompts and answers a second.",
+    100.0,
+    type=click.FloatRange(1, 1_000_000),
+)
+@option("--existing", "Replay the bundles that are there and end, in place of those to come.", False, is_flag=True)
+@option("--metrics-file", "Write the figures there for Prometheus.", None, type=PATH, metavar="PATH")
+@talks_to_gateway
+def canary(record_path: str, record_key_file: str, rule: str, requests: int, **values: Any) -> int:
+    """Replay live requests at the next version, and decide.
+
+    It follows the folder of a gateway with --record-content full, and replays what is written there at --target, after
+    all other requests. The exit status is 0 to promote, 1 to stop, and 2 where it could not decide.
+    """
+    from rich import box
+    from rich.table import Table
+
+    from pillion.cli.console import table_console
+    from pillion.records.canary import CanaryTally, parse_rule
+    from pillion.records.canary_run import CanaryPlan, run_canary, table_rows
+
+    if not record_path:
+        raise ConfigError("--record-path is the folder of the bundles that are replayed")
+    reach, tally = pop_reach(values), CanaryTally(parse_rule(rule), requests)
+    plan = CanaryPlan(folder=Path(record_path), key_file=record_key_file, reach=reach, **values)
+    try:
+        return decided(run_canary(plan, tally, click.echo))
+    finally:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for title in ("model", "kind", "replayed", "equal", "differ", "prompt", "error", "first", "distance", "time"):
+            table.add_column(title)
+        for row in table_rows(tally):
+            table.add_row(*row)
+        table_console(TABLE_WIDTH).print(table)

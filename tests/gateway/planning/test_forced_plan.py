@@ -1,0 +1,75 @@
+"""A plan that an operator forces on one request: how it is read, and what becomes of it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from pillion.errors import InvalidRequest, NotFound, PermissionDenied
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.forced_plan import ForcedPlan, parse_plan
+from pillion.gateway.planning.planner import make_plan
+from pillion.records.bundle import BundleAnswer
+from pillion.records.replay_client import replay_client
+from pillion.types import GenerateRequest
+from tests.gateway.planning.test_planner import shape, snapshot
+from tests.support.fake_components import running_fake_cluster, script_of
+
+KEYS = {name: f"sk-{name}-{'0' * 32}" for name in ("ops", "acme")}
+
+
+def test_the_words_of_a_plan() -> None:
+    assert parse_plan("policy=fraction:1/2, node=kv-1") == ForcedPlan(parse_policy("fraction:1/2"), "kv-1")
+    assert parse_plan("node=kv-1").policy is None
+    wrong = ("", "x=1", "split", "split=-1", "split=x", "policy=best", "node=", "split=1,policy=auto", "node=a,node=b")
+    for text in wrong:
+        with pytest.raises(InvalidRequest, match="x-pillion-plan"):
+            parse_plan(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "hit", "expected"),
+    [
+        ("split=50", 0, (0, 48, (32, 16))),
+        ("split=0", 0, (0, 0, ())),
+        ("split=999999999", 0, (0, 96, (32, 32, 32))),
+        # What is cached is not computed again.
+        ("split=50", 5, (80, 80, ())),
+    ],
+)
+def test_where_a_forced_split_falls(words: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
+    policy = parse_plan(words).policy
+    assert policy is not None
+    seen = snapshot(hits={"kv-0": hit})
+    seen.policy = policy
+    assert shape(make_plan(seen)) == expected
+
+
+async def test_operators_force_plans_and_others_may_not(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "keys.toml"
+    entries = [f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items()]
+    file.write_text("[tenant.ops]\noperator = true\n[tenant.acme]\n" + "".join(entries))
+    script = script_of("abc")
+    answers = [BundleAnswer(tokens=len(script), token_ids=script, finish_reason="stop")]
+    request = GenerateRequest(token_ids=tuple(range(40, 80)))
+    async with running_fake_cluster("abc", api_keys=str(file)) as fakes:
+        target = fakes.gateway.grpc_address
+        async with replay_client(target, api_key=KEYS["ops"]) as client:
+            reasons = []
+            for plan in ("", "policy=colocated", "split=17,node=kv-0"):
+                found = await client.answer(request, answers, plan=plan)
+                assert (found.answers[0].token_ids, found.answers[0].finish_reason) == ([*script], "stop")
+                assert found.timings is not None
+                reasons.append(found.timings.plan_reason.partition(";")[0])
+            assert reasons[1:] == ["colocated: co-located", "split:17: prefill-0 computes 16"]
+            with pytest.raises(NotFound, match="kv-9"):
+                await client.answer(request, answers, plan="node=kv-9")
+            with pytest.raises(InvalidRequest, match="x-pillion-plan"):
+                await client.answer(request, answers, plan="split=all")
+        async with replay_client(target, api_key=KEYS["acme"]) as client:
+            assert (await client.answer(request, answers)).answers[0].token_ids == [*script]
+            with pytest.raises(PermissionDenied, match="operator"):
+                await client.answer(request, answers, plan="policy=colocated")
+        await fakes.settled()
