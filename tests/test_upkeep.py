@@ -46,7 +46,7 @@ def test_hooks_are_the_makefiles_checks() -> None:
 
 
 # Benchmarks without a figure: Make targets that fail by themselves, generators of traces, and a runner of others.
-WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore"}
+WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore", "replays"}
 
 
 def test_each_benchmark_has_a_claim() -> None:

@@ -64,6 +64,7 @@ LEFT_OUT = {
     "quantization": KERNELS,
     "ranks": KERNELS,
     "read_ahead": CLUSTERS,
+    "replays": "tests/lab/benchmarks/test_replays.py runs it",
     "second_turns": "it needs a peer, vLLM",
     "simulation_error": CLUSTERS,
     "soak": "it watches a cluster for minutes",
