@@ -51,7 +51,7 @@ from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.prefix_pins.prefix_servicer import prefix_calls
 from pillion.gateway.prefix_pins.prefixes_api import prefix_routes
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
-from pillion.gateway.recorder.recorder import make_recorder
+from pillion.gateway.recorder.recorder import Recorder
 from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.responses.responses_api import responses_routes
@@ -129,7 +129,7 @@ async def serve_models(
     caches = flags.enable_prefix_caching
     retentions = Retentions(cluster) if caches else None
     read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
-    recorder = await asyncio.to_thread(make_recorder, flags) if flags.record_path else None
+    recorder = await asyncio.to_thread(Recorder, flags) if flags.record_path else None
     gateway = Gateway(
         entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead, recorder
     )

@@ -705,8 +705,7 @@ class Gateway:
         stop = contextlib.ExitStack()
         if quota is not None and not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
-        recorder, weights = self._recorder, self._models[admitted.model].weights
-        story = None if recorder is None else recorder.begin(admitted, permit, weights, recorded)
+        story = None if self._recorder is None else self._recorder.begin(admitted, permit, recorded)
 
         def waits() -> None:
             if self._read_ahead is not None:

@@ -17,14 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import convert
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags
-from pillion.errors import Cancelled, ConfigError, InvalidRequest
+from pillion.errors import Cancelled, InvalidRequest
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.recorder.record_folder import RecordFolder
-from pillion.gateway.recorder.story import Story, described
+from pillion.gateway.recorder.story import AnswerLog, Story, described
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.request_telemetry import operation_of
 from pillion.gateway.request.validation import new_answer_id
@@ -56,42 +58,45 @@ _OF_GATEWAY = (
     *("stop", "include_stop_str_in_output", "bad_words", "structured_outputs"),
     *("skip_special_tokens", "detokenize", "truncate_prompt_tokens", "truncation_side"),
 )
+# A replay needs to know these flags.
+_FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching", "max_attempts")
 # What became of requests that were to be recorded, and have no bundle.
 LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 
-class RecordRules(NamedTuple):
-    """Says what is recorded, and what of it is kept: a ``share`` of all requests, and those whose client waited longer
-    than ``slow_ms`` milliseconds for a token (0: none is slow)."""
-
-    share: float
-    slow_ms: int
-    content: Content
-
-
 class Recorder:
-    """Records requests of one gateway. ``counts`` has what became of those that were to be recorded, by why."""
+    """Records requests of one gateway with these flags. ``counts`` has what became of those that were to be recorded,
+    by why. Making it blocks; it raises ConfigError for a folder or a key that cannot be used."""
 
-    def __init__(self, folder: RecordFolder, rules: RecordRules) -> None:
-        self._folder = folder
-        self._rules = rules
+    def __init__(self, flags: GatewayFlags) -> None:
+        self._flags = flags
+        keep_s = flags.record_days * DAY_S
+        self._folder = RecordFolder(flags.record_path, flags.record_key_file, flags.record_bytes, keep_s)
         self.counts: Counter[str] = Counter()
         # These count, for the minute that runs, the records that each tenant has caused.
         self._minute, self._caused = 0, Counter[str]()
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
         self._thread: threading.Thread | None = None
 
-    def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, weights: str, asked: bool) -> Story:
+    def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, asked: bool) -> Story:
         """Begins the story of a request that is ready to wait for its turn; ``asked`` says that its client wants a
         bundle of it."""
         tenant = permit.tenant.name
         chosen: Reason | None = None
         if asked and self._may_cause(tenant):
             chosen = "asked"
-        elif self._rules.share and random.random() < self._rules.share:  # noqa: S311  (nobody gains by a guess)
+        elif random.random() < self._flags.record_share:  # noqa: S311  (nobody gains by a guess)
             chosen = "share"
-        now = time.monotonic()
-        return Story(new_answer_id(), admitted, tenant, weights, permit.answers, now, chosen, self._ended)
+        story = Story(
+            id=new_answer_id(),
+            admitted=admitted,
+            tenant=tenant,
+            chosen=chosen,
+            answers=[AnswerLog() for _ in range(permit.answers)],
+            on_end=self._ended,
+        )
+        story.ready(time.monotonic())
+        return story
 
     def readings(self) -> Iterator[Reading]:
         """Yields the counter of requests that were recorded, or were to be."""
@@ -126,7 +131,7 @@ class Recorder:
         if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
             return "failed"
         # Nobody waits for a request in the background.
-        slow_ms = 0 if story.admitted.background else self._rules.slow_ms
+        slow_ms = 0 if story.admitted.background else self._flags.record_slow_ms
         return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
 
     def _may_cause(self, tenant: str) -> bool:
@@ -141,73 +146,41 @@ class Recorder:
         while (job := self._jobs.get()) is not None:
             story, reason = job
             try:
-                self._folder.keep(bundle_of(story, reason, self._rules, self._folder.key))
-            except (OSError, ConfigError) as error:
-                self._unwritten(story, str(error))
-            except Exception:
-                # A defect must not end the recording of all later requests.
-                log.exception("request %s could not be recorded", story.admitted.request_id)
+                self._folder.keep(bundle_of(story, reason, self._flags, self._folder.key))
+            except Exception as error:
+                if not self.counts[UNWRITTEN]:
+                    # A disk that is full would fill the log, too.
+                    log.warning(
+                        "request %s and maybe others are not recorded", story.admitted.request_id, exc_info=error
+                    )
                 self.counts[UNWRITTEN] += 1
             else:
                 self.counts[reason] += 1
                 log.info("request %s is recorded as %s: %s", story.admitted.request_id, story.id, reason)
 
-    def _unwritten(self, story: Story, why: str) -> None:
-        # A disk that is full would fill the log, too.
-        if not self.counts[UNWRITTEN]:
-            log.warning("request %s is not recorded, and maybe others: %s", story.admitted.request_id, why)
-        self.counts[UNWRITTEN] += 1
 
-
-def make_recorder(flags: GatewayFlags) -> Recorder:
-    """Makes the recorder of --record-path. It blocks; raises ConfigError."""
-    folder = RecordFolder(flags.record_path, flags.record_key_file, flags.record_bytes, flags.record_days * DAY_S)
-    return Recorder(folder, RecordRules(flags.record_share, flags.record_slow_ms, flags.record_content))
-
-
-def bundle_of(story: Story, reason: Reason, rules: RecordRules, key: bytes) -> Bundle:
+def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> Bundle:
     """Makes the bundle of a request that has ended."""
-    admitted, options = story.admitted, story.admitted.options
-    ago_s = time.monotonic() - admitted.arrived
-    flags = {
-        "split-policy": options.policy.name,
-        "chunk-size": str(options.chunk_tokens),
-        "max-attempts": str(options.max_attempts),
-        "enable-prefix-caching": str(options.prefix_caching).lower(),
-    }
-    timings = {} if story.timings is None else asdict(story.timings)
+    admitted, content = story.admitted, flags.record_content
+    ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
+    model = BundleModel(name=admitted.model, fingerprint=admitted.fingerprint, asked=asked, adapter=admitted.adapter)
+    took = {"usage": story.usage, "timings": story.timings}
     return Bundle(
         id=story.id,
         created_unix_ms=round((time.time() - ago_s) * 1000),
         reason=reason,
         tenant=story.tenant,
-        content=rules.content,
+        content=content,
         version=VERSION,
-        model=BundleModel(
-            name=admitted.model,
-            fingerprint=admitted.fingerprint,
-            asked=admitted.asked.model,
-            weights=story.weights,
-            adapter=admitted.adapter,
-        ),
-        request=_request(admitted, rules.content, key),
-        answers=tuple(_answers(story, rules.content, key)),
+        model=model,
+        request=_request(admitted, content, key),
+        answers=tuple(_answers(story, content, key)),
         story=story.events(),
-        slow_ms=rules.slow_ms,
-        flags=flags,
-        workers=tuple(
-            BundleWorker(
-                id=one.component_id,
-                role=one.role,
-                node_id=one.node_id,
-                version=one.version,
-                kernels=one.kernels,
-                ranks=one.tensor_parallel_size,
-            )
-            for one in story.workers()
-        ),
+        slow_ms=flags.record_slow_ms,
+        flags={name.replace("_", "-"): str(getattr(flags, name)) for name in _FLAGS},
+        workers=tuple(convert(one, BundleWorker, from_attributes=True) for one in story.workers()),
         error="" if story.error is None else described(story.error),
-        receipt={"usage": asdict(story.usage), "timings": timings},
+        receipt={name: {} if one is None else asdict(one) for name, one in took.items()},
     )
 
 

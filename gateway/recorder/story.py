@@ -1,6 +1,6 @@
 """Collects the story of one request: what happened to it, and when. Sans-IO (I9): times are the caller's.
 
-    begun --waits--> turn --note, for each event of the request's machine and the actions that it caused--> ended
+    ready --waits--> turn --note, for each event of the request's machine and the actions that it caused--> ended
 
 What is collected are the machine's own values. They are put into a bundle's words once the request has ended, and only
 where it is recorded: ``what`` is then one of these.
@@ -38,20 +38,33 @@ from pillion.wire.registry import ComponentRecord
 # Of a request that moves and waits without end, so many events are kept.
 MAX_MOMENTS = 4096
 
+_TIMINGS = ("tail_tokens", "tail_steps", "queue_ms", "preemptions")
 _GAP_BOUNDS_S = tuple(bound / 1000 for bound in GAP_BOUNDS_MS)
-# These actions begin something that takes time; what ends it is an event.
-_BEGINNINGS = (ev.LookUp, ev.OpenTicket, ev.Fetch, ev.RunPrefill, ev.SubmitDecode)
-_NAMES: Mapping[type, str] = {
-    ev.PlanFailed: "plan_lost",
-    ev.TicketLost: "ticket_lost",
-    ev.PrefillLost: "prefill_lost",
-    ev.DecodeLost: "decode_lost",
-    ev.PrefillEnded: "prefilled",
-    ev.DecodeFinished: "finished",
-    ev.StopStringFound: "stopped",
-    ev.RequestCancelled: "cancelled",
-    ev.DeadlinePassed: "deadline",
-    ev.AttemptSilent: "silent",
+# How each event and action is told, and whose work it is: that of the plan's decode or prefill worker, or its node's.
+# Of actions, those are told that begin something which takes time.
+_TOLD: Mapping[type, tuple[str, str]] = {
+    ev.LookUp: ("retry", ""),
+    ev.PlanMade: ("planned", "decode"),
+    ev.PlanFailed: ("plan_lost", ""),
+    ev.OpenTicket: ("memory", "node"),
+    ev.TicketGranted: ("ticket", "node"),
+    ev.TicketLost: ("ticket_lost", "node"),
+    ev.Fetch: ("fetch", "node"),
+    ev.BlocksFetched: ("fetched", "node"),
+    ev.RunPrefill: ("prefill", "prefill"),
+    ev.ChunkAcked: ("chunk", "prefill"),
+    ev.PrefillEnded: ("prefilled", "prefill"),
+    ev.PrefillLost: ("prefill_lost", "prefill"),
+    ev.SubmitDecode: ("submitted", "decode"),
+    ev.TicketAdopted: ("adopted", "decode"),
+    ev.StillQueued: ("in_line", ""),
+    ev.Emit: ("went_on", "decode"),
+    ev.DecodeLost: ("decode_lost", "decode"),
+    ev.DecodeFinished: ("finished", "decode"),
+    ev.StopStringFound: ("stopped", "decode"),
+    ev.RequestCancelled: ("cancelled", ""),
+    ev.DeadlinePassed: ("deadline", ""),
+    ev.AttemptSilent: ("silent", ""),
 }
 
 
@@ -98,53 +111,44 @@ class AnswerLog:
         )
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Story:
     """Collects what happens to one request, in the event loop; from ``ended`` on it changes no more, and any thread may
     read it.
 
-    Args:
-        story_id: the id of the request's bundle.
-        tenant: whose request it is.
-        weights: how the model's weights are kept.
-        answers: number of answers that are generated.
-        ready_s: when it was ready to wait for its turn.
-        chosen: why it is recorded, however it ends; None where that depends on its end.
-        on_end: called once, when the request has ended.
-
     Attributes:
+        id: the id of the request's bundle.
+        tenant: whose request it is.
+        chosen: why it is recorded, however it ends; None where that depends on its end.
+        answers: an empty log for each answer that is generated.
+        on_end: called once, when the request has ended.
         error: why the request failed; None where it did not.
         ended_s: when it ended.
         usage, timings: what it took; without timings it never had its turn.
     """
 
-    def __init__(
-        self,
-        story_id: str,
-        admitted: AdmittedRequest,
-        tenant: str,
-        weights: str,
-        answers: int,
-        ready_s: float,
-        chosen: Reason | None,
-        on_end: Callable[[Story], None],
-    ) -> None:
-        self.id = story_id
-        self.admitted = admitted
-        self.tenant = tenant
-        self.weights = weights
-        self.chosen = chosen
-        self.answers = [AnswerLog() for _ in range(answers)]
-        for answer, before in zip(self.answers, admitted.resume.answers if admitted.resume else (), strict=False):
+    id: str
+    admitted: AdmittedRequest
+    tenant: str
+    chosen: Reason | None
+    answers: list[AnswerLog]
+    on_end: Callable[[Story], None]
+    error: PillionError | None = None
+    ended_s: float = 0.0
+    usage: Usage | None = None
+    timings: Timings | None = None
+    _edge: list[StoryEvent] = field(default_factory=list)
+    # A moment has the time, the answer's index (None: the request's), and what happened or was begun.
+    _moments: list[tuple[float, int | None, Event | Action]] = field(default_factory=list)
+
+    def ready(self, now: float) -> None:
+        """Notes that the request is ready to wait for its turn; another gateway may have given a part of its
+        answers."""
+        grammar, resume = self.admitted.grammar, self.admitted.resume
+        self._tell("arrived", self.admitted.arrived)
+        self._tell("ready", now, figures={"grammar_ms": _ms(self.admitted.grammar_s)} if grammar else {})
+        for answer, before in zip(self.answers, resume.answers if resume else (), strict=False):
             answer.token_ids += before.token_ids
-        self.error: PillionError | None = None
-        self.ended_s = 0.0
-        self.usage = Usage(len(admitted.own_prompt), 0, 0)
-        self.timings: Timings | None = None
-        self._on_end = on_end
-        self._edge = [StoryEvent(at_ms=0.0, what="arrived")]
-        self._tell("ready", ready_s, figures={"grammar_ms": _ms(admitted.grammar_s)} if admitted.grammar else {})
-        # A moment has the time, the answer's index (None: the request's), and what happened or was begun.
-        self._moments: list[tuple[float, int | None, Event | Action]] = []
 
     def waits(self, now: float, running: int, waiting: Mapping[str, int]) -> None:
         """Notes that the request has to wait for its turn: so many answers are at the workers, and so many requests of
@@ -180,7 +184,7 @@ class Story:
                 self.answers[answer].finish_reason = action.reason.value
             elif isinstance(action, ev.Fail):
                 self.error = action.error
-            elif isinstance(action, _BEGINNINGS):
+            elif type(action) in _TOLD:
                 self._keep(now, answer, action)
         if isinstance(event, ev.StopStringFound) and index is not None:
             del self.answers[index].token_ids[event.kept_tokens :]
@@ -193,21 +197,15 @@ class Story:
         error: PillionError | None = None,
     ) -> None:
         """Notes the end of the request; ``error`` is why it failed, where no action has told it."""
-        self.ended_s, self.timings = now, timings
-        self.usage = usage or self.usage
+        self.ended_s, self.usage, self.timings = now, usage, timings
         self.error = error or self.error
-        self._on_end(self)
-
-    @property
-    def first_token_s(self) -> float:
-        """Gives the time of the first token of any answer, 0.0 where none came."""
-        return min((one.first_s for one in self.answers if one.first_s), default=0.0)
+        self.on_end(self)
 
     @property
     def longest_wait_s(self) -> float:
         """Gives the longest time for which the client waited for a token: the first one, or a later one."""
-        first_s = (self.first_token_s or self.ended_s) - self.admitted.arrived
-        return max(first_s, *(one.longest_s for one in self.answers))
+        first_s = min((one.first_s for one in self.answers if one.first_s), default=self.ended_s)
+        return max(first_s - self.admitted.arrived, *(one.longest_s for one in self.answers))
 
     def workers(self) -> list[ComponentRecord]:
         """Returns the workers of all plans, each once."""
@@ -240,17 +238,13 @@ class Story:
             plan = getattr(thing, "plan", None) or plans.get(answer) or plans.get(0)
             if plan is not None:
                 plans[answer] = plan
-            fields = _fields(thing, plan)
-            if fields is not None:
-                attempt = getattr(thing, "attempt", 0)
-                yield StoryEvent(at_ms=self._at(now), answer=answer, attempt=attempt, **fields)
+            if type(thing) in _TOLD:
+                yield _event(self._at(now), answer, thing, plan)
         for answer, log in enumerate(self.answers):
             if log.first_s:
-                worker = plans[answer if answer in plans else 0].decode.component_id if plans else ""
-                figures = _timing_figures(log.timings)
-                yield StoryEvent(
-                    at_ms=self._at(log.first_s), what="first_token", answer=answer, worker=worker, figures=figures
-                )
+                worker = plans.get(answer, plans[0]).decode.component_id if plans else ""
+                at_ms, figures = self._at(log.first_s), _figures_of(log.timings, *_TIMINGS)
+                yield StoryEvent(at_ms=at_ms, what="first_token", answer=answer, worker=worker, figures=figures)
 
 
 def described(error: PillionError) -> str:
@@ -263,75 +257,55 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _timing_figures(timings: DecodeTimings | None) -> dict[str, float]:
-    names = ("tail_tokens", "tail_steps", "queue_ms", "preemptions")
-    return {} if timings is None else {name: getattr(timings, name) for name in names}
+def _figures_of(message: Any, *names: str) -> dict[str, float]:
+    return {} if message is None else {name: float(getattr(message, name)) for name in names}
 
 
-def _fields(thing: Event | Action, plan: RequestPlan | None) -> dict[str, Any] | None:
-    """Returns the fields of the event of a bundle that tells ``thing``, which belongs to ``plan``; None where it tells
-    nothing."""
+def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan | None) -> StoryEvent:
+    """Tells ``thing``, which belongs to ``plan``, in a bundle's words."""
+    (what, whose), worker = _TOLD[type(thing)], ""
+    if plan is not None:
+        prefill = "" if plan.prefill is None else plan.prefill.component_id
+        worker = {"decode": plan.decode.component_id, "prefill": prefill, "node": plan.node_id}.get(whose, "")
+    size = 0 if plan is None else plan.block_size
+    tokens, words, figures = 0, "", dict[str, float]()
     match thing:
-        case ev.LookUp():
-            avoided = ", ".join(sorted(thing.avoid))
-            words = f"without {avoided}" if avoided else ""
-            return {"what": "retry", "words": words, "figures": {"after_ms": thing.after_ms}}
-        case ev.StillQueued(position=position):
-            return {"what": "in_line", "figures": {"position": position}} if position else {"what": "begun"}
-        case ev.AttemptLoss():
-            figures = {"retryable": float(thing.retryable)}
-            worker = thing.killed or _lost_worker(thing, plan)
-            return {"what": _NAMES[type(thing)], "worker": worker, "words": described(thing.error), "figures": figures}
-    if plan is not None and (found := _planned_fields(thing, plan)) is not None:
-        return found
-    name = _NAMES.get(type(thing))
-    return None if name is None else {"what": name}
-
-
-def _planned_fields(thing: Event | Action, plan: RequestPlan) -> dict[str, Any] | None:
-    """Returns what :func:`_fields` does, for what belongs to a plan."""
-    size, decode = plan.block_size, plan.decode.component_id
-    prefill = "" if plan.prefill is None else plan.prefill.component_id
-    match thing:
-        case ev.PlanMade():
-            return _plan_fields("planned", plan) | {"weighed": _weighed(plan)}
-        case ev.OpenTicket():
-            return {"what": "memory", "worker": plan.node_id}
-        case ev.TicketGranted():
-            return {"what": "ticket", "worker": plan.node_id, "tokens": thing.pinned_blocks * size}
-        case ev.Fetch(wanted=wanted):
-            figures = {"expected_ms": _ms(plan.split_decision.route.fetch_s)}
-            words = ", ".join(wanted.source_node_ids)
-            fetch = {"what": "fetch", "worker": plan.node_id, "tokens": wanted.blocks * size}
-            return {**fetch, "words": words, "figures": figures}
+        case ev.PlanMade() | ev.RunPrefill() | ev.SubmitDecode():
+            tokens, words, figures = thing.plan.split_tokens, thing.plan.reason, _prices(thing.plan)
+        case ev.TicketGranted() | ev.TicketAdopted():
+            tokens = thing.pinned_blocks * size
+        case ev.Fetch():
+            tokens, words = thing.wanted.blocks * size, ", ".join(thing.wanted.source_node_ids)
+            figures = {"expected_ms": _ms(thing.plan.split_decision.route.fetch_s)}
         case ev.BlocksFetched():
-            return {"what": "fetched", "worker": plan.node_id, "tokens": thing.blocks * size}
-        case ev.RunPrefill():
-            return _plan_fields("prefill", plan) | {"worker": prefill}
-        case ev.ChunkAcked(ack=ack):
-            figures = {"queue_ms": ack.queue_ms, "compute_ms": ack.compute_ms}
-            return {"what": "chunk", "worker": prefill, "tokens": ack.end_tokens, "figures": figures}
+            tokens = thing.blocks * size
+        case ev.ChunkAcked():
+            tokens, figures = thing.ack.end_tokens, _figures_of(thing.ack, "queue_ms", "compute_ms")
         case ev.PrefillEnded():
-            return {"what": "prefilled", "worker": prefill, "tokens": thing.end_tokens}
-        case ev.SubmitDecode():
-            return _plan_fields("submitted", plan)
-        case ev.TicketAdopted():
-            return {"what": "adopted", "worker": decode, "tokens": thing.pinned_blocks * size}
-        case ev.Emit():
-            return {"what": "went_on", "worker": decode}
-    return None
+            tokens = thing.end_tokens
+        case ev.StillQueued():
+            what, figures = what if thing.position else "begun", _figures_of(thing, "position")
+        case ev.AttemptLoss():
+            worker, words, figures = thing.killed or worker, described(thing.error), _figures_of(thing, "retryable")
+        case ev.LookUp():
+            words, figures = ", ".join(sorted(thing.avoid)), _figures_of(thing, "after_ms")
+    return StoryEvent(
+        at_ms=at_ms,
+        what=what,
+        attempt=getattr(thing, "attempt", 0),
+        answer=answer,
+        worker=worker,
+        tokens=tokens,
+        words=words,
+        figures=figures,
+        weighed=_weighed(thing.plan) if isinstance(thing, ev.PlanMade) else (),
+    )
 
 
-def _plan_fields(what: str, plan: RequestPlan) -> dict[str, Any]:
-    decision, cached, split = plan.split_decision, plan.cached_tokens, plan.split_tokens
-    figures = {
-        "prompt_tokens": plan.prompt_tokens,
-        "cached_tokens": cached,
-        "expected_ms": _ms(decision.price_s(cached, split)),
-        "alone_ms": _ms(decision.price_s(cached, cached)),
-    }
-    worker = plan.decode.component_id
-    return {"what": what, "worker": worker, "tokens": split, "words": plan.reason, "figures": figures}
+def _prices(plan: RequestPlan) -> dict[str, float]:
+    decision, cached = plan.split_decision, plan.cached_tokens
+    expected_s, alone_s = (decision.price_s(cached, split) for split in (plan.split_tokens, cached))
+    return {"cached_tokens": cached, "expected_ms": _ms(expected_s), "alone_ms": _ms(alone_s)}
 
 
 def _weighed(plan: RequestPlan) -> tuple[WeighedRoute, ...]:
@@ -348,15 +322,3 @@ def _weighed(plan: RequestPlan) -> tuple[WeighedRoute, ...]:
         )
         for route in decision.weighed
     )
-
-
-def _lost_worker(loss: ev.AttemptLoss, plan: RequestPlan | None) -> str:
-    """Names the component at which an attempt was lost."""
-    match loss:
-        case ev.TicketLost() if plan is not None:
-            return plan.node_id
-        case ev.PrefillLost() if plan is not None and plan.prefill is not None:
-            return plan.prefill.component_id
-        case ev.DecodeLost() if plan is not None:
-            return plan.decode.component_id
-    return ""

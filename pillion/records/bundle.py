@@ -39,25 +39,24 @@ Content = Literal["none", "hash", "full"]
 
 
 class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Says what computed the answers. ``asked`` is the name that the client used, ``weights`` says how the weights are
-    kept, and ``adapter`` is the digest of the adapter's content; "" for the model alone."""
+    """Says what computed the answers. ``asked`` is the name that the client used, and ``adapter`` the digest of the
+    adapter's content; "" for the model alone."""
 
     name: str
     fingerprint: str
     asked: str = ""
-    weights: str = ""
     adapter: str = ""
 
 
 class BundleWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes a component that worked for the request, as it was then."""
+    """Describes a worker of the request, as its record in the registry had it then."""
 
-    id: str
+    component_id: str
     role: str
     node_id: str = ""
     version: str = ""
     kernels: str = ""
-    ranks: int = 1
+    tensor_parallel_size: int = 1
 
 
 class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

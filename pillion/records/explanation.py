@@ -17,22 +17,13 @@ TOLD_SHARE = 0.05
 LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
 BAR_COLUMNS = 40
 
-READING, GRAMMAR, LINE, PLANNING, MEMORY, FETCHING = "reading", "grammar", "line", "planning", "memory", "fetching"
-PREFILL, OPENING, WORKER_LINE, TAIL, MOVING, TOKENS = "prefill", "opening", "worker line", "tail", "moving", "tokens"
-_WORDS = {
-    READING: "reading and tokenizing the prompt",
-    GRAMMAR: "making and compiling the grammar",
-    LINE: "in line at the gateway",
-    PLANNING: "looking up the prefix and planning",
-    MEMORY: "waiting for KV memory at {}",
-    FETCHING: "fetching KV to {}",
-    PREFILL: "prefilling at {}",
-    OPENING: "opening the stream at {}",
-    WORKER_LINE: "in line at {}",
-    TAIL: "computing the rest of the prompt at {}",
-    MOVING: "moving to other components after a loss",
-    TOKENS: "tokens from {}",
-}
+# What a request waits for, in words that take the name of a worker.
+READING, GRAMMAR = "reading and tokenizing the prompt", "making and compiling the grammar"
+LINE, PLANNING = "in line at the gateway", "looking up the prefix and planning"
+MEMORY, FETCHING, PREFILL = "waiting for KV memory at {}", "fetching KV to {}", "prefilling at {}"
+OPENING, WORKER_LINE, TAIL = "opening the stream at {}", "in line at {}", "computing the rest of the prompt at {}"
+MOVING, TOKENS = "moving to other components after a loss", "tokens from {}"
+_LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
 # What an event begins for the first answer. Events that are not here change nothing.
 _BEGINS = {
     "ready": PLANNING,
@@ -50,12 +41,8 @@ _BEGINS = {
     "begun": TAIL,
     "first_token": TOKENS,
     "went_on": TOKENS,
-    "plan_lost": MOVING,
-    "ticket_lost": MOVING,
-    "prefill_lost": MOVING,
-    "decode_lost": MOVING,
+    **dict.fromkeys(_LOSSES, MOVING),
 }
-_LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +63,7 @@ class Phase:
     @property
     def words(self) -> str:
         """Says what it was."""
-        return _WORDS[self.name].format(self.worker or "a worker")
+        return self.name.format(self.worker or "a worker")
 
 
 def phases(bundle: Bundle) -> list[Phase]:
@@ -150,14 +137,8 @@ def picture(bundle: Bundle) -> list[str]:
 
 def sentences(bundle: Bundle) -> list[str]:
     """Says in sentences what took long, and why."""
-    return [
-        *_summary(bundle),
-        *_waits(bundle),
-        *_prefix(bundle),
-        *_plan(bundle),
-        *_losses(bundle),
-        *_gaps(bundle),
-    ]
+    parts = (_summary, _waits, _prefix, _plan, _losses, _gaps)
+    return [sentence for part in parts for sentence in part(bundle)]
 
 
 def _summary(bundle: Bundle) -> Iterator[str]:
@@ -207,14 +188,14 @@ def _prefix(bundle: Bundle) -> Iterator[str]:
     usage, tokens = bundle.receipt.get("usage", {}), bundle.request.prompt_tokens
     cached = usage.get("cached_tokens", 0)
     planned = next((event for event in bundle.story if event.what == "planned"), None)
-    if planned is None or not tokens:
+    if planned is None:
         return
     expected = round(planned.figures.get("cached_tokens", 0))
     if cached:
-        tiers = {"other nodes": "fetched", "lower tiers": "restored", "a bucket": "bucket"}
-        brought = {place: usage.get(f"{name}_tokens", 0) for place, name in tiers.items()}
-        of = [f"{count:,} came from {place}" for place, count in brought.items() if count]
-        of.insert(0, f"{cached - sum(brought.values()):,} were in the pool")
+        tiers = {"other nodes": "fetched_tokens", "lower tiers": "restored_tokens", "a bucket": "bucket_tokens"}
+        brought = {place: usage.get(name, 0) for place, name in tiers.items()}
+        of = [f"{cached - sum(brought.values()):,} were in the pool"]
+        of += [f"{count:,} came from {place}" for place, count in brought.items() if count]
         yield f"Of the prompt's {tokens:,} tokens {cached:,} were cached ({', '.join(of)})."
     else:
         yield f"The prefix was cold: none of the prompt's {tokens:,} tokens was cached."
@@ -233,17 +214,14 @@ def _plan(bundle: Bundle) -> Iterator[str]:
     took_ms = first.at_ms - plan.at_ms
     expected_ms, alone_ms = (settled.figures.get(f"{name}_ms", 0.0) for name in ("expected", "alone"))
     if settled.what == "prefill":
-        expected, came = _saved(alone_ms - expected_ms, ("save", "cost")), _saved(alone_ms - took_ms, ("saved", "cost"))
-        yield (
-            f"The split at {settled.tokens:,} was expected to {expected} beside the {_ms(alone_ms)} that {plan.worker}"
-            f" would have taken alone, and {came}."
-        )
+        hoped, came = (_saved(alone_ms - ms) for ms in (expected_ms, took_ms))
+        alone = f"the {_ms(alone_ms)} that {plan.worker} would have taken alone"
+        yield f"The split at {settled.tokens:,} was expected to {hoped} beside {alone}, and did {came}."
     if took_ms > LATE_FACTOR * expected_ms and took_ms - expected_ms > TOLD_LATE_MS:
-        slowest = max(phases(bundle), key=lambda one: (one.start_ms >= plan.at_ms) * (one.name != TOKENS) * one.took_ms)
-        yield (
-            f"The plan expected the first token {_ms(expected_ms)} after it, and it came after {_ms(took_ms)};"
-            f" the longest part of that was {slowest.words}."
-        )
+        after = [one for one in phases(bundle) if plan.at_ms <= one.start_ms < first.at_ms]
+        slowest = max(after, key=lambda one: one.took_ms).words
+        times = f"{_ms(expected_ms)}, and it came after {_ms(took_ms)}"
+        yield f"The plan expected the first token after {times}; the longest part of that was {slowest}."
     if len(plan.weighed) > 1:
         chosen = next((one for one in plan.weighed if one.chosen), plan.weighed[0])
         others = ", ".join(f"{one.decode} at {_ms(one.price_ms)}" for one in plan.weighed if one is not chosen)
@@ -273,10 +251,8 @@ def _gaps(bundle: Bundle) -> Iterator[str]:
         if lost or slow or times.longest_gap_ms > times.first_ms:
             name = f"answer {number}" if len(bundle.answers) > 1 else "the answer"
             cause = f", when {lost[0].worker} was lost" if lost else ""
-            yield (
-                f"The longest pause of {name} was {_ms(times.longest_gap_ms)}, before its token"
-                f" {times.longest_gap_at:,}{cause}."
-            )
+            pause = f"{_ms(times.longest_gap_ms)}, before its token {times.longest_gap_at:,}"
+            yield f"The longest pause of {name} was {pause}{cause}."
 
 
 def _within(bundle: Bundle, phase: Phase) -> list[StoryEvent]:
@@ -287,8 +263,8 @@ def _last(events: Sequence[StoryEvent], what: str) -> StoryEvent | None:
     return next((event for event in reversed(events) if event.what == what), None)
 
 
-def _saved(saved_ms: float, words: tuple[str, str]) -> str:
-    return f"{words[saved_ms < 0]} {_ms(abs(saved_ms))}"
+def _saved(saved_ms: float) -> str:
+    return f"{'cost' if saved_ms < 0 else 'save'} {_ms(abs(saved_ms))}"
 
 
 def _count(number: int, noun: str) -> str:

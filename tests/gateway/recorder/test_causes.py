@@ -15,7 +15,7 @@ from pillion import StructuredOutputs
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.request import request_machine
 from pillion.records.bundle import Bundle
-from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL, end_ms, phases, sentences
+from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL, TOKENS, end_ms, phases, sentences
 from tests.gateway.recorder.test_recorder import PROMPT, ask, recorded, recording
 from tests.support.fake_components import FakeCluster, knows
 
@@ -114,7 +114,7 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
     told(bundle, "attempt 1 was lost at decode-0 (", "and the request moved")
     told(bundle, "The longest pause of the answer", "when decode-0 was lost")
     assert MOVING in names(bundle)
-    assert names(bundle)[-1] == "tokens"
+    assert names(bundle)[-1] == TOKENS
     assert len(fakes.decode.submits) == 2
     assert bundle.receipt["timings"]["replays"] == 1
 

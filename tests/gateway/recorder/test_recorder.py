@@ -76,7 +76,7 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert (request.sampling.temperature, request.sampling.stop, request.sampling.n) == (0.5, ("?!",), 2)
     assert bundle.receipt["usage"]["completion_tokens"] == sum(answer.tokens for answer in bundle.answers)
     assert (timings["prefill_worker"], timings["decode_worker"]) == ("prefill-0", "decode-0")
-    assert {one.id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
+    assert {one.component_id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
     told = [event.what for event in bundle.story if not event.answer]
     wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]
     assert sorted(told, key=told.index) == told

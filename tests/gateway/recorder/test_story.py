@@ -5,15 +5,24 @@ from __future__ import annotations
 import pytest
 
 from pillion.gateway.recorder import story as stories
-from pillion.gateway.recorder.story import Story
+from pillion.gateway.recorder.story import AnswerLog, Story
 from pillion.gateway.request import events as ev
 from pillion.types import FinishReason
 from tests.support.scripted import admitted_request
 
 
 def story_of(tenant: str = "a", answers: int = 1) -> Story:
-    admitted = admitted_request()
-    return Story("0" * 24, admitted, tenant, "", answers, admitted.arrived, None, lambda _: None)
+    logs = [AnswerLog() for _ in range(answers)]
+    story = Story(
+        id="0" * 24,
+        admitted=admitted_request(),
+        tenant=tenant,
+        chosen=None,
+        answers=logs,
+        on_end=lambda _: None,
+    )
+    story.ready(story.admitted.arrived)
+    return story
 
 
 def sampled(story: Story, now: float, *ids: int, answer: int = 0) -> None:

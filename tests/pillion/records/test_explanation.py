@@ -122,11 +122,11 @@ MOVED = story(
         (
             SLOW_WORKER,
             "The split at 1,024 was expected to save 400 ms beside the 900 ms that decode-0 would have taken alone, and"
-            " cost 1.48 s.",
+            " did cost 1.48 s.",
         ),
         (
             SLOW_WORKER,
-            "The plan expected the first token 500 ms after it, and it came after 2.38 s; the longest part of that was"
+            "The plan expected the first token after 500 ms, and it came after 2.38 s; the longest part of that was"
             " prefilling at prefill-0.",
         ),
         (MOVED, "After 1.50 s, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
