@@ -11,8 +11,7 @@ where it is recorded: ``what`` is then one of these.
     fetch, fetched                               blocks of other nodes and lower tiers
     prefill, chunk, prefilled, prefill_lost      the range of a prefill worker
     submitted, adopted, in_line, begun           the decode worker, until a step computes the prompt's rest
-    first_token, decode_lost, went_on            an answer's stream, which goes on after a loss
-    finished, stopped                            its end, by itself or by a stop string
+    tokens, decode_lost, finished, stopped       an answer's stream begins, or goes on after a loss; its end
     cancelled, deadline, silent, failed          why nothing more came
 """
 
@@ -32,13 +31,11 @@ from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.request_machine import AnswerAction
 from pillion.records.bundle import GAP_BOUNDS_MS, Reason, StoryEvent, TokenTimes, WeighedRoute
 from pillion.types import Timings, Usage
-from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.wire.registry import ComponentRecord
 
 # Of a request that moves and waits without end, so many events are kept.
 MAX_MOMENTS = 4096
 
-_TIMINGS = ("tail_tokens", "tail_steps", "queue_ms", "preemptions")
 _GAP_BOUNDS_S = tuple(bound / 1000 for bound in GAP_BOUNDS_MS)
 # How each event and action is told, and whose work it is: that of the plan's decode or prefill worker, or its node's.
 # Of actions, those are told that begin something which takes time.
@@ -58,7 +55,7 @@ _TOLD: Mapping[type, tuple[str, str]] = {
     ev.SubmitDecode: ("submitted", "decode"),
     ev.TicketAdopted: ("adopted", "decode"),
     ev.StillQueued: ("in_line", ""),
-    ev.Emit: ("went_on", "decode"),
+    ev.TokensSampled: ("tokens", "decode"),
     ev.DecodeLost: ("decode_lost", "decode"),
     ev.DecodeFinished: ("finished", "decode"),
     ev.StopStringFound: ("stopped", "decode"),
@@ -71,7 +68,7 @@ _TOLD: Mapping[type, tuple[str, str]] = {
 @dataclass(slots=True)
 class AnswerLog:
     """Gathers the tokens of one answer, and when they came, in monotonic seconds; ``first_s`` is 0.0 before the first.
-    The stream is ``lost`` until it goes on elsewhere."""
+    It ``waits`` until its stream begins, or goes on after a loss."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -80,9 +77,8 @@ class AnswerLog:
     last_s: float = 0.0
     longest_s: float = 0.0
     longest_at: int = 0
-    lost: bool = False
+    waits: bool = True
     finish_reason: str = ""
-    timings: DecodeTimings | None = None
 
     def came(self, emitted: ev.Emit, now: float) -> None:
         """Notes tokens that came together."""
@@ -165,21 +161,18 @@ class Story:
         """Notes an event of an answer (None: of all answers), and the actions that it caused."""
         if self.ended_s:
             return
-        if isinstance(event, ev.TokensSampled):
-            if event.timings is not None and index is not None:
-                self.answers[index].timings = event.timings
-        else:
+        if not isinstance(event, ev.TokensSampled):
             self._keep(now, index, event)
             if isinstance(event, ev.DecodeLost) and index is not None:
-                self.answers[index].lost = bool(self.answers[index].first_s)
+                self.answers[index].waits = True
         for answer, action in actions:
             if isinstance(action, ev.Emit):
                 # Nearly all actions are Emit, so it is tested first.
                 log = self.answers[answer]
                 log.came(action, now)
-                if log.lost:
-                    log.lost = False
-                    self._keep(now, answer, action)
+                if log.waits:
+                    log.waits = False
+                    self._keep(now, answer, event)
             elif isinstance(action, ev.Finish):
                 self.answers[answer].finish_reason = action.reason.value
             elif isinstance(action, ev.Fail):
@@ -240,11 +233,6 @@ class Story:
                 plans[answer] = plan
             if type(thing) in _TOLD:
                 yield _event(self._at(now), answer, thing, plan)
-        for answer, log in enumerate(self.answers):
-            if log.first_s:
-                worker = plans.get(answer, plans[0]).decode.component_id if plans else ""
-                at_ms, figures = self._at(log.first_s), _figures_of(log.timings, *_TIMINGS)
-                yield StoryEvent(at_ms=at_ms, what="first_token", answer=answer, worker=worker, figures=figures)
 
 
 def described(error: PillionError) -> str:
@@ -283,6 +271,8 @@ def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan |
             tokens, figures = thing.ack.end_tokens, _figures_of(thing.ack, "queue_ms", "compute_ms")
         case ev.PrefillEnded():
             tokens = thing.end_tokens
+        case ev.TokensSampled():
+            figures = _figures_of(thing.timings, "queue_ms", "tail_tokens", "tail_steps")
         case ev.StillQueued():
             what, figures = what if thing.position else "begun", _figures_of(thing, "position")
         case ev.AttemptLoss():

@@ -39,8 +39,7 @@ _BEGINS = {
     "adopted": WORKER_LINE,
     "in_line": WORKER_LINE,
     "begun": TAIL,
-    "first_token": TOKENS,
-    "went_on": TOKENS,
+    "tokens": TOKENS,
     **dict.fromkeys(_LOSSES, MOVING),
 }
 
@@ -84,7 +83,7 @@ def phases(bundle: Bundle) -> list[Phase]:
             continue
         if begins == PREFILL:
             in_prefill = True
-        elif event.what in ("adopted", "prefilled", "first_token", *_LOSSES):
+        elif event.what in ("adopted", "prefilled", "tokens", *_LOSSES):
             in_prefill = False
         elif in_prefill:
             # The stream waits at the KV node for what the prefill worker computes.
@@ -205,7 +204,7 @@ def _prefix(bundle: Bundle) -> Iterator[str]:
 
 def _plan(bundle: Bundle) -> Iterator[str]:
     """Tells what the last plan before the first token expected, and what came of it."""
-    first = next((event for event in bundle.story if event.what == "first_token" and not event.answer), None)
+    first = next((event for event in bundle.story if event.what == "tokens" and not event.answer), None)
     before = [event for event in bundle.story if first is not None and event.at_ms <= first.at_ms and not event.answer]
     plan = _last(before, "planned")
     settled = _last(before, "prefill") or _last(before, "submitted")

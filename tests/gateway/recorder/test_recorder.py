@@ -81,7 +81,7 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]
     assert sorted(told, key=told.index) == told
     assert [what for what in wanted if what not in told] == []
-    assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("first_token")
+    assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("tokens")
     plan = next(event for event in bundle.story if event.what == "planned")
     assert [(one.decode, one.prefill, one.chosen) for one in plan.weighed] == [("decode-0", "prefill-0", True)]
 

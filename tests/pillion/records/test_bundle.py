@@ -67,7 +67,7 @@ def bundle_of(**fields: Any) -> Bundle:
         "model": BundleModel(name="toy", fingerprint="ab"),
         "request": request,
         "answers": (answer,),
-        "story": (StoryEvent(at_ms=0.0, what="arrived"), StoryEvent(at_ms=1.5, what="first_token", worker="d")),
+        "story": (StoryEvent(at_ms=0.0, what="arrived"), StoryEvent(at_ms=1.5, what="tokens", worker="d")),
         "receipt": {"usage": {"cached_tokens": 0}, "timings": {}},
     }
     return Bundle(**known | fields)

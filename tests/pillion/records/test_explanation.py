@@ -33,7 +33,7 @@ def event(at_ms: float, what: str, worker: str = "", **fields: Any) -> StoryEven
 def story(*events: StoryEvent, first_ms: float = 2400.0, last_ms: float = 3000.0, **fields: Any) -> Bundle:
     """A bundle of one answer whose first and last tokens came then, and what happened before."""
     answer = BundleAnswer(tokens=9, times=TokenTimes(first_ms=first_ms, last_ms=last_ms))
-    told = [event(0, "arrived"), *events, event(first_ms, "first_token", "decode-0"), event(last_ms, "finished")]
+    told = [event(0, "arrived"), *events, event(first_ms, "tokens", "decode-0"), event(last_ms, "finished")]
     told.sort(key=lambda one: one.at_ms)
     known = {"answers": (answer,), "story": tuple(told), "receipt": {"usage": {"cached_tokens": 0}}} | fields
     return bundle_of(**known)
@@ -89,7 +89,7 @@ MOVED = story(
     event(1520, "planned", "decode-1", attempt=2, figures=PLAN),
     event(1520, "submitted", "decode-1", attempt=2, figures=PLAN),
     event(2000, "adopted", "decode-1", attempt=2),
-    event(2400, "went_on", "decode-1"),
+    event(2400, "tokens", "decode-1"),
     first_ms=400,
     answers=(
         BundleAnswer(
