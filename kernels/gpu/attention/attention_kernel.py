@@ -19,7 +19,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _weighed, _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import (
+    _beginning,
+    _end_item,
+    _load,
+    _queries,
+    _rows_of,
+    _weighed,
+    _whole,
+    _words,
+)
 from pillion.kernels.gpu.attention.float8_tiles import _float8_tiles
 from pillion.kernels.gpu.dependent import prefetch, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
@@ -27,7 +36,7 @@ from pillion.kernels.gpu.fp8 import decode_e4m3
 
 # These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
 # only see constants of their own module.
-_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+_TABLE, _HEAD, _BEGIN, _END = map(tl.constexpr, (0, 4, 5, 6))
 _WORDS = tl.constexpr(8)
 
 
@@ -53,7 +62,7 @@ def _tiles(
         inside = read % BLOCK_SIZE
         rows = pool + (slots * slot_stride + piece_offset + inside * HEAD_DIM)
         cells = rows[:, None] + columns[None, :]
-        keys = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        keys = _load(cells, columns[None, :], HEAD_DIM, BLOCK_D)
         if FP8:
             factors = scales + (slots * scale_slot_stride + scale_offset + inside)
             folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
@@ -67,7 +76,7 @@ def _tiles(
         )
         acc *= shrink[:, None]
         cells += POOL_HEADS * piece
-        values = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        values = _load(cells, columns[None, :], HEAD_DIM, BLOCK_D)
         if FP8:
             values = decode_e4m3(values, query.dtype, NATIVE_FP8)
             weights *= (tl.load(factors + POOL_HEADS * piece // 4) * folded)[None, :]
@@ -126,13 +135,8 @@ def _attend(
     for at in range(start, stop, _WORDS):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
         places = tl.arange(0, BLOCK_M)
-        packed = row + tl.minimum(places, rows - 1)
-        token = packed // GROUP
-        positions = token + shift
-        heads = head * GROUP + packed % GROUP
-        cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
-        shown = columns[None, :] < HEAD_DIM
-        query = tl.load(queries + cells) if BLOCK_D == HEAD_DIM else tl.load(queries + cells, mask=shown, other=0.0)
+        token, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
+        query = _queries(queries, token, heads, columns, query_stride, HEAD_DIM, BLOCK_D)
 
         top, total = _beginning(sinks, heads, partial < 0, SINKS)
         piece_offset = layer_offset + head * piece

@@ -36,6 +36,28 @@ def _words(record, at):
 
 
 @triton.jit
+def _rows_of(row, rows, shift, head, places, GROUP: tl.constexpr):
+    """Returns tokens, positions and query heads of an item's rows ``places``, of which those after the last one repeat
+    it."""
+    packed = row + tl.minimum(places, rows - 1)
+    token = packed // GROUP
+    return token, token + shift, head * GROUP + packed % GROUP
+
+
+@triton.jit
+def _load(cells, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads rows of WIDTH values in tiles of BLOCK ``columns``; those behind the last value are 0."""
+    return tl.load(cells) if BLOCK == WIDTH else tl.load(cells, mask=columns < WIDTH, other=0)
+
+
+@triton.jit
+def _queries(queries, token, heads, columns, query_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Loads the queries of rows, [rows, BLOCK_D]."""
+    cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
+    return _load(queries + cells, columns[None, :], HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
 def _capped(scores, softcap):
     """Returns softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is
     0."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _weighed
+from pillion.kernels.gpu.attention.attention_rows import _load, _weighed
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3, decode_pairs
 
@@ -67,7 +67,7 @@ def _float8_tiles(
         rows = slots * slot_stride + piece_offset + inside * HEAD_DIM
         factors = scales + (slots * scale_slot_stride + scale_offset + inside)
         cells = pool + (rows[:, None] + columns[None, :])
-        codes = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
+        codes = _load(cells, columns[None, :], HEAD_DIM, BLOCK_D)
         scores = dot(query, tl.trans(decode_e4m3(codes, query.dtype, NATIVE_FP8)), none)
         scores *= (tl.load(factors) * folded)[None, :]
         if divided:
@@ -80,8 +80,7 @@ def _float8_tiles(
         weights = (weights * (grown * (_LIFT / largest))[None, :]).to(query.dtype)
         words = (pool + (rows + POOL_HEADS * piece)).to(tl.pointer_type(tl.uint16))
         cells = words[:, None] + pairs[None, :]
-        shown = pairs[None, :] < HEAD_DIM // 2
-        codes = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=shown, other=0)
+        codes = _load(cells, pairs[None, :], HEAD_DIM // 2, BLOCK_D // 2)
         low, high = decode_pairs(codes, query.dtype, NATIVE_FP8)
         back = largest * (folded / _LIFT)
         even = even * shrink[:, None] + dot(weights, low, nothing) * back

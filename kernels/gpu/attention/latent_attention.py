@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _store, _whole
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _load, _store, _whole, _words
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.attention.paged_attention import joining
 from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_part, _merge_parts, in_parts
@@ -42,8 +42,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_WIDTH, MOST_LATENTS, MOST_ROTARY = 16, 512, 128
 # In 8 bits a row has so many scales: that of its latents, and that of its rotated key.
 LATENT_SCALES = 2
-# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
-_TABLE, _ROW, _ROWS, _SHIFT, _BEGIN, _END, _PARTIAL = map(tl.constexpr, (0, 1, 2, 3, 5, 6, 7))
+# An item has so many words, and maxima begin with this number, as in attention_rows.py.
 _WORDS, _LOWEST = tl.constexpr(8), tl.constexpr(-1.0e30)
 
 
@@ -65,11 +64,8 @@ def _tiles(
         slots = tl.load(table + read // BLOCK_SIZE).to(tl.int64)
         inside = read % BLOCK_SIZE
         rows = (pool + (slots * slot_stride + layer_offset + inside * (RANK + ROTARY)))[:, None]
-        if BLOCK_R == ROTARY:
-            keys = tl.load(rows + RANK + behind)
-        else:
-            keys = tl.load(rows + RANK + behind, mask=behind < ROTARY, other=0)
-        latents = tl.load(rows + columns) if BLOCK_D == RANK else tl.load(rows + columns, mask=columns < RANK, other=0)
+        keys = _load(rows + RANK + behind, behind, ROTARY, BLOCK_R)
+        latents = _load(rows + columns, columns, RANK, BLOCK_D)
         if FP8:
             factors = scales + (slots * scale_slot_stride + scale_offset + inside)
             folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
@@ -108,22 +104,14 @@ def _attend_latents(
     mine = record + starts_at + tl.program_id(0)
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
-        item = record + at
-        table = record + tl.load(item + _TABLE)
-        row = tl.load(item + _ROW)
-        rows = tl.load(item + _ROWS)
-        shift = tl.load(item + _SHIFT)
-        begin = tl.load(item + _BEGIN)
-        end = tl.load(item + _END)
-        partial = tl.load(item + _PARTIAL)
-
+        table, row, rows, shift, _, begin, end, partial = _words(record, at)
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)
         token = packed // HEADS
         positions = token + shift
         cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
-        query = tl.load(cells + columns, mask=columns < RANK, other=0.0)
-        turned = tl.load(cells + RANK + behind, mask=behind < ROTARY, other=0.0)
+        query = _load(cells + columns, columns, RANK, BLOCK_D)
+        turned = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top, total = _beginning(queries, packed, False, False)
@@ -172,15 +160,12 @@ def _attend_latent_parts(
     scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
     for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
         item = record + at
-        table = record + tl.load(item + _TABLE)
-        row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
-        begin, end = tl.load(item + _BEGIN), tl.load(item + _END)
-
+        table, row, rows, shift, _, begin, end, _ = _words(record, at)
         packed = row + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
         positions = packed // HEADS + shift
         cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
-        query = tl.load(cells + columns, mask=columns < RANK, other=0.0)
-        turned = tl.load(cells + RANK + behind, mask=behind < ROTARY, other=0.0)
+        query = _load(cells + columns, columns, RANK, BLOCK_D)
+        turned = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
 
         all_top, all_total = _before_all(queries, packed, False)
         for first in range(begin // PART * PART, end, PART):

@@ -28,14 +28,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _weighed, _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import (
+    _beginning,
+    _end_item,
+    _queries,
+    _rows_of,
+    _weighed,
+    _whole,
+    _words,
+)
 from pillion.kernels.gpu.dependent import wait_for_earlier
 
 # The architecture whose instructions these are, and the widths of heads whose tiles fit.
 ARCH, HEAD_DIMS = 90, (64, 128, 256)
-# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
-# only see constants of their own module.
-_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+# An item has so many words. Jitted functions only see constants of their own module.
 _WORDS = tl.constexpr(8)
 
 
@@ -213,12 +219,12 @@ def _attend_overlapped(
                 pool, table, begin + ahead * BLOCK_N, end, slots, slot_stride, offset, keys, values,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, ahead == 0,
             )  # fmt: skip
-        packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS)), rows - 1)
-        cells = (packed // GROUP).to(tl.int64) * query_stride + (head * GROUP + packed % GROUP) * HEAD_DIM
-        query.store(tl.load(queries + (cells[:, None] + columns[None, :])))
-        packed = row + tl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES)), rows - 1)
-        positions = packed // GROUP + shift
-        top, total = _beginning(sinks, head * GROUP + packed % GROUP, partial < 0, SINKS)
+        places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS))
+        token, _, heads = _rows_of(row, rows, shift, head, places, GROUP)
+        query.store(_queries(queries, token, heads, columns, query_stride, HEAD_DIM, HEAD_DIM))
+        places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+        _, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
+        top, total = _beginning(sinks, heads, partial < 0, SINKS)
         _landed(BUFFERS)
         first = begin // BLOCK_N % BUFFERS
         scores = warpgroup_mma(query, keys.index(first).permute([1, 0]), none, use_acc=False, is_async=True)
@@ -235,12 +241,12 @@ def _attend_overlapped(
             BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, LOADS, SCORES, RESULTS,
         )  # fmt: skip
         places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, RESULTS))
-        packed = row + tl.minimum(places, rows - 1)
+        token, _, heads = _rows_of(row, rows, shift, head, places, GROUP)
         _end_item(
             acc, gl.convert_layout(top, gl.SliceLayout(1, RESULTS)),
-            gl.convert_layout(total, gl.SliceLayout(1, RESULTS)), packed // GROUP, head * GROUP + packed % GROUP,
-            places, gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials,
-            partial_logs, record, counts_at, first_partial, tickets, sinks,
+            gl.convert_layout(total, gl.SliceLayout(1, RESULTS)), token, heads, places,
+            gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials, partial_logs,
+            record, counts_at, first_partial, tickets, sinks,
             gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns,
             KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, BLOCK_M, JOINED, PARTS, SINKS,
         )  # fmt: skip

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _early, _tiles
-from pillion.kernels.gpu.attention.attention_rows import _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import _queries, _rows_of, _whole, _words
 from pillion.kernels.gpu.attention.gpu_attention_plan import PARTS_A_PROGRAM, Tiling
 from pillion.kernels.gpu.dependent import wait_for_earlier
 from pillion.kernels.gpu.tuned import tuned
@@ -126,13 +126,8 @@ def _attend_parts(
         item = record + at
         table, row, rows, shift, head, begin, end, _ = _words(record, at)
 
-        places = tl.arange(0, BLOCK_M)
-        packed = row + tl.minimum(places, rows - 1)
-        token = packed // GROUP
-        positions = token + shift
-        heads = head * GROUP + packed % GROUP
-        cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
-        query = tl.load(queries + cells, mask=columns[None, :] < HEAD_DIM, other=0.0)
+        token, positions, heads = _rows_of(row, rows, shift, head, tl.arange(0, BLOCK_M), GROUP)
+        query = _queries(queries, token, heads, columns, query_stride, HEAD_DIM, BLOCK_D)
         piece_offset = layer_offset + head * piece
         scale_offset = scale_layer_offset + (head * piece + BLOCK_SIZE * HEAD_DIM) // 4
 
