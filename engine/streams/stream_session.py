@@ -61,7 +61,7 @@ from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.errors import as_pillion_error
-from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
+from pillion.wire.common import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
 

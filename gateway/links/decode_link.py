@@ -20,8 +20,7 @@ from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.v1.decode_pb2 import DecodeError, DecodeTimings, Sibling, Submit
-from pillion.wire.common import hello_to_pb
-from pillion.wire.public import finish_from_pb, logprob_from_pb
+from pillion.wire.common import finish_from_pb, hello_to_pb, logprob_from_pb
 from pillion.wire.registry import ComponentRecord
 
 

@@ -56,8 +56,7 @@ from pillion.observability import telemetry
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-from pillion.wire.common import flow_to_pb
-from pillion.wire.public import sampling_to_pb
+from pillion.wire.common import flow_to_pb, sampling_to_pb
 
 
 def make_range(

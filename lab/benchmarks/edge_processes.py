@@ -29,8 +29,7 @@ from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, Submit
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.public import finish_to_pb
+from pillion.wire.common import check_hello, finish_to_pb, hello_to_pb
 from pillion.wire.registry import ComponentRecord
 
 BLOCK = 16

@@ -1,12 +1,25 @@
-"""Makes and checks the hello between two components, and the rule for different versions that it carries; and makes the
-message that says whose a request is."""
+"""Converts the messages that several services have (protos/pillion/v1/common.proto), and checks the hello between two
+components by the rule for different versions."""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import Conflict
 from pillion.rules.priority import Flow
+from pillion.types import FinishReason, SamplingParams, StructuredOutputs, TokenLogprob
 from pillion.v1 import common_pb2
+
+_FINISH_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
+}
+_FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
+_SHAPE = "structured_outputs"
+_OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None and field.name != _SHAPE)
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
@@ -32,3 +45,85 @@ def check_protocol(protocol: int, component_id: str) -> None:
             f"{component_id or 'peer'} speaks protocol {protocol}, this component speaks {PROTOCOL}: "
             "upgrade one version at a time"
         )
+
+
+def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """Returns the enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
+
+
+def finish_from_pb(number: int) -> FinishReason | None:
+    """Returns the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer ends an
+    answer, too, so it is STOP, which the libraries of all clients know."""
+    if number == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _FINISH_FROM_PB.get(number, FinishReason.STOP)  # type: ignore[call-overload,no-any-return]
+
+
+def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Reads sampling parameters. A field that was not sent is None, not zero."""
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logit_bias=dict(message.logit_bias),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        truncation_side=message.truncation_side,
+        structured_outputs=_structured_from_pb(message.structured_outputs),
+    )
+
+
+def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
+    plain = {field.name: getattr(params, field.name) for field in fields(params) if field.name != _SHAPE}
+    if isinstance(plain["stop"], str):
+        # Programs for vLLM write a single stop string so; as a list it would be one string a character.
+        plain["stop"] = (plain["stop"],)
+    structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
+    return common_pb2.SamplingParams(**plain, structured_outputs=structured)
+
+
+def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
+    """Reads the structure of an answer; None where none is set."""
+    name = message.WhichOneof("structure")
+    if name is None:
+        return None
+    structured: dict[str, Any] = {name: getattr(message, name)}
+    return (
+        StructuredOutputs(choice=tuple(message.choice.texts)) if name == "choice" else StructuredOutputs(**structured)
+    )
+
+
+def _structured_to_pb(structured: StructuredOutputs) -> common_pb2.StructuredOutputs:
+    """Writes the structure of an answer. Raises ValueError unless exactly one is set."""
+    given = {
+        field.name: value
+        for field in fields(structured)
+        if (value := getattr(structured, field.name)) not in (None, False, ())
+    }
+    if len(given) != 1:
+        raise ValueError(f"exactly one structure of an answer can be asked for, not {', '.join(given) or 'none'}")
+    if structured.choice:
+        return common_pb2.StructuredOutputs(choice=common_pb2.Choices(texts=structured.choice))
+    return common_pb2.StructuredOutputs(**given)
+
+
+def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Reads a token's log probability and those of its alternatives."""
+    top_ids, top_logprobs = tuple(message.top_ids), tuple(message.top_logprobs)
+    return TokenLogprob(message.token_id, message.logprob, top_ids, top_logprobs, message.rank)
+
+
+def logprob_to_pb(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Writes a token's log probability and those of its alternatives."""
+    return common_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        top_ids=logprob.top_ids,
+        top_logprobs=logprob.top_logprobs,
+        rank=logprob.rank,
+    )

@@ -13,7 +13,7 @@ from pillion.errors import InvalidRequest
 from pillion.types import SamplingParams
 from pillion.v1.common_pb2 import Flow
 from pillion.v1.decode_pb2 import Submit
-from pillion.wire.public import sampling_to_pb
+from pillion.wire.common import sampling_to_pb
 
 RESOLVED = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=1)
 GOOD: dict[str, Any] = {

@@ -49,18 +49,8 @@ from pillion.types import (
 )
 from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
 from pillion.wire.attach import attach_reply_from_line, hello_from_line, region_reply_from_line
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.public import (
-    DeltaWriter,
-    delta_from_pb,
-    delta_to_pb,
-    finish_to_pb,
-    logprob_to_pb,
-    request_from_pb,
-    request_to_pb,
-    sampling_from_pb,
-    sampling_to_pb,
-)
+from pillion.wire.common import check_hello, finish_to_pb, hello_to_pb, logprob_to_pb, sampling_from_pb, sampling_to_pb
+from pillion.wire.public import DeltaWriter, delta_from_pb, delta_to_pb, request_from_pb, request_to_pb
 from pillion.wire.registry import MAX_COUNT, STEP_COSTS, ComponentRecord
 
 U32 = st.integers(0, 2**32 - 1)

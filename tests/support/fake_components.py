@@ -38,8 +38,7 @@ from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.public import finish_to_pb, logprob_to_pb
+from pillion.wire.common import check_hello, finish_to_pb, hello_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient

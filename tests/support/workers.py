@@ -29,8 +29,7 @@ from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.decode_pb2 import Submit
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.v1.prefill_pb2 import RunPrefillRequest
-from pillion.wire.common import hello_to_pb
-from pillion.wire.public import sampling_to_pb
+from pillion.wire.common import hello_to_pb, sampling_to_pb
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
 from tests.support.patient_calls import patient_calls
 

@@ -29,7 +29,7 @@ from pillion.client.resume import (
 )
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2
-from pillion.wire.public import finish_to_pb
+from pillion.wire.common import finish_to_pb
 from tests.pillion.client.test_connection import Scripted, serving, texts
 from tests.support.fake_components import running_fake_cluster
 
