@@ -15,7 +15,7 @@ from pillion.gateway.anthropic.anthropic_events import CachedTo, MessageWriter
 from pillion.gateway.anthropic.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint, ids_before, shared_tokens
@@ -52,19 +52,18 @@ class AnthropicApi:
         self._calls = calls
         self._pins = PrefixPins(calls.gateway)
 
-    async def messages(self, call: HttpCall) -> None:
+    @reads_body
+    async def messages(self, call: HttpCall, raw: bytes) -> None:
         """Answers a conversation with the assistant's next message, as Anthropic has it."""
         marked = _MarkedCall(self._calls.gateway, self._pins)
         try:
-            await self._calls.answer(call, messages_request, marked.new_writer, marked.begun, marked.places)
+            await self._calls.answer(call, raw, messages_request, marked.new_writer, marked.begun, marked.places)
         finally:
             marked.close()
 
-    async def count_tokens(self, call: HttpCall) -> None:
+    @reads_body
+    async def count_tokens(self, call: HttpCall, raw: bytes) -> None:
         """Counts the tokens that a conversation's prompt would have."""
-        await call.while_connected(self._count_tokens(call, await call.body()))
-
-    async def _count_tokens(self, call: HttpCall, raw: bytes) -> None:
         gateway = self._calls.gateway
         request, names = await self._calls.read(call, count_tokens_request, raw)
         await self._calls.entry(request.model, call.tenant)

@@ -21,9 +21,10 @@ import contextlib
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from opentelemetry import context as otel_context
@@ -53,6 +54,7 @@ JSON_TYPE = b"application/json"
 # An answer with one of these statuses may come before the call's body has been read.
 _UNREAD = (401, 403, 405, 408, 413, 415, 421, 431)
 
+Api = TypeVar("Api")
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -268,6 +270,19 @@ class HttpCall:
 
 class ClientGone(Exception):  # noqa: N818
     """Says that the client went away before its request was whole."""
+
+
+def reads_body(
+    handler: Callable[[Api, HttpCall, bytes], Coroutine[Any, Any, None]],
+) -> Callable[[Api, HttpCall], Coroutine[Any, Any, None]]:
+    """Makes a page's handler of a method that takes the call's body, which is JSON, as well. What it does is cancelled
+    when the call's client goes away (I8)."""
+
+    @wraps(handler)
+    async def reading(api: Api, call: HttpCall) -> None:
+        await call.while_connected(handler(api, call, await call.body()))
+
+    return reading
 
 
 @dataclass(frozen=True, eq=False)

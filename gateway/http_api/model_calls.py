@@ -235,49 +235,15 @@ class ModelCalls:
     async def answer(
         self,
         call: HttpCall,
+        raw: bytes,
         read: Callable[[bytes, str], Asked],
         new_writer: NewWriter[Asked],
         begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
         places: Places[Asked] | None = None,
     ) -> None:
-        """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is there.
-        ``begun`` is called once the call's first prompt has been checked, counted and admitted; ``places`` before that,
-        where a model's layers carry states. Raises ApiError."""
-        await call.while_connected(self._answer(call, read, new_writer, begun, places, await call.body()))
-
-    async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
-        """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
-        fields that have no effect. Raises ApiError."""
-        reading = BodyReading(self._strict_fields)
-        found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
-        if reading.found:
-            call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))
-            self.gateway.refusals.without_effect(call.caller(), reading.found)
-        return found
-
-    async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
-        """Returns the model that a client's ``name`` means. Raises ApiError."""
-        try:
-            return await self.gateway.find_entry(name, tenant)
-        except NotFound as error:
-            raise unknown_model(error.message) from None
-
-    def texts_of(self, entry: ModelEntry) -> TokenTexts:
-        """Returns the texts of a model's tokens."""
-        name = entry.limits.name
-        if name not in self._texts:
-            self._texts[name] = TokenTexts(entry.tokenizer.spellings)
-        return self._texts[name]
-
-    async def _answer(
-        self,
-        call: HttpCall,
-        read: Callable[[bytes, str], Asked],
-        new_writer: NewWriter[Asked],
-        begun: Callable[[HttpCall, Asked, ModelEntry], None],
-        places: Places[Asked] | None,
-        raw: bytes,
-    ) -> None:
+        """Answers a call whose body ``raw`` is read by ``read``, which gets the request's id, too. ``begun`` is called
+        once the call's first prompt has been checked, counted and admitted; ``places`` before that, where a model's
+        layers carry states. Raises ApiError."""
         arrived = asyncio.get_running_loop().time()
         asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
         quota: CountedCall | None = None
@@ -333,6 +299,30 @@ class ModelCalls:
             reader.close()
             if quota is not None:
                 quota.end(time.monotonic())
+
+    async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
+        """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
+        fields that have no effect. Raises ApiError."""
+        reading = BodyReading(self._strict_fields)
+        found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
+        if reading.found:
+            call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))
+            self.gateway.refusals.without_effect(call.caller(), reading.found)
+        return found
+
+    async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
+        """Returns the model that a client's ``name`` means. Raises ApiError."""
+        try:
+            return await self.gateway.find_entry(name, tenant)
+        except NotFound as error:
+            raise unknown_model(error.message) from None
+
+    def texts_of(self, entry: ModelEntry) -> TokenTexts:
+        """Returns the texts of a model's tokens."""
+        name = entry.limits.name
+        if name not in self._texts:
+            self._texts[name] = TokenTexts(entry.tokenizer.spellings)
+        return self._texts[name]
 
     @contextlib.asynccontextmanager
     async def _heard(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.formats.model_formats import NONE
 from pillion.gateway.gateway import ModelEntry
 from pillion.gateway.http_api.body_reading import parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.http_api.openai_events import (
@@ -68,24 +68,20 @@ class OpenAIApi:
         self._calls = calls
         self._gateway = calls.gateway
 
-    async def completions(self, call: HttpCall) -> None:
+    @reads_body
+    async def completions(self, call: HttpCall, raw: bytes) -> None:
         """Generates the continuation of a prompt, or of several."""
         read = partial(completion_request, most_ids=self._gateway.longest_tokens)
-        await self._calls.answer(call, read, self._new_writer)
+        await self._calls.answer(call, raw, read, self._new_writer)
 
-    async def chat(self, call: HttpCall) -> None:
+    @reads_body
+    async def chat(self, call: HttpCall, raw: bytes) -> None:
         """Answers a conversation with the assistant's next message."""
-        await self._calls.answer(call, chat_request, self._new_writer)
+        await self._calls.answer(call, raw, chat_request, self._new_writer)
 
-    async def tokenize(self, call: HttpCall) -> None:
+    @reads_body
+    async def tokenize(self, call: HttpCall, raw: bytes) -> None:
         """Gives the token ids of a prompt or of a conversation as they would be computed."""
-        await call.while_connected(self._tokenize(call, await call.body()))
-
-    async def detokenize(self, call: HttpCall) -> None:
-        """Gives the text of token ids."""
-        await call.while_connected(self._detokenize(call, await call.body()))
-
-    async def _tokenize(self, call: HttpCall, raw: bytes) -> None:
         body, request = await self._calls.read(call, tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
@@ -98,7 +94,9 @@ class OpenAIApi:
         longest = entry.limits.max_model_len_tokens
         await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
 
-    async def _detokenize(self, call: HttpCall, raw: bytes) -> None:
+    @reads_body
+    async def detokenize(self, call: HttpCall, raw: bytes) -> None:
+        """Gives the text of token ids."""
         body = await self._calls.read(call, parse, raw, DetokenizeBody)
         entry = await self._calls.entry(body.model, call.tenant)
         most = entry.limits.max_model_len_tokens

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.errors import PillionError
 from pillion.gateway.http_api.body_reading import parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, computed, requests_of, usage_of
 from pillion.gateway.pooling.vectors import GatewayVectors, LabelledTexts
 from pillion.types import GenerateRequest
 
@@ -50,26 +49,13 @@ class ClassifyApi:
         self._calls = calls
         self._vectors = vectors
 
-    async def classify(self, call: HttpCall) -> None:
+    @reads_body
+    async def classify(self, call: HttpCall, raw: bytes) -> None:
         """Tells the labels of texts apart."""
-        await call.while_connected(self._classify(call, await call.body()))
-
-    async def _classify(self, call: HttpCall, raw: bytes) -> None:
         gateway = self._calls.gateway
         body, names, requests = await self._calls.read(call, _read, raw, call.request_id, gateway.longest_tokens)
-        entry = await self._calls.entry(body.model, call.tenant)
-        try:
-            found = await self._vectors.classify(
-                requests,
-                activated=body.use_activation is not False,
-                cut_tokens=body.truncate_prompt_tokens,
-                tenant=call.tenant,
-                timeout_s=call.patience_s,
-                parent=call.trace_parent(),
-                entry=entry,
-            )
-        except PillionError as error:
-            raise from_pillion(error, names) from None
+        classify = partial(self._vectors.classify, requests, activated=body.use_activation is not False)
+        found = await computed(self._calls, call, body, names, classify)
         size_bytes = VALUE_BYTES * sum(map(len, found.values))
         await call.answer(
             200, await gateway.off_loop(call.tenant, size_bytes, _written, f"classify-{call.answer_id}", found)

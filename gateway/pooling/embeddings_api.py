@@ -5,20 +5,20 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.errors import PillionError
 from pillion.gateway.http_api.body_reading import given, parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import from_pillion, refused
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
+from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import read_messages, template_kwargs
-from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, computed, requests_of, usage_of
 from pillion.gateway.pooling.vectors import EmbeddedTexts, GatewayVectors
 from pillion.types import ChatOptions, GenerateRequest
 
@@ -71,27 +71,13 @@ class EmbeddingsApi:
         self._calls = calls
         self._vectors = vectors
 
-    async def embeddings(self, call: HttpCall) -> None:
+    @reads_body
+    async def embeddings(self, call: HttpCall, raw: bytes) -> None:
         """Makes the vectors of texts."""
-        await call.while_connected(self._embed(call, await call.body()))
-
-    async def _embed(self, call: HttpCall, raw: bytes) -> None:
         gateway = self._calls.gateway
         body, names, requests = await self._calls.read(call, _read, raw, call.request_id, gateway.longest_tokens)
-        entry = await self._calls.entry(body.model, call.tenant)
-        try:
-            found = await self._vectors.embed(
-                requests,
-                dimensions=body.dimensions,
-                prompt_name=body.prompt_name,
-                cut_tokens=body.truncate_prompt_tokens,
-                tenant=call.tenant,
-                timeout_s=call.patience_s,
-                parent=call.trace_parent(),
-                entry=entry,
-            )
-        except PillionError as error:
-            raise from_pillion(error, names) from None
+        embed = partial(self._vectors.embed, requests, dimensions=body.dimensions, prompt_name=body.prompt_name)
+        found = await computed(self._calls, call, body, names, embed)
         size_bytes = VALUE_BYTES * sum(map(len, found.vectors))
         await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, _written, found, body.encoding_format))
 

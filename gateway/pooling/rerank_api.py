@@ -17,14 +17,13 @@ import msgspec
 from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.errors import PillionError
 from pillion.gateway.http_api.body_reading import parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import from_pillion, refused
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
+from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.pooling.pair_forms import TextPair
-from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, computed, usage_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
 from pillion.types import GenerateRequest
@@ -135,51 +134,39 @@ class RerankApi:
         self._calls = calls
         self._vectors = vectors
 
-    async def rerank(self, call: HttpCall) -> None:
+    @reads_body
+    async def rerank(self, call: HttpCall, raw: bytes) -> None:
         """Answers a call that orders documents, in vLLM's and Jina's form."""
-        await self._serve(call, _read_rerank, partial(_write_rerank, f"rerank-{call.answer_id}"))
+        await self._score(call, raw, _read_rerank, partial(_write_rerank, f"rerank-{call.answer_id}"))
 
-    async def rerank_of_cohere(self, call: HttpCall) -> None:
+    @reads_body
+    async def rerank_of_cohere(self, call: HttpCall, raw: bytes) -> None:
         """Answers a call that orders documents, in the form of Cohere's second version."""
-        await self._serve(call, _read_rerank, partial(_write_cohere, f"rerank-{call.answer_id}"))
+        await self._score(call, raw, _read_rerank, partial(_write_cohere, f"rerank-{call.answer_id}"))
 
-    async def score(self, call: HttpCall) -> None:
+    @reads_body
+    async def score(self, call: HttpCall, raw: bytes) -> None:
         """Answers a call that scores pairs, in vLLM's form."""
-        await self._serve(call, _read_score, partial(_write_score, f"score-{call.answer_id}"))
-
-    async def _serve(
-        self,
-        call: HttpCall,
-        read: Callable[[bytes, str], AskedPairs],
-        write: Callable[[AskedPairs, ScoredPairs], bytes],
-    ) -> None:
-        await call.while_connected(self._score(call, read, write, await call.body()))
+        await self._score(call, raw, _read_score, partial(_write_score, f"score-{call.answer_id}"))
 
     async def _score(
         self,
         call: HttpCall,
+        raw: bytes,
         read: Callable[[bytes, str], AskedPairs],
         write: Callable[[AskedPairs, ScoredPairs], bytes],
-        raw: bytes,
     ) -> None:
         gateway = self._calls.gateway
         asked = await self._calls.read(call, read, raw, call.request_id)
         body = asked.body
-        entry = await self._calls.entry(body.model, call.tenant)
-        try:
-            found = await self._vectors.score(
-                asked.pairs,
-                asked.shared,
-                cut_tokens=body.truncate_prompt_tokens,
-                document_tokens=body.max_tokens_per_doc or None,
-                instruction=body.instruction,
-                tenant=call.tenant,
-                timeout_s=call.patience_s,
-                parent=call.trace_parent(),
-                entry=entry,
-            )
-        except PillionError as error:
-            raise from_pillion(error, asked.names) from None
+        score = partial(
+            self._vectors.score,
+            asked.pairs,
+            asked.shared,
+            document_tokens=body.max_tokens_per_doc or None,
+            instruction=body.instruction,
+        )
+        found = await computed(self._calls, call, body, asked.names, score)
         size_bytes = sum(SCORE_BYTES + len(pair.document) for pair in asked.pairs)
         await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, write, asked, found))
 

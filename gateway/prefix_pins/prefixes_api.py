@@ -12,7 +12,7 @@ from starlette.routing import Route
 from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.body_reading import given, parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods, reads_body
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
@@ -77,10 +77,6 @@ class PrefixesApi:
         self._calls = calls
         self._pins = PrefixPins(calls.gateway)
 
-    async def warm(self, call: HttpCall) -> None:
-        """Computes a prompt ahead, after all other requests, and pins it. The call generates nothing."""
-        await call.while_connected(self._warm(call, await call.body()))
-
     async def prefixes(self, call: HttpCall) -> None:
         """Lists the caller's own prefix pins."""
         pins = await self._pins.pins(call.tenant)
@@ -92,7 +88,9 @@ class PrefixesApi:
         await self._pins.drop(name, call.tenant)
         await call.answer(200, msgspec.json.encode({"object": "cache.prefix", "name": name, "deleted": True}))
 
-    async def _warm(self, call: HttpCall, raw: bytes) -> None:
+    @reads_body
+    async def warm(self, call: HttpCall, raw: bytes) -> None:
+        """Computes a prompt ahead, after all other requests, and pins it. The call generates nothing."""
         body, request = await self._calls.read(call, _read, raw, self._calls.gateway.longest_tokens)
         await self._calls.entry(body.model, call.tenant)
         try:

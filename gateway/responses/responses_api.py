@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from pillion.config import GatewayFlags
 from pillion.gateway.gateway import ModelEntry
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.responses.responses_events import ResponsesWriter
 from pillion.gateway.responses.responses_fields import ResponsesBody
@@ -36,9 +36,10 @@ class ResponsesApi:
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
 
-    async def responses(self, call: HttpCall) -> None:
+    @reads_body
+    async def responses(self, call: HttpCall, raw: bytes) -> None:
         """Answers a conversation with output items: reasoning, messages and calls of functions."""
-        await self._calls.answer(call, partial(_read, call), self._new_writer)
+        await self._calls.answer(call, raw, partial(_read, call), self._new_writer)
 
     async def _new_writer(
         self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
