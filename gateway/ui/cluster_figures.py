@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Labels, Metric, Snapshot, Values
@@ -21,6 +21,8 @@ USES = ("decode", "tail", "prefill", "speculative", "idle")
 # Grammars left no choice of the tokens with this use; they are shown with the speculative ones.
 FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
+# The rates of a gateway's flow, and the quantiles of its latencies.
+FLOW = ("generated", "prompt", "cached", "sources", "requests", "refused", "first_token", "between_tokens")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
 # A component without a heartbeat for this long is late; seconds later its record is gone from the registry.
@@ -44,77 +46,6 @@ class ClusterReading:
         """Returns the value of one of the gateway's gauges; None where it has none."""
         value = self.metrics.get(metric, {}).get(labels)
         return value if isinstance(value, int | float) else None
-
-
-class History:
-    """Keeps the readings of the last ``window_s`` seconds, oldest first.
-
-    Where nothing was read within the window, a reading that is at most ``oldest_s`` seconds old is still good for
-    rates.
-    """
-
-    def __init__(self, window_s: float, oldest_s: float) -> None:
-        self._window_s = window_s
-        self._oldest_s = oldest_s
-        self._readings: list[ClusterReading] = []
-
-    def add(self, reading: ClusterReading) -> ClusterReading | None:
-        """Adds a reading. Returns the reading that rates are taken from: the oldest one in the window, or else the one
-        before. None where no such reading exists, or it is too old."""
-        before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s]
-        before = before or [old for old in self._readings[-1:] if reading.at_s - old.at_s <= self._oldest_s]
-        self._readings = [*before, reading]
-        return before[0] if before else None
-
-    def newest(self) -> ClusterReading | None:
-        """Returns the reading that was added last, None before the first."""
-        return self._readings[-1] if self._readings else None
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Holds quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
-
-    count: int
-    p50: float
-    p99: float
-    last_bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """Describes a worker's steps between two readings.
-
-    Attributes:
-        mean_s: mean duration; 0 where no step ran.
-        busy: share of the time in which a step ran.
-        shares: share of the steps' budgets by each of USES, adding up to 1; empty where no step ran.
-    """
-
-    per_second: float
-    mean_s: float
-    busy: float
-    shares: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayFlow:
-    """Holds the gateway's rates per second; None where nothing was read before.
-
-    Attributes:
-        requests: requests that ended, by outcome: "answered", "cancelled" and "failed".
-        refused: requests that were refused at the edge, by reason.
-        sources: prompt tokens by each of SOURCES, where their KV came from.
-    """
-
-    generated: float | None = None
-    prompt: float | None = None
-    cached: float | None = None
-    sources: Mapping[str, float] | None = None
-    requests: Mapping[str, float] | None = None
-    refused: Mapping[str, float] | None = None
-    first_token: Quantiles | None = None
-    between_tokens: Quantiles | None = None
 
 
 def fenced_by(status: ClusterStatus) -> dict[str, str]:
@@ -143,14 +74,16 @@ def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok"
     return "late" if component.heartbeat_age_ms >= LATE_MS else "ok"
 
 
-def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
-    """Describes a worker's steps by two of its heartbeats. Returns None where they do not report steps, or where the
-    process was started between them."""
-    seconds = now.at_s - before.at_s
+def steps(before: ClusterReading | None, now: ClusterReading, component_id: str) -> dict[str, Any] | None:
+    """Describes a worker's steps by two of its heartbeats: how many a second, their mean duration, the share of the time
+    in which one ran, and the shares of their budgets by each of USES. Returns None where the heartbeats do not report
+    steps, or where the process was started between them."""
+    if before is None or (seconds := now.at_s - before.at_s) <= 0:
+        return None
     first, second = (
         {one.component_id: one for one in reading.status.components}.get(component_id) for reading in (before, now)
     )
-    if seconds <= 0 or first is None or second is None or not second.steps:
+    if first is None or second is None or not second.steps:
         return None
     count = second.steps - first.steps
     grown = {
@@ -161,15 +94,20 @@ def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> Ste
     total, total_s = sum(grown.values()), (second.steps_ms - first.steps_ms) / 1000
     # Speculative and forced tokens both come beside the one token that each decode gets.
     grown["speculative"] += grown.pop(FORCED)
-    shares = {use: tokens / total for use, tokens in grown.items()} if total else {}
-    return StepFigures(count / seconds, total_s / count if count else 0.0, min(1.0, total_s / seconds), shares)
+    return {
+        "per_second": count / seconds,
+        "mean_s": total_s / count if count else 0.0,
+        "busy": min(1.0, total_s / seconds),
+        "shares": {use: tokens / total for use, tokens in grown.items()} if total else {},
+    }
 
 
-def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
-    """Returns the gateway's rates between two readings."""
-    seconds = now.at_s - before.at_s
-    if seconds <= 0:
-        return GatewayFlow()
+def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
+    """Returns the gateway's rates per second between two readings, by the names of FLOW: tokens, prompt tokens by each
+    of SOURCES, requests that ended by "answered", "cancelled" and "failed", and those that were refused by reason. They
+    are None where nothing was read before."""
+    if before is None or (seconds := now.at_s - before.at_s) <= 0:
+        return dict.fromkeys(FLOW)
 
     def rates(metric: Metric, key: Callable[[Labels], str]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -178,17 +116,18 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
         return found
 
     sources = dict.fromkeys(SOURCES, 0.0) | rates(names.PROMPT_TOKENS, lambda labels: labels[1])
-    return GatewayFlow(
-        generated=sum(rates(names.GENERATED_TOKENS, str).values()),
-        prompt=sum(sources.values()),
-        # The rates are added up because a difference of rates may be a little below zero, and would be shown as -0 %.
-        cached=sum(rate for source, rate in sources.items() if source not in ("prefill", "tail")),
-        sources=sources,
-        requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
-        refused=rates(names.REJECTED, lambda labels: labels[0]),
-        first_token=_quantiles(before, now, names.TTFT),
-        between_tokens=_quantiles(before, now, names.ITL),
-    )
+    # The rates are added up because a difference of rates may be a little below zero, and would be shown as -0 %.
+    cached = sum(rate for source, rate in sources.items() if source not in ("prefill", "tail"))
+    return {
+        "generated": sum(rates(names.GENERATED_TOKENS, str).values()),
+        "prompt": sum(sources.values()),
+        "cached": cached,
+        "sources": sources,
+        "requests": rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
+        "refused": rates(names.REJECTED, lambda labels: labels[0]),
+        "first_token": _quantiles(before, now, names.TTFT),
+        "between_tokens": _quantiles(before, now, names.ITL),
+    }
 
 
 def quantile(found: Snapshot, share: float) -> float:
@@ -229,12 +168,14 @@ def _changes(before: ClusterReading, now: ClusterReading, metric: Metric) -> Ite
             yield value
 
 
-def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> Quantiles | None:
+def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> dict[str, float | None] | None:
+    """Returns quantiles of a histogram's change, for JSON, which has no infinity: one beyond the last bound is None."""
     changes = list(_changes(before, now, metric))
     found = functools.reduce(operator.add, changes) if changes else None
     if found is None or not found.count:
         return None
-    return Quantiles(found.count, quantile(found, 0.5), quantile(found, 0.99), found.bounds[-1])
+    p50, p99 = (None if math.isinf(at := quantile(found, share)) else at for share in (0.5, 0.99))
+    return {"p50_s": p50, "p99_s": p99, "last_bound_s": found.bounds[-1]}
 
 
 def _outcome(label: str) -> str:

@@ -1,6 +1,6 @@
 """Makes the live picture: figures of heartbeats and of the gateway's own metrics.
 
-    every poll:  status, own metrics --> ClusterReading --> History --> figures over some seconds --> JSON
+    every poll:  status, own metrics --> ClusterReading --> figures over some seconds --> JSON
 
 Sans-IO (I9). Components' steps and pools come with their heartbeats, so no metrics page of theirs is needed. A figure
 that nobody reports is None, never zero.
@@ -8,23 +8,10 @@ that nobody reports is None, never zero.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container
-from dataclasses import asdict
 from typing import Any
 
-from pillion.gateway.ui.cluster_figures import (
-    ClusterReading,
-    GatewayFlow,
-    History,
-    Quantiles,
-    StepFigures,
-    all_components,
-    fenced_by,
-    flow,
-    state_of,
-    steps,
-)
+from pillion.gateway.ui.cluster_figures import ClusterReading, all_components, fenced_by, flow, state_of, steps
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Values
 from pillion.types import WORKERS, ClusterStatus, ComponentStatus
@@ -47,59 +34,40 @@ class ClusterPicture:
 
     def __init__(self, component_id: str) -> None:
         self._component_id = component_id
-        self._history = History(WINDOW_S, OLDEST_S)
+        # These are the readings within WINDOW_S before the newest, the oldest first, or else the one before it.
+        self._readings: list[ClusterReading] = []
         self._picture: dict[str, Any] = {}
 
     def at(self, now_s: float, status: Callable[[], ClusterStatus], metrics: Callable[[], Values]) -> dict[str, Any]:
         """Returns the picture at ``now_s`` (monotonic seconds), or the last one where that is hardly older. ``status``
         and ``metrics`` are called where a new reading is taken."""
-        newest = self._history.newest()
-        if newest is not None and now_s - newest.at_s < REFRESH_S:
+        if self._readings and now_s - self._readings[-1].at_s < REFRESH_S:
             return self._picture
         now = ClusterReading(now_s, status(), metrics())
-        before = self._history.add(now)
-        self._picture = self._drawn(before, now)
+        before = [old for old in self._readings if now_s - old.at_s <= WINDOW_S]
+        # Where nothing was read within the window, a reading that is a little older is still good for rates.
+        before = before or [old for old in self._readings[-1:] if now_s - old.at_s <= OLDEST_S]
+        self._readings = [*before, now]
+        self._picture = self._drawn(before[0] if before else None, now)
         return self._picture
 
     def _drawn(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
-        status = now.status
-        streams = flow(before, now) if before is not None else GatewayFlow()
-        fenced = fenced_by(status)
-        requests = {state: now.gauge(names.REQUESTS_NOW, state) for state in ("running", "waiting")}
+        status, fenced = now.status, fenced_by(now.status)
         return {
             "version": status.version,
             "gateway": self._component_id,
             "rates_over_s": now.at_s - before.at_s if before is not None else None,
             "active_requests": status.active_requests,
             "index_available": status.index_available,
-            "requests_here": requests,
-            "flow": _flow(streams, sum(one.role == "gateway" for one in status.components)),
+            "requests_here": {state: now.gauge(names.REQUESTS_NOW, state) for state in ("running", "waiting")},
+            "flow": {**flow(before, now), "gateways": sum(one.role == "gateway" for one in status.components)},
             "components": [
-                _component(one, fenced, steps(before, now, one.component_id) if before is not None else None)
-                for one in all_components(status)
+                _component(one, fenced, steps(before, now, one.component_id)) for one in all_components(status)
             ],
         }
 
 
-def _flow(streams: GatewayFlow, gateways: int) -> dict[str, Any]:
-    fields = ("generated", "prompt", "cached", "sources", "requests", "refused")
-    return {
-        **{name: getattr(streams, name) for name in fields},
-        "first_token": _quantiles(streams.first_token),
-        "between_tokens": _quantiles(streams.between_tokens),
-        "gateways": gateways,
-    }
-
-
-def _quantiles(found: Quantiles | None) -> dict[str, float | None] | None:
-    """Returns quantiles for JSON, which has no infinity: a quantile beyond the last bound is None."""
-    if found is None:
-        return None
-    p50, p99 = (None if math.isinf(value) else value for value in (found.p50, found.p99))
-    return {"p50_s": p50, "p99_s": p99, "last_bound_s": found.last_bound}
-
-
-def _component(one: ComponentStatus, fenced: Container[str], found: StepFigures | None) -> dict[str, Any]:
+def _component(one: ComponentStatus, fenced: Container[str], found: dict[str, Any] | None) -> dict[str, Any]:
     """Returns a component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
     shown: dict[str, Any] = {
         "component_id": one.component_id,
@@ -114,9 +82,8 @@ def _component(one: ComponentStatus, fenced: Container[str], found: StepFigures 
         "pool": None,
     }
     if one.role in WORKERS:
-        figures = None if found is None else asdict(found)
         shown |= {"queued_tokens": one.queued_tokens, "free_seqs": one.free_seqs, "kernels": one.kernels}
-        shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": figures}
+        shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": found}
     if one.role == "kvnode":
         # Pinned blocks are committed ones; the picture shows them once, as pinned.
         pinned = min(one.pinned_blocks, one.committed_blocks)
