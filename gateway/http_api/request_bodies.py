@@ -13,11 +13,8 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-
-import brotli
 
 from pillion.gateway.http_api.http_errors import ApiError
 
@@ -182,37 +179,20 @@ class ImageCutter:
             self._at -= end - begin
 
 
-class _Plain:
-    """Passes on the chunks of a body that is not compressed."""
+class _Gzip:
+    """Inflates gzip."""
 
-    ended = True
-
-    def parts(self, data: bytes) -> Iterator[bytes]:
-        """Yields what some bytes become, about STEP_BYTES at a time at most."""
-        yield data
-
-
-class _Zlib:
-    """Inflates gzip, or deflate: the latter is zlib's format by the standard, and bare for some clients."""
-
-    def __init__(self, gzip: bool) -> None:
-        # The number 31 stands for gzip's head, 15 for zlib's, and -15 for none.
-        self._stream = zlib.decompressobj(31) if gzip else None
-        self._begin = b""
+    def __init__(self) -> None:
+        # The number 31 stands for gzip's head.
+        self._stream = zlib.decompressobj(31)
 
     @property
     def ended(self) -> bool:
         """Says whether the compressed bytes were whole."""
-        return self._stream is not None and self._stream.eof
+        return self._stream.eof
 
     def parts(self, data: bytes) -> Iterator[bytes]:
         """Yields what some bytes become, about STEP_BYTES at a time at most."""
-        if self._stream is None:
-            data = self._begin = self._begin + data
-            if len(data) < 2:
-                return
-            has_head = data[0] & 15 == 8 and int.from_bytes(data[:2], "big") % 31 == 0
-            self._stream = zlib.decompressobj(15 if has_head else -15)
         part = self._stream.decompress(data, STEP_BYTES)
         yield part
         while not self._stream.eof and (self._stream.unconsumed_tail or len(part) == STEP_BYTES):
@@ -242,35 +222,12 @@ class _Zstd:
             raise EOFError
 
 
-class _Brotli:
-    """Inflates br."""
-
-    def __init__(self) -> None:
-        self._stream = brotli.Decompressor()
-
-    @property
-    def ended(self) -> bool:
-        """Says whether the compressed bytes were whole."""
-        return bool(self._stream.is_finished())
-
-    def parts(self, data: bytes) -> Iterator[bytes]:
-        """Yields what some bytes become, about STEP_BYTES at a time at most."""
-        part = self._stream.process(data, output_buffer_limit=STEP_BYTES)
-        yield part
-        # Where a step was filled, more may be left of bytes that have been taken.
-        while not self._stream.is_finished() and (part or not self._stream.can_accept_more_data()):
-            part = self._stream.process(b"", output_buffer_limit=STEP_BYTES)
-            yield part
-
-
-_INFLATERS: dict[str, Callable[[], _Plain | _Zlib | _Zstd | _Brotli]] = {
-    "": _Plain,
-    "identity": _Plain,
-    "gzip": partial(_Zlib, gzip=True),
-    "x-gzip": partial(_Zlib, gzip=True),
-    "deflate": partial(_Zlib, gzip=False),
+_INFLATERS: dict[str, type[_Gzip | _Zstd] | None] = {
+    "": None,
+    "identity": None,
+    "gzip": _Gzip,
+    "x-gzip": _Gzip,
     "zstd": _Zstd,
-    "br": _Brotli,
 }
 
 
@@ -287,11 +244,16 @@ class BodyReader:
         if encoding not in _INFLATERS:
             known = ", ".join(sorted(name for name in _INFLATERS if name))
             raise ApiError(415, f"Content-Encoding: {encoding[:100]!r} is not taken; {known} are")
-        self.packed = encoding not in ("", "identity")
         self._encoding = encoding
-        self._inflater = _INFLATERS[encoding]()
+        inflater = _INFLATERS[encoding]
+        self._inflater = None if inflater is None else inflater()
         self._sent_bytes = self._commas = 0
         self._cutter = ImageCutter()
+
+    @property
+    def packed(self) -> bool:
+        """Says whether the body is compressed."""
+        return self._inflater is not None
 
     @property
     def kept_bytes(self) -> int:
@@ -302,19 +264,19 @@ class BodyReader:
         """Takes the next bytes as they came. It may take milliseconds. Raises ApiError for a body that is too large or
         cannot be inflated."""
         try:
-            for part in self._inflater.parts(data):
+            for part in (data,) if self._inflater is None else self._inflater.parts(data):
                 self._sent_bytes += len(part)
                 self._commas += part.count(b",")
                 self._cutter.feed(part)
                 if self.kept_bytes > MAX_BODY_BYTES or self._sent_bytes > MAX_SENT_BYTES:
                     raise too_large()
-        except (zlib.error, zstd.ZstdError, brotli.error, EOFError):
+        except (zlib.error, zstd.ZstdError, EOFError):
             raise _not_packed(self._encoding) from None
 
     def whole(self) -> bytes:
         """Returns the body. Raises ApiError where its compressed bytes are not whole, and for more items than are
         taken: only a client whose whole body was read is sure to see why."""
-        if self.packed and not self._inflater.ended:
+        if self._inflater is not None and not self._inflater.ended:
             raise _not_packed(self._encoding)
         if self._commas > MAX_COMMAS:
             raise ApiError(413, f"the body has more than {MAX_COMMAS} items", code="request_too_large")

@@ -6,11 +6,9 @@ import copy
 import gzip
 import json
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import brotli
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,19 +28,10 @@ else:
 TEXT = {"model": "toy", "prompt": "hi"}
 
 
-def bare(data: bytes) -> bytes:
-    """Deflate without zlib's head, as some clients have it."""
-    packer = zlib.compressobj(wbits=-15)
-    return packer.compress(data) + packer.flush()
-
-
 PACKED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "gzip": ("gzip", gzip.compress),
     "x-gzip": ("X-GZip", gzip.compress),
-    "deflate": ("deflate", zlib.compress),
-    "bare deflate": ("deflate", bare),
     "zstd": ("zstd", zstd.compress),
-    "br": ("br", brotli.compress),
 }
 
 
@@ -63,7 +52,7 @@ async def test_a_compressed_body_is_read_at_each_api() -> None:
                 assert reply.status == 200, (encoding, path, reply.body)
         refused = await call(address, "/v1/completions", b"x", {**JSON, "Content-Encoding": "compress"})
         assert refused.status == 415
-        assert all(name in refused.error["message"] for name in ("br", "deflate", "gzip", "zstd"))
+        assert all(name in refused.error["message"] for name in ("gzip", "zstd"))
         await fakes.settled()
 
 
@@ -115,7 +104,6 @@ async def test_a_body_that_swells_is_refused_before_it_is_large(
         address = fakes.gateway.http_address
         refused = await call(address, "/v1/completions", bomb, {**JSON, "Content-Encoding": encoding})
         assert (refused.status, refused.error["code"]) == (413, "request_too_large")
-        # One step of br may be larger than it was asked to be.
         assert max(sizes) <= 2 * request_bodies.STEP_BYTES
         assert sum(sizes) <= MAX_BODY_BYTES + 2 * request_bodies.STEP_BYTES
         assert not any(threads), "bytes were inflated on the event loop"
