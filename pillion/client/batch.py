@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from pillion.client.client_requests import sampling_of
@@ -54,7 +54,7 @@ def run_batch(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Runs the blocking client's batch, one thread for each stream in flight.
+    """Runs the blocking client's batch, one thread for each stream in flight; it returns when all of them have ended.
 
     Args:
         start: begins a request's call, which has ``cancel()``.
@@ -62,89 +62,50 @@ def run_batch(
         progress: whether a bar is shown.
         raise_errors: whether the first PillionError ends the batch; otherwise it is the request's result.
     """
-    return _ThreadBatch(start, read, raise_errors).run(requests, concurrency, progress)
+    ended, lock, calls = threading.Event(), threading.Lock(), set[Any]()
 
-
-class _ThreadBatch:
-    def __init__(
-        self, start: Callable[[GenerateRequest], Any], read: Callable[[Any], Iterator[Delta]], raise_errors: bool
-    ) -> None:
-        self._start = start
-        self._read = read
-        self._raise_errors = raise_errors
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._calls: set[Any] = set()
-        self._done: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
-
-    def run(self, requests: Sequence[GenerateRequest], concurrency: int, progress: bool) -> list[Result]:
-        """Runs all requests, and returns when all threads have ended; an error, or Ctrl-C, cancels the calls in
-        flight."""
-        results: list[Result | None] = [None] * len(requests)
-        todo = iter(enumerate(requests))
-        threads = [
-            threading.Thread(target=self._work, args=(todo,), name=f"pillion-batch-{n}", daemon=True)
-            for n in range(min(concurrency, len(requests)))
-        ]
-        try:
-            with progress_bar(len(requests), progress) as advance:
-                for thread in threads:
-                    thread.start()
-                for _ in requests:
-                    index, result = self._done.get()
-                    if isinstance(result, RequestOutput) or (
-                        isinstance(result, PillionError) and not self._raise_errors
-                    ):
-                        results[index] = result
-                        advance()
-                    else:
-                        raise result
-        finally:
-            self._end()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        return [result for result in results if result is not None]
-
-    def _work(self, todo: Iterator[tuple[int, GenerateRequest]]) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                index, request = next(todo, (-1, None))
-            if request is None:
-                return
-            try:
-                result: Result | BaseException = self._answer(request)
-            except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
-                result = error
-            self._done.put((index, result))
-
-    def _answer(self, request: GenerateRequest) -> RequestOutput:
+    def answer(request: GenerateRequest) -> RequestOutput:
         for attempt in range(OVERLOAD_RETRIES + 1):
             collector = collector_of(request)
-            call = self._start(request)
-            with self._lock:
-                self._calls.add(call)
-                if self._stop.is_set():
+            call = start(request)
+            with lock:
+                calls.add(call)
+                if ended.is_set():
                     call.cancel()
             try:
-                for delta in self._read(call):
+                for delta in read(call):
                     collector.add(delta)
                 return collector.output()
             except Overloaded as error:
                 if attempt == OVERLOAD_RETRIES:
                     raise
-                if self._stop.wait(wait_s(error)):
+                if ended.wait(wait_s(error)):
                     break
             finally:
-                with self._lock:
-                    self._calls.discard(call)
+                with lock:
+                    calls.discard(call)
         raise Cancelled("the batch has ended")
 
-    def _end(self) -> None:
-        with self._lock:
-            self._stop.set()
-            for call in self._calls:
-                call.cancel()
+    results: list[Result | None] = [None] * len(requests)
+    with ThreadPoolExecutor(concurrency, "pillion-batch") as pool, progress_bar(len(requests), progress) as advance:
+        try:
+            works = {pool.submit(answer, request): index for index, request in enumerate(requests)}
+            for work in as_completed(works):
+                try:
+                    results[works[work]] = work.result()
+                except PillionError as error:
+                    if raise_errors:
+                        raise
+                    results[works[work]] = error
+                advance()
+        finally:
+            # An error, or Ctrl-C, cancels the calls in flight.
+            with lock:
+                ended.set()
+                for call in calls:
+                    call.cancel()
+            pool.shutdown(cancel_futures=True)
+    return [result for result in results if result is not None]
 
 
 async def run_batch_async(
