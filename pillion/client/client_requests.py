@@ -6,14 +6,16 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, Tool, ToolCall, ToolOptions
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
+
+T = TypeVar("T")
 
 _CHOICES = ("", "auto", "none", "required")
 # One error names at most this many items of a prompt.
@@ -52,10 +54,9 @@ def chat_options(
 ) -> ChatOptions:
     """Makes the options by which a conversation becomes a prompt. Raises InvalidRequest for variables that are no
     JSON."""
-    try:
-        kwargs = json.dumps(dict(chat_template_kwargs), allow_nan=False) if chat_template_kwargs else ""
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest.of(FieldViolation("chat.chat_template_kwargs", str(error))) from None
+    kwargs = ""
+    if chat_template_kwargs:
+        kwargs = _json(chat_template_kwargs, "chat.chat_template_kwargs", ensure_ascii=True)
     return ChatOptions(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -84,16 +85,21 @@ def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.function.{key}", "not known") for key in unknown))
     parameters = function.get("parameters")
-    try:
-        schema = "" if parameters is None else json.dumps(parameters, allow_nan=False, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest.of(FieldViolation(f"{where}.function.parameters", str(error))) from None
     return Tool(
         name=function["name"],
         description=function.get("description") or "",
-        parameters=schema,
+        parameters="" if parameters is None else _json(parameters, f"{where}.function.parameters"),
         strict=function.get("strict"),
     )
+
+
+def _json(value: Any, field: str, *, ensure_ascii: bool = False) -> str:
+    """Returns the JSON text of a value. Raises InvalidRequest, which names the ``field``, for what is no JSON."""
+    try:
+        plain = dict(value) if isinstance(value, Mapping) else value
+        return json.dumps(plain, allow_nan=False, ensure_ascii=ensure_ascii)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest.of(FieldViolation(field, str(error))) from None
 
 
 def _named_function(value: Any, where: str) -> Mapping[str, Any]:
@@ -133,15 +139,6 @@ def prefix_request(
     return item_request(prompt, model=model, cache_salt=cache_salt, **of_chat)
 
 
-def warm_message(request: GenerateRequest, pin: bool, name: str, ttl_s: int) -> gateway_pb2.WarmPrefixRequest:
-    """Makes the message that asks for a prompt to be computed ahead. Raises InvalidRequest for a value that fits no
-    field."""
-    try:
-        return gateway_pb2.WarmPrefixRequest(prompt=to_pb(request), pin=pin, name=name, ttl_s=ttl_s)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(str(error)) from None
-
-
 def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_pb2.EmbedRequest:
     """Makes the message that asks for the vectors of one text or of several, each a text or token ids; ``options`` are
     other fields of EmbedRequest. Raises InvalidRequest for a value that fits no field."""
@@ -155,22 +152,7 @@ def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_
         except InvalidRequest as error:
             raise respelled(error, f"inputs[{number}]") from None
         messages.append(gateway_pb2.TextInput(text=request.text, token_ids=request.token_ids))
-    try:
-        return gateway_pb2.EmbedRequest(inputs=messages, **options)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(str(error)) from None
-
-
-def score_message(
-    queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
-) -> gateway_pb2.ScoreRequest:
-    """Makes the message that asks for the scores of pairs; ``options`` are other fields of ScoreRequest. Raises
-    InvalidRequest for a value that fits no field."""
-    texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
-    try:
-        return gateway_pb2.ScoreRequest(queries=texts[0], documents=texts[1], **options)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(str(error)) from None
+    return made(gateway_pb2.EmbedRequest, inputs=messages, **options)
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
@@ -186,8 +168,13 @@ def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> S
 
 def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
     """Makes the message of a request. Raises InvalidRequest for a value that fits no field, before anything is sent."""
+    return made(request_to_pb, request=request)
+
+
+def made(make: Callable[..., T], **fields: Any) -> T:
+    """Returns the message that ``make`` makes. Raises InvalidRequest for a value that fits no field."""
     try:
-        return request_to_pb(request)
+        return make(**fields)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error)) from None
 
@@ -269,10 +256,7 @@ def _called(call: ToolCall | Mapping[str, Any], where: str) -> ToolCall:
         raise InvalidRequest.of(FieldViolation(f"{where}.id", f"a text, not {type(call_id).__name__}"))
     arguments = function.get("arguments") or ""
     if isinstance(arguments, Mapping):
-        try:
-            arguments = json.dumps(dict(arguments), allow_nan=False, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest.of(FieldViolation(f"{where}.function.arguments", str(error))) from None
+        arguments = _json(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, str):
         text = f"a text or an object, not {type(arguments).__name__}"
         raise InvalidRequest.of(FieldViolation(f"{where}.function.arguments", text))
