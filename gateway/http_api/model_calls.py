@@ -32,10 +32,10 @@ from pillion.gateway.http_api.body_reading import IGNORED_HEADER, BodyReading, r
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.gateway.request.admitted_request import PlacedPrefix
+from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER, RECORD_HEADER, prompt_field
-from pillion.types import Delta, GenerateRequest, SamplingParams, Usage
+from pillion.types import Delta, GenerateRequest, Usage
 
 log = logging.getLogger("pillion.gateway")
 
@@ -69,9 +69,9 @@ class DeltaReader:
         self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
 
     @property
-    def fingerprint(self) -> str:
-        """Gives the name of the weights, adapter included, in OpenAI's form. It is known after the first batch."""
-        return next(iter(self._runners.values())).admitted.system_fingerprint
+    def admitted(self) -> AdmittedRequest:
+        """Gives the first request that began, as it was admitted. It is known after the first batch."""
+        return next(iter(self._runners.values())).admitted
 
     def cut_tokens(self) -> int | None:
         """Returns the most tokens of an answer, where the contexts of the prompts leave fewer than were asked for; else
@@ -83,12 +83,6 @@ class DeltaReader:
         """Returns the ids of the bundles that the client has asked for, of the prompts that run after the first
         batch."""
         return ",".join(runner.record_id for runner in self._runners.values() if runner.record_id)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Gives the sampling of the first prompt's answers, the model's defaults included. It is known after the first
-        batch."""
-        return next(iter(self._runners.values())).admitted.sampling
 
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
         """Returns the token ids of a prompt of which a delta has come."""
@@ -230,7 +224,8 @@ class ModelCalls:
         self._strict_fields = strict_fields
         self._ping_s = ping_ms / 1000
         self._texts: dict[str, TokenTexts] = {}
-        self._pacer = WritePacer()
+        # So many streams are being written.
+        self._streams = 0
 
     async def answer(
         self,
@@ -346,9 +341,9 @@ class ModelCalls:
             await asyncio.sleep(self._ping_s)
 
     async def _stream(self, call: HttpCall, reader: DeltaReader, writer: AnswerWriter, batch: DeltaBatch) -> None:
-        pacer = self._pacer
         await call.start_events()
-        with pacer:
+        self._streams += 1
+        try:
             while batch:
                 size = writer.events_bytes(batch)
                 if size:
@@ -359,8 +354,15 @@ class ModelCalls:
                 if events:
                     await call.write(events)
                 if batch[-1][1].usage is None:
-                    await pacer.rest(wrote)
+                    # A stream writes as soon as it has something, but no sooner after its last write than its share of
+                    # MAX_WRITES_PER_S. So nothing is held back as long as all streams together bring fewer messages
+                    # than that, and beyond it the core carries more tokens instead of more system calls.
+                    left_s = wrote + self._streams / MAX_WRITES_PER_S - time.monotonic()
+                    if left_s > 0:
+                        await asyncio.sleep(left_s)
                 batch = await reader.read()
+        finally:
+            self._streams -= 1
         await call.write(writer.last_events(reader.usage()), last=True)
 
     async def _counted(
@@ -377,31 +379,6 @@ class ModelCalls:
                 raise from_pillion(error, names) from None
         fields = [names[prompt_field(request)] for request, names in zip(asked.requests, asked.names, strict=True)]
         return self.gateway.counted(tenant, fields, tokens)
-
-
-class WritePacer:
-    """Bounds how often one process writes; ``with pacer`` adds one more stream that writes.
-
-    Each stream writes as soon as it has something, but no sooner after its last write than its share of
-    MAX_WRITES_PER_S; what comes meanwhile goes with the next write. So nothing is held back as long as all streams
-    together bring fewer messages than that, and beyond it the core carries more tokens instead of more system calls.
-    """
-
-    def __init__(self) -> None:
-        self.streams = 0
-
-    def __enter__(self) -> WritePacer:
-        self.streams += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.streams -= 1
-
-    async def rest(self, wrote: float) -> None:
-        """Waits until a stream that wrote at ``wrote`` (monotonic seconds) may write again; mostly it may at once."""
-        left_s = wrote + self.streams / MAX_WRITES_PER_S - time.monotonic()
-        if left_s > 0:
-            await asyncio.sleep(left_s)
 
 
 def unknown_model(message: str) -> ApiError:

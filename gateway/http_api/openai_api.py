@@ -123,7 +123,7 @@ class OpenAIApi:
             "object": "",
             "created": int(time.time()),
             "model": entry.name,
-            "system_fingerprint": reader.fingerprint,
+            "system_fingerprint": reader.admitted.system_fingerprint,
         }
         texts, ids = self._calls.texts_of(entry), reader.prompt_ids
         if asked.tokens_as_ids:

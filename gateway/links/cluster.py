@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.admission.answer_times import DecodeFleet
@@ -34,6 +35,7 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 VIEW_POLL_S = 0.25
@@ -98,6 +100,22 @@ class Served:
         return worker.fingerprint in ("", self.fingerprint) and worker.namespace == self.namespace.hex()
 
 
+def _once_a_look(method: Callable[Concatenate[Cluster, P], T]) -> Callable[Concatenate[Cluster, P], T]:
+    """Makes a method's result hold for one version of the registry's view, of which it is made."""
+
+    @wraps(method)
+    def found(cluster: Cluster, *arguments: P.args, **named: P.kwargs) -> T:
+        if cluster._made_of != cluster.view.version:
+            cluster._made, cluster._made_of = {}, cluster.view.version
+        key = method.__name__, arguments
+        if key not in cluster._made:
+            cluster._made[key] = method(cluster, *arguments, **named)
+        made: T = cluster._made[key]
+        return made
+
+    return found
+
+
 class Cluster:
     """Holds a gateway's links by component. ``start`` begins to poll the registry, ``aclose`` ends everything, registry
     and index included.
@@ -132,8 +150,8 @@ class Cluster:
         self._closing: dict[asyncio.Task[None], None] = {}
         # All links are right for this value of the view's ``places``; -1 makes the next poll check them again.
         self._synced_places = -1
-        # These values were made of one version of the registry's view (see _per_look).
-        self._made: dict[tuple[str, ...], Any] = {}
+        # These values were made of one version of the registry's view (see _once_a_look).
+        self._made: dict[tuple[str, tuple[object, ...]], Any] = {}
         self._made_of = -1
 
     async def start(self) -> None:
@@ -173,13 +191,14 @@ class Cluster:
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
         """Returns how ``model``, with adapters of a LoRA rank, is served now by components that answer. Raises
         Unavailable, which names what is missing."""
-        for served in self._per_look(("served", model, fingerprint), lambda: self._spaces(model, fingerprint)):
+        for served in self._spaces(model, fingerprint):
             served = replace(served, adapter_rank=adapter_rank) if adapter_rank else served
             if any(served.includes(worker) and self._usable(worker) for worker in self.view.of("decode", model)):
                 return served
         wanted = f" that runs adapters of rank {adapter_rank} (--enable-lora, --max-lora-rank)" if adapter_rank else ""
         raise Unavailable(f"no decode worker of model {model!r} lives{wanted}{self.blind_spot()}")
 
+    @_once_a_look
     def _spaces(self, model: str, fingerprint: str) -> list[Served]:
         """Returns the ways in which workers on record serve the model, the most usual way first. Workers of two
         releases may differ in layout; a request stays with those that can share its KV."""
@@ -276,6 +295,7 @@ class Cluster:
                 return served
         return await self._waiters.wait((model, fingerprint, adapter_rank))
 
+    @_once_a_look
     def request_slots(self, model: str) -> int:
         """Returns how many requests the model's workers should be given at once: this gateway's share of the decode
         workers' slots, and some more. It is 0 as long as a worker does not report how many slots it has.
@@ -283,17 +303,12 @@ class Cluster:
         The share is even, and includes what the other gateways did not use of theirs at their last heartbeat:
         connections are not spread evenly, and a client may have only one.
         """
-        return self._per_look(("slots", model), lambda: self._request_slots(model))
-
-    def _request_slots(self, model: str) -> int:
         others = [other.running_requests for other in self.other_gateways()]
         return shared_slots(self._known("decode", model), others)
 
+    @_once_a_look
     def decode_fleet(self, model: str) -> DecodeFleet:
         """Describes the model's decode workers, for predictions of how long answers take."""
-        return self._per_look(("fleet", model), lambda: self._decode_fleet(model))
-
-    def _decode_fleet(self, model: str) -> DecodeFleet:
         workers = self._known("decode", model)
         others = sum(other.running_requests for other in self.other_gateways())
         return DecodeFleet(middle_model(workers) or DEFAULT_MODEL, max(1, len(workers)), others)
@@ -310,22 +325,11 @@ class Cluster:
         tokens as in OwnLoad."""
         return await self._exchange.with_others([one.component_id for one in components if one.role in WORKERS])
 
+    @_once_a_look
     def pools_tokens(self, model: str) -> list[int]:
         """Returns how many tokens the pool of each of the model's decode workers holds; 0 where that is not known."""
-        return self._per_look(("pools", model), lambda: self._pools_tokens(model))
-
-    def _pools_tokens(self, model: str) -> list[int]:
         blocks = {node.node_id: node.total_blocks for node in self._known("kvnode")}
         return [blocks.get(worker.node_id, 0) * worker.block_size_tokens for worker in self._known("decode", model)]
-
-    def _per_look(self, key: tuple[str, ...], made: Callable[[], T]) -> T:
-        """Returns the value of ``made``, which is called once for each key and version of the registry's view."""
-        if self._made_of != self.view.version:
-            self._made, self._made_of = {}, self.view.version
-        if key not in self._made:
-            self._made[key] = made()
-        found: T = self._made[key]
-        return found
 
     def blind_spot(self) -> str:
         """Returns what an error message adds while the registry takes no heartbeats; "" where it takes them."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
@@ -30,16 +29,9 @@ RETAIN, EVICT = "kv.retain", "kv.evict"
 MAJOR_VERSION = "0", "1"
 
 
-@dataclass(frozen=True, slots=True)
-class KvHint:
-    """Says what a client wants: its conversation's KV is kept for ``retain_s`` seconds; let go where that is 0."""
-
-    retain_s: float
-
-
-def read_hints(text: str) -> KvHint | None:
-    """Returns what an envelope, as JSON, asks for; None where it asks for nothing that is known here. Raises
-    InvalidRequest, which names the wrong field."""
+def read_hints(text: str) -> float | None:
+    """Returns for how many seconds an envelope, as JSON, asks to keep its conversation's KV, 0 where it is let go; None
+    where it asks for nothing that is known here. Raises InvalidRequest, which names the wrong field."""
     if len(text) > MAX_TEXT_CHARS:
         raise _wrong("kv_hints", f"it has at most {MAX_TEXT_CHARS} characters")
     try:
@@ -50,7 +42,7 @@ def read_hints(text: str) -> KvHint | None:
     actions = envelope.get("actions")
     if not isinstance(actions, list) or len(actions) > MAX_ACTIONS:
         raise _wrong("kv_hints.actions", f"it is a list of at most {MAX_ACTIONS} actions")
-    found: KvHint | None = None
+    found: float | None = None
     for number, action in enumerate(actions):
         field = f"kv_hints.actions[{number}]"
         _texts(action, field, ("action_id", "action_type", "action_version"))
@@ -61,9 +53,9 @@ def read_hints(text: str) -> KvHint | None:
         if kind in (RETAIN, EVICT) and action["action_version"].partition(".")[0] not in MAJOR_VERSION:
             raise _wrong(f"{field}.action_version", f"versions {' and '.join(MAJOR_VERSION)} of {kind} are known")
         if kind == RETAIN:
-            found = KvHint(_retain_s(payload, f"{field}.payload"))
+            found = _retain_s(payload, f"{field}.payload")
         elif kind == EVICT:
-            found = KvHint(0.0)
+            found = 0.0
     return found
 
 

@@ -53,8 +53,8 @@ class Retentions:
         sees_all = not self._cluster.other_gateways()
         shared = self.gaps.turn(tenant.name, chain, arrived, found, sees_all=sees_all)
         wish = self.gaps.ended(tenant.name, chain, runner.called_tools, now, shared)
-        if request.kv_hints and (hint := read_hints(request.kv_hints)) is not None:
-            wish = until_used(hint.retain_s) if hint.retain_s else LetGo(shared)
+        if request.kv_hints and (kept_s := read_hints(request.kv_hints)) is not None:
+            wish = until_used(kept_s) if kept_s else LetGo(shared)
         if wish is None:
             return
         if len(self._calls) >= MAX_CALLS:

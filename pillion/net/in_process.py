@@ -85,24 +85,19 @@ class InProcessChannel:
 
         return call
 
+    # The caller of such a method gives the stream of its requests where others give the request.
+    stream_unary = unary_unary
+
     def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
-        def call(request: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+        def call(
+            request: Any = None, timeout: float | None = None, metadata: Metadata = (), **more: Any
+        ) -> _Stream:
             return self._stream(method, request, timeout, metadata)
 
         return call
 
-    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
-        def call(requests: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
-            self._check_open()
-            return self._unary(method, requests, timeout, metadata)
-
-        return call
-
-    def stream_stream(self, method: str, *_: Any, **options: Any) -> Any:
-        def call(timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
-            return self._stream(method, None, timeout, metadata)
-
-        return call
+    # The caller of such a method writes its requests into the stream that it gets.
+    stream_stream = unary_stream
 
     async def close(self) -> None:
         """Cancels the channel's streams; no call can be made after that."""

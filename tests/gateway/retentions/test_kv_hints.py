@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import InvalidRequest
-from pillion.gateway.retentions.kv_hints import MAX_ACTIONS, MAX_HINT_S, KvHint, read_hints
+from pillion.gateway.retentions.kv_hints import MAX_ACTIONS, MAX_HINT_S, read_hints
 from tests.support.examples import examples
 
 
@@ -27,15 +27,15 @@ def envelope(*actions: Any) -> dict[str, Any]:
     [
         ([], None),
         ([action("kv.fetch", "9.0", keys=[1])], None),
-        ([action(ttl_seconds=2.5, priority=3, block_hashes=["1"])], KvHint(2.5)),
-        ([action()], KvHint(MAX_HINT_S)),
-        ([action("kv.evict", "1.0")], KvHint(0.0)),
-        ([action("kv.evict"), action(ttl_seconds=7)], KvHint(7.0)),
-        ([action(directives=[{"start": 0, "end": 9, "duration": 3, "priority": 1}, {"duration": 60.0}])], KvHint(60.0)),
-        ([action(directives=[{"start": 0, "priority": 1}])], KvHint(MAX_HINT_S)),
+        ([action(ttl_seconds=2.5, priority=3, block_hashes=["1"])], 2.5),
+        ([action()], MAX_HINT_S),
+        ([action("kv.evict", "1.0")], 0.0),
+        ([action("kv.evict"), action(ttl_seconds=7)], 7.0),
+        ([action(directives=[{"start": 0, "end": 9, "duration": 3, "priority": 1}, {"duration": 60.0}])], 60.0),
+        ([action(directives=[{"start": 0, "priority": 1}])], MAX_HINT_S),
     ],
 )
-def test_what_hints_ask_for(actions: list[Any], hint: KvHint | None) -> None:
+def test_what_hints_ask_for(actions: list[Any], hint: float | None) -> None:
     assert read_hints(json.dumps(envelope(*actions))) == hint
 
 
@@ -89,4 +89,4 @@ def test_any_value_is_read_or_refused(hints: Any, payload: Any) -> None:
             hint = read_hints(json.dumps(value))
         except InvalidRequest:
             continue
-        assert hint is None or 0 <= hint.retain_s <= MAX_HINT_S
+        assert hint is None or 0 <= hint <= MAX_HINT_S
