@@ -60,8 +60,8 @@ from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import RunPrefillRequest
-from pillion.wire.errors import as_pillion_error
 from pillion.wire.common import finish_to_pb, logprob_to_pb, sampling_from_pb
+from pillion.wire.errors import as_pillion_error
 
 log = logging.getLogger("pillion.decode")
 

@@ -108,7 +108,11 @@ class _MarkedCall:
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
         """Makes the writer of an answer, which knows how many tokens of the prompt were prefix-pinned."""
-        head = {"id": f"msg_{call.answer_id}", "model": entry.name, "system_fingerprint": reader.admitted.system_fingerprint}
+        head = {
+            "id": f"msg_{call.answer_id}",
+            "model": entry.name,
+            "system_fingerprint": reader.admitted.system_fingerprint,
+        }
         pinned: dict[int, int] = {}
         if self._counting is not None:
             # One time limit covers the pins of all breakpoints, so an answer is never held back for longer.

@@ -62,8 +62,8 @@ def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapp
 async def computed(
     calls: ModelCalls, call: HttpCall, body: TextsBody, names: Mapping[str, str], compute: Callable[..., Awaitable[T]]
 ) -> T:
-    """Returns what ``compute`` makes of a call's texts, with the arguments that each use of the vectors takes. ``names``
-    are the client's names of the texts, by the gateway's. Raises ApiError."""
+    """Returns what ``compute`` makes of a call's texts, with the arguments that each use of the vectors takes.
+    ``names`` are the client's names of the texts, by the gateway's. Raises ApiError."""
     entry = await calls.entry(body.model, call.tenant)
     try:
         return await compute(

@@ -44,7 +44,8 @@ class ResponsesApi:
     async def _new_writer(
         self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
-        head = _head(call, entry.name, reader.admitted.sampling) | {"system_fingerprint": reader.admitted.system_fingerprint}
+        head = _head(call, entry.name, reader.admitted.sampling)
+        head["system_fingerprint"] = reader.admitted.system_fingerprint
         writer = ResponsesWriter(head, self._calls.texts_of(entry), asked)
         call.error_event = writer.failed
         return writer

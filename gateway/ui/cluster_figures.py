@@ -75,9 +75,9 @@ def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok"
 
 
 def steps(before: ClusterReading | None, now: ClusterReading, component_id: str) -> dict[str, Any] | None:
-    """Describes a worker's steps by two of its heartbeats: how many a second, their mean duration, the share of the time
-    in which one ran, and the shares of their budgets by each of USES. Returns None where the heartbeats do not report
-    steps, or where the process was started between them."""
+    """Describes a worker's steps by two of its heartbeats: how many a second, their mean duration, the share of the
+    time in which one ran, and the shares of their budgets by each of USES. Returns None where the heartbeats do not
+    report steps, or where the process was started between them."""
     if before is None or (seconds := now.at_s - before.at_s) <= 0:
         return None
     first, second = (

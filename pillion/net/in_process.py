@@ -89,9 +89,7 @@ class InProcessChannel:
     stream_unary = unary_unary
 
     def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
-        def call(
-            request: Any = None, timeout: float | None = None, metadata: Metadata = (), **more: Any
-        ) -> _Stream:
+        def call(request: Any = None, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> _Stream:
             return self._stream(method, request, timeout, metadata)
 
         return call
