@@ -37,6 +37,12 @@ from pillion.rules.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, que
 from pillion.types import FinishReason, SamplingParams
 
 
+def rope_shift(text_tokens: int, original_tokens: int, max_model_len: int) -> int:
+    """Returns where in a model's rotary tables a text of at most ``text_tokens`` tokens begins; 0 stands for unknown.
+    The tables' rows after those of the longest text are for texts within the model's original length."""
+    return max_model_len if 0 < text_tokens <= original_tokens < max_model_len else 0
+
+
 class SequenceState(Enum):
     """Names the states of a sequence, as this module's drawing shows them."""
 

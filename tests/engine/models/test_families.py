@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.scheduling.sequence import rope_shift
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.torch_attention import StepAttention
@@ -226,10 +227,11 @@ def test_texts_within_the_original_length_have_their_own_frequencies_beside_long
     wanted_long = case.logits(long)
     with torch.inference_mode():
         wanted = case.model(torch.tensor([short])).logits[0].float()
-    assert case.prepared.rope_shift(32) == PROMPT_TOKENS
-    assert case.prepared.rope_shift(33) == case.prepared.rope_shift(0) == 0
+    lengths = case.prepared.original_tokens, case.prepared.max_model_len
+    assert rope_shift(32, *lengths) == PROMPT_TOKENS
+    assert rope_shift(33, *lengths) == rope_shift(0, *lengths) == 0
     driver = case.driver(case.block_sizes[1], num_slots=40)
-    (one,), (other,) = driver.sequences.add(rope_shift=case.prepared.rope_shift(32)), driver.sequences.add()
+    (one,), (other,) = driver.sequences.add(rope_shift=rope_shift(32, *lengths)), driver.sequences.add()
     driver.step((one, short[:20]), (other, long[:40]), sample=[])
     got = driver.step((other, long[40:41]), (one, short[20:]), sample=[0, 1, 11])
     close(got, torch.stack([wanted_long[40], wanted[20], wanted[30]]))
