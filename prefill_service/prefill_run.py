@@ -16,7 +16,7 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
-from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.sequence import Sequence, rope_shift
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.streams.stream_session import violations_of_place
 from pillion.engine.worker import worker_epoch
@@ -99,6 +99,7 @@ class PrefillRun:
         start_tokens = prefill_range.start_tokens
         tokens = np.zeros(start_tokens + len(prefill_range.token_ids), dtype=np.int32)
         tokens[start_tokens:] = prefill_range.token_ids
+        prepared = self._worker.model.prepared
         return Sequence(
             holding,
             self._worker.block_size,
@@ -109,7 +110,7 @@ class PrefillRun:
             start_tokens=start_tokens,
             chunk_ends=tuple(accumulate(self._chunk_tokens, initial=start_tokens))[1:],
             priority=bounded(prefill_range.priority),
-            rope_shift=self._worker.model.prepared.rope_shift(prefill_range.text_tokens),
+            rope_shift=rope_shift(prefill_range.text_tokens, prepared.original_tokens, prepared.max_model_len),
             adapter=prefill_range.adapter,
             kept_tokens=tuple(prefill_range.kept_tokens),
             flow=bounded_flow(prefill_range.flow.key, prefill_range.flow.weight),

@@ -86,10 +86,6 @@ class PreparedModel:
     weights: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def rope_shift(self, text_tokens: int) -> int:
-        """Returns where in the rotary tables a text of at most ``text_tokens`` tokens begins; 0 stands for unknown."""
-        return self.max_model_len if 0 < text_tokens <= self.original_tokens < self.max_model_len else 0
-
 
 def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
     """Finds, converts and fingerprints ``flags.model``; ``progress`` gets one line per longer stage.

@@ -21,7 +21,7 @@ stays where the draft token was right, and is overwritten otherwise. Sans-IO (I9
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +30,7 @@ import numpy as np
 
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
-from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.sequence import Sequence, rope_shift
 from pillion.engine.scheduling.step_plan import ChainOrder, ScheduledChunk
 from pillion.kernels.step import Int32, States
 from pillion.kvstore.hashing import request_root
@@ -51,7 +51,8 @@ class DraftShape:
         max_model_len: how many tokens the longest text has on which it is run.
         num_speculative_tokens: how many tokens are drafted at most for a sequence in a step.
         max_num_batched_tokens: how many tokens one pass computes at most.
-        rope_shift: where in its rotary tables a text of at most so many tokens begins.
+        original_tokens: the length of the longest text with the rotary frequencies of training, where longer ones have
+            others; else 0.
         reads_states: whether it is an EAGLE-3 head (:mod:`pillion.engine.drafts.eagle_chains`).
         state_pages: how many slots a state of its layers takes
             (:mod:`pillion.engine.drafts.state_drafts`); 0 where they carry none.
@@ -63,7 +64,7 @@ class DraftShape:
     max_model_len: int
     num_speculative_tokens: int
     max_num_batched_tokens: int
-    rope_shift: Callable[[int], int] = lambda text_tokens: 0
+    original_tokens: int = 0
     reads_states: bool = False
     state_pages: int = 0
 
@@ -73,7 +74,8 @@ class DraftChain(BlockChain):
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         self.sequence = sequence
-        self.rope_shift = shape.rope_shift(sequence.prompt_tokens + sequence.max_tokens)
+        text_tokens = sequence.prompt_tokens + sequence.max_tokens
+        self.rope_shift = rope_shift(text_tokens, shape.original_tokens, shape.max_model_len)
         root = request_root(shape.namespace, cache_salt=sequence.parent_hash.hex(), short_text=self.rope_shift > 0)
         tokens = sequence.tokens(0, sequence.most_tokens)
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)

@@ -74,7 +74,7 @@ def load_draft(
             max_model_len=longest,
             num_speculative_tokens=config.num_speculative_tokens,
             max_num_batched_tokens=most_tokens,
-            rope_shift=loaded.prepared.rope_shift,
+            original_tokens=loaded.prepared.original_tokens,
             state_pages=backend.layout.state_pages,
         )
         kind = StateDraftModel if shape.state_pages else DraftModel

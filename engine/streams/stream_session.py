@@ -33,7 +33,7 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
-from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress
+from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress, rope_shift
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
 from pillion.engine.worker.worker import Worker
@@ -385,7 +385,9 @@ class DecodeSession:
             stop_token_ids=frozenset(submit.stop_token_ids),
             max_tokens=submit.max_tokens,
             max_model_len=self._worker.max_model_len,
-            rope_shift=model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
+            rope_shift=rope_shift(
+                submit.prompt_tokens + submit.max_tokens, model.prepared.original_tokens, model.prepared.max_model_len
+            ),
             priority=bounded(submit.priority),
             parallel_samples=tuple(other.sample for other in stream.parallel_samples),
             scored_tokens=submit.scored_tokens,
