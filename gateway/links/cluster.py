@@ -104,7 +104,7 @@ def _once_a_look(method: Callable[Concatenate[Cluster, P], T]) -> Callable[Conca
     """Makes a method's result hold for one version of the registry's view, of which it is made."""
 
     @wraps(method)
-    def found(cluster: Cluster, *arguments: P.args, **named: P.kwargs) -> T:
+    def found(cluster: Cluster, /, *arguments: P.args, **named: P.kwargs) -> T:
         if cluster._made_of != cluster.view.version:
             cluster._made, cluster._made_of = {}, cluster.view.version
         key = method.__name__, arguments

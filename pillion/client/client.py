@@ -321,9 +321,11 @@ class Client:
 
         Raises PillionError of the first pair that fails; a wrong field begins with ``inputs[n]``.
         """
-        message = client_requests.score_message(
-            queries,
-            documents,
+        texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
+        message = client_requests.made(
+            gateway_pb2.ScoreRequest,
+            queries=texts[0],
+            documents=texts[1],
             model=model,
             instruction=instruction,
             truncate_prompt_tokens=truncate_prompt_tokens,
@@ -391,7 +393,8 @@ class Client:
         request = client_requests.prefix_request(
             prompt, model=model, cache_salt=cache_salt, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
-        message = client_requests.warm_message(request, pin, name, ttl_s)
+        asked = client_requests.to_pb(request)
+        message = client_requests.made(gateway_pb2.WarmPrefixRequest, prompt=asked, pin=pin, name=name, ttl_s=ttl_s)
         return warmed_from_pb(self._unary("WarmPrefix", message, timeout_s))
 
     def prefixes(self) -> list[PinnedPrefix]:
