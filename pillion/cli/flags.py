@@ -49,18 +49,9 @@ OTHER_VARIABLES = {
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
 
-NO_FORECAST = "how many workers are wanted follows from the workers' own metrics, as docs/kubernetes.md says"
 # These flags are taken for one release, with one warning each, and have no effect. Beside each stand the flags that it
 # belonged to, and what is said of it.
 GONE: dict[str, tuple[type, str]] = {
-    "ignored_fields": (
-        config.GatewayFlags,
-        "a field that is not known has no effect, and the answer's header x-pillion-ignored names it",
-    ),
-    "eviction_policy": (config.KVNodeFlags, "the blocks that were used last leave memory last"),
-    "slo": (config.GatewayFlags, NO_FORECAST),
-    "attainment": (config.GatewayFlags, NO_FORECAST),
-    "worker_start_s": (config.GatewayFlags, NO_FORECAST),
     "vllm_metric_names": (config.CommonFlags, "metrics have vLLM's names as well, always"),
     "lora_file_bytes": (config.LoraStoreFlags, "an adapter may have 8 GiB"),
     "lora_transfer_timeout_s": (config.LoraStoreFlags, "an adapter may take 120 s from another machine"),
@@ -77,12 +68,6 @@ GONE: dict[str, tuple[type, str]] = {
 }
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
 GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool")
-
-# These commands are gone, with what does their work.
-GONE_COMMANDS = {
-    "simulate": "`python -m lab.fleets` in a clone of the repository takes the same options",
-    "top": "`pillion status`, the page at /ui of a gateway with --ui, and the Grafana dashboards show it",
-}
 
 # In a file these flags may be tables.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
@@ -199,15 +184,6 @@ class CommandGroup(click.Group):
 
     command_class = FlagCommand
     group_class = type
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that the line names. Raises UsageError, for a command that is gone with what replaces
-        it."""
-        if ctx.parent is None and args[0] in GONE_COMMANDS:
-            ctx.fail(f"pillion {args[0]} is gone: {GONE_COMMANDS[args[0]]}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands into the help. The list of ``pillion`` itself is divided into groups."""

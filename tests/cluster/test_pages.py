@@ -231,9 +231,6 @@ def test_the_commands_of_a_page_run(clone: ServedClone, page: str) -> None:
                 target = [] if "--target" in words else ["--target", f"127.0.0.1:{clone.grpc}"]
                 small = SMALL["chats" if "chats" in words else "random"]
                 command = shlex.join([*words, *target, *SMALL_LOAD.split(), *small.split()])
-            if words[:2] == ["pillion", "top"]:
-                # One frame, as it would go on until Ctrl-C.
-                command = shlex.join([*words, "--once"])
             if words[0] == "curl" and not shutil.which("curl"):
                 continue
             clone.run(["bash", "-c", clone.here(command)], asked=CHAT_INPUT)

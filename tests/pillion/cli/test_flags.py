@@ -158,10 +158,11 @@ def test_a_bad_value_is_a_usage_error(argv: list[str], complaint: str) -> None:
 
 def test_a_flag_that_is_gone_is_taken_with_one_warning(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
-    file.write_text('ignored-fields = ["a"]')
-    variable = env_name("ignored_fields")
-    check_variables({variable: "a"})
-    sources = ((["--ignored-fields=a", "--ignored-fields=b"], {}), ([], {variable: "a b"}), ([f"--config={file}"], {}))
+    file.write_text("max-message-bytes = 1")
+    variable = env_name("max_message_bytes")
+    check_variables({variable: "1"})
+    twice = ["--max-message-bytes=1", "--max-message-bytes=2"]
+    sources = ((twice, {}), ([], {variable: "1"}), ([f"--config={file}"], {}))
 
     @click.command()
     @flag_options(GatewayFlags)
@@ -170,13 +171,13 @@ def test_a_flag_that_is_gone_is_taken_with_one_warning(tmp_path: pathlib.Path) -
 
     for argv, env in sources:
         result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None, **env})
-        assert (result.exit_code, result.stderr.count("--ignored-fields has no effect")) == (0, 1), result.output
-    assert "ignored" not in CliRunner().invoke(command, ["--help"]).output.replace("x-pillion-ignored", "")
+        assert (result.exit_code, result.stderr.count("--max-message-bytes has no effect")) == (0, 1), result.output
+    assert "message-bytes" not in CliRunner().invoke(command, ["--help"]).output
 
 
 def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
-    file.write_text('eviction-policy = "lfu"')
+    file.write_text("max-waiting-tickets = 8")
 
     def output(flags: type, argv: list[str]) -> str:
         @click.command()
@@ -188,8 +189,8 @@ def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_pa
         assert result.exit_code == 0, result.output
         return result.stderr
 
-    for argv in (["--eviction-policy=lfu"], [f"--config={file}"]):
-        assert output(KVNodeFlags, argv).count("--eviction-policy has no effect") == 1
+    for argv in (["--max-waiting-tickets=8"], [f"--config={file}"]):
+        assert output(KVNodeFlags, argv).count("--max-waiting-tickets has no effect") == 1
     assert output(GatewayFlags, [f"--config={file}"]) == ""
 
 
