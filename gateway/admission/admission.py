@@ -195,10 +195,8 @@ class Admission:
 
     def _make_room(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
         """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
-        if bound.met(permit.tenant, amount) is not None:
-            self._send_away(bound, permit, amount)
-
-    def _send_away(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
+        if bound.met(permit.tenant, amount) is None:
+            return
         chosen = choose(self._yielding, bound, permit, amount)
         if isinstance(chosen, BoundMet):
             raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))

@@ -182,7 +182,8 @@ def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tupl
     tool_parser = TOOL_ALIASES.get(tool_parser, tool_parser)
     reasoning_parser = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
-    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template))
+    marked = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
+    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, marked)
     # In messages in channels, calls and reasoning have one format.
     if reasoning == HARMONY and tool_parser == AUTO:
         tools = OPENAI
@@ -209,8 +210,3 @@ def _tools_in(template: str) -> str:
             if any(all(text in template for text in texts) for texts in form.found):
                 return name
     return GENERIC if template else NONE
-
-
-def _reasoning_in(template: str) -> str:
-    """Returns the first reasoning format whose marks are in a chat template."""
-    return next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)

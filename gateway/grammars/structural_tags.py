@@ -40,7 +40,7 @@ class _Tags:
         self._writers: dict[str, Callable[[dict[str, Any], str, int], str]] = {
             "const_string": lambda one, at, _: self._written(self._string(one, "value", at)),
             "json_schema": lambda one, at, _: self._schema(self._value(one, "json_schema", at), f"{at}.json_schema"),
-            "regex": lambda one, at, _: self._expression(self._string(one, "pattern", at), f"{at}.pattern"),
+            "regex": lambda one, at, _: expression(self._string(one, "pattern", at), f"{self._field}.{at}.pattern"),
             "grammar": lambda one, at, _: self._grammar(self._string(one, "grammar", at)),
             "sequence": lambda one, at, depth: " ".join(self._elements(one, at, depth)),
             "or": lambda one, at, depth: " | ".join(self._elements(one, at, depth)),
@@ -129,9 +129,6 @@ class _Tags:
         piece = self._json_piece(schema, f"{self._field}.{at}")
         self._sources |= piece.sources
         return piece.body
-
-    def _expression(self, pattern: str, at: str) -> str:
-        return expression(pattern, f"{self._field}.{at}")
 
     def _grammar(self, text: str) -> str:
         name = f"tag-grammar-{len(self._grammars)}"

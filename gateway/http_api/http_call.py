@@ -366,24 +366,18 @@ def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Colle
     """Returns whether a browser may have sent this call for a page of an origin that is not ``allowed``, without asking
     first. ``headers`` have names in small letters."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    harmless = method in _SAFE or method in _ASKED_FIRST or kind == JSON_TYPE
-    return not harmless and _comes_from_elsewhere(headers, allowed)
-
-
-def _comes_from_elsewhere(headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
+    if method in _SAFE or method in _ASKED_FIRST or kind == JSON_TYPE:
+        return False
     origin, site = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"sec-fetch-site", b"")
     if site in (b"same-origin", b"none") or (not site and not origin):
         return False
     if "*" in allowed or origin in allowed:
         return False
-    return bool(site) or not _same_host(origin, headers.get(b"host", b"").decode("latin-1"))
-
-
-def _same_host(origin: str, host: str) -> bool:
+    host = headers.get(b"host", b"").decode("latin-1")
     try:
-        return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+        return bool(site) or not host or urlsplit(origin).netloc.lower() != host.lower()
     except ValueError:
-        return False
+        return True
 
 
 def host_name(host: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pathlib
 import time
-from dataclasses import dataclass
 
 import msgspec
 from starlette.routing import Route
@@ -47,18 +46,11 @@ HEADERS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class UiFile:
-    """Holds one file of the page for people, as it is sent."""
-
-    body: bytes
-    content_type: bytes
-
-
-def read_files() -> dict[str, UiFile]:
-    """Returns all files of the page for people by name, some 180 KB, which a gateway keeps in memory."""
+def read_files() -> dict[str, tuple[bytes, bytes]]:
+    """Returns the bytes and content types of all files of the page for people by name, some 180 KB, which a gateway
+    keeps in memory."""
     return {
-        path.name: UiFile(path.read_bytes(), TYPES[path.suffix] + b"; charset=utf-8")
+        path.name: (path.read_bytes(), TYPES[path.suffix] + b"; charset=utf-8")
         for path in sorted(FOLDER.iterdir())
         if path.suffix in TYPES
     }
@@ -105,7 +97,7 @@ class UiApi:
         await call.answer(200, msgspec.json.encode(picture), HEADERS)
 
     async def _send(self, call: HttpCall, name: str) -> None:
-        found = self._files.get(name)
-        if found is None:
+        if name not in self._files:
             raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
-        await call.answer(200, found.body, HEADERS, content_type=found.content_type)
+        body, content_type = self._files[name]
+        await call.answer(200, body, HEADERS, content_type=content_type)
