@@ -58,95 +58,6 @@ QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # With float16, alias half, a model is computed in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
-# A gateway reads these formats, by vLLM's names; its tables have a row for each format.
-TOOL_PARSER_CHOICES = (
-    "auto",
-    "none",
-    "apertus",
-    "apertus2509",
-    "cohere_command3",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "deepseekv3",
-    "deepseekv31",
-    "deepseekv32",
-    "ernie45",
-    "functiongemma",
-    "gemma4",
-    "generic",
-    "glm",
-    "glm45",
-    "glm47",
-    "gpt-oss",
-    "granite",
-    "granite4",
-    "hermes",
-    "hunyuan",
-    "hunyuan_a13b",
-    "hy_v3",
-    "internlm",
-    "interns1",
-    "jamba",
-    "kimi_k2",
-    "kimi_k3",
-    "lfm2",
-    "llama3",
-    "llama3_json",
-    "llama4_json",
-    "llama4_pythonic",
-    "minimax-m2",
-    "minimax-m3",
-    "minimax_m2",
-    "minimax_m3",
-    "mistral",
-    "olmo3",
-    "openai",
-    "phi4_mini_json",
-    "pythonic",
-    "qwen",
-    "qwen25",
-    "qwen3_coder",
-    "qwen3_xml",
-    "seed_oss",
-    "step3",
-    "xlam",
-)
-REASONING_PARSER_CHOICES = (
-    "auto",
-    "none",
-    "apertus",
-    "cohere_command3",
-    "deepseek-r1",
-    "deepseek-v3",
-    "deepseek_r1",
-    "deepseek_v3",
-    "ernie45",
-    "gemma4",
-    "glm45",
-    "glm47",
-    "gpt-oss",
-    "granite",
-    "hunyuan",
-    "hunyuan_a13b",
-    "hy_v3",
-    "interns1",
-    "kimi_k2",
-    "kimi_k3",
-    "minimax",
-    "minimax-m3",
-    "minimax_m2",
-    "minimax_m3",
-    "mistral",
-    "nemotron_3",
-    "nemotron_v3",
-    "olmo3",
-    "openai_gptoss",
-    "qwen3",
-    "qwen3-thinking",
-    "seed_oss",
-    "step3",
-)
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
     "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
@@ -435,13 +346,11 @@ class AnswerFlags:
     )
     tool_call_parser: str = flag(
         "auto",
-        "How the model calls tools; auto: as its chat template says, generic where that knows no tools.",
-        choices=TOOL_PARSER_CHOICES,
+        "How the model calls tools, a format of docs/tools.md or none; auto: as its chat template says, generic where"
+        " that knows no tools.",
     )
     reasoning_parser: str = flag(
-        "auto",
-        "How the model marks reasoning; auto: as its chat template says.",
-        choices=REASONING_PARSER_CHOICES,
+        "auto", "How the model marks reasoning, a format of docs/tools.md or none; auto: as its chat template says."
     )
     enable_auto_tool_choice: bool = flag(True, "Let models choose to call a tool, as tool_choice auto asks.")
 

@@ -179,11 +179,9 @@ def choose_formats(
 def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
     """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
     template. Raises ConfigError for names that do not exist, or do not go together."""
-    tool_parser = TOOL_ALIASES.get(tool_parser, tool_parser)
-    reasoning_parser = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
-    tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
+    tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, TOOL_ALIASES, _tools_in(template))
     marked = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
-    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, marked)
+    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, marked)
     # In messages in channels, calls and reasoning have one format.
     if reasoning == HARMONY and tool_parser == AUTO:
         tools = OPENAI
@@ -195,12 +193,12 @@ def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tupl
     return tools, reasoning
 
 
-def _chosen(flag: str, name: str, known: Mapping[str, Any], found: str) -> str:
+def _chosen(flag: str, name: str, known: Mapping[str, Any], aliases: Mapping[str, str], found: str) -> str:
     if name == AUTO:
         return found
-    if name != NONE and name not in known:
-        raise ConfigError(f"{flag} {name!r} is not one of auto, none, {', '.join(known)}")
-    return name
+    if name != NONE and name not in known and name not in aliases:
+        raise ConfigError(f"{flag} {name!r} is not one of auto, none, {', '.join(sorted({*known, *aliases}))}")
+    return aliases.get(name, name)
 
 
 def _tools_in(template: str) -> str:

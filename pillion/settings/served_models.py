@@ -13,8 +13,6 @@ from pillion.config import (
     DTYPE_CHOICES,
     QUANTIZATION_CHOICES,
     QUANTIZATION_GROUP_CHOICES,
-    REASONING_PARSER_CHOICES,
-    TOOL_PARSER_CHOICES,
     GatewayFlags,
     ServedModelFlags,
     parse_size,
@@ -38,8 +36,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPE_CHOICES,
     "quantization": QUANTIZATION_CHOICES,
     "quantization_group_size": QUANTIZATION_GROUP_CHOICES,
-    "tool_call_parser": TOOL_PARSER_CHOICES,
-    "reasoning_parser": REASONING_PARSER_CHOICES,
 }
 
 

@@ -59,8 +59,13 @@ def check_files(flags: Any) -> None:
 
 
 def _check_answer_files(flags: Any) -> None:
-    """Raises ConfigError for a template or a config of answers that is not there."""
+    """Raises ConfigError for a template or a config of answers that is not there, and for a format of answers that
+    does not exist."""
     from pillion.engine.checkpoints.generation_config import check_folder
+    from pillion.gateway.formats.model_formats import parser_names
+
+    if hasattr(flags, "tool_call_parser"):
+        parser_names("", flags.tool_call_parser, flags.reasoning_parser)
 
     if getattr(flags, "chat_template", ""):
         from pillion.gateway.tokens.tokenizer import read_template

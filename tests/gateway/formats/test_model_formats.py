@@ -6,7 +6,6 @@ import pytest
 from tokenizers import AddedToken
 
 from lab.testbed.toy_tokenizer import byte_tokenizer
-from pillion.config import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from pillion.errors import ConfigError, InvalidRequest
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import choose_formats
@@ -18,13 +17,11 @@ from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolO
 TOOLS = ToolOptions(tools=(Tool(name="f"),))
 
 
-def test_flags_and_tables_name_the_same_formats() -> None:
-    assert set(TOOL_PARSER_CHOICES) == {"auto", "none", *TOOL_FORMATS, *TOOL_ALIASES}
+def test_tables_name_the_same_formats() -> None:
     assert set(TOOL_ALIASES.values()) <= TOOL_FORMATS.keys()
     assert set(REASONING_ALIASES.values()) <= REASONING_FORMATS.keys()
     assert TOOL_ALIASES.keys().isdisjoint(TOOL_FORMATS)
     assert REASONING_ALIASES.keys().isdisjoint(REASONING_FORMATS)
-    assert set(REASONING_PARSER_CHOICES) == {"auto", "none", *REASONING_FORMATS, *REASONING_ALIASES}
     assert set(tool_pieces._WRITERS) == set(TOOL_FORMATS)
 
 
