@@ -6,37 +6,18 @@ nobody who writes to Redis can make a gateway read a path or fetch something.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from pillion.config import (
-    DTYPE_CHOICES,
-    QUANTIZATION_CHOICES,
-    QUANTIZATION_GROUP_CHOICES,
-    GatewayFlags,
-    ServedModelFlags,
-    parse_size,
-)
+from pillion.config import GatewayFlags, ServedModelFlags
 from pillion.errors import ConfigError
 
 MAX_MODELS = 64
-_SETTINGS: dict[str, Callable[[str], Any]] = {
-    "dtype": str,
-    "max_model_len": parse_size,
-    "quantization": str,
-    "quantization_group_size": str,
-    "revision": str,
-    "tokenizer": str,
-    "tool_call_parser": str,
-    "generation_config": str,
-    "chat_template": str,
-    "reasoning_parser": str,
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPE_CHOICES,
-    "quantization": QUANTIZATION_CHOICES,
-    "quantization_group_size": QUANTIZATION_GROUP_CHOICES,
-}
+_SETTINGS = (
+    *("dtype", "max_model_len", "quantization", "quantization_group_size", "revision", "tokenizer"),
+    *("tool_call_parser", "generation_config", "chat_template", "reasoning_parser"),
+)
+_ABOUT = {field.name: field.metadata for field in fields(ServedModelFlags)}
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
@@ -70,10 +51,10 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
             known = ", ".join(key.replace("_", "-") for key in _SETTINGS)
             raise ConfigError(f"--also-model {text!r}: {setting!r} is not one of {known} with a value")
         try:
-            values[field] = _SETTINGS[field](value.strip())
+            values[field] = _ABOUT[field]["kind"](value.strip())
         except ConfigError as error:
             raise ConfigError(f"--also-model {text!r}: {error.message}") from None
-    for field, choices in _CHOICES.items():
-        if values.get(field, choices[0]) not in choices:
+        choices = _ABOUT[field]["choices"]
+        if choices and values[field] not in choices:
             raise ConfigError(f"--also-model {text!r}: {values[field]!r} is not one of {', '.join(choices)}")
     return ServedModelFlags(model=model.strip(), served_model_name=(name.strip(),), **values)
