@@ -137,16 +137,11 @@ async def start_cluster(
     from pillion.cli.console import Notices
     from pillion.cli.flags import subset
     from pillion.decode_service.assemble import start_decode
-    from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
-    from pillion.engine.backends.step_memory import steps_bytes
-    from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.assemble import model_entry
     from pillion.gateway.pooling.vectors import GatewayVectors
     from pillion.kvstore.assemble import start_kvnode
-    from pillion.kvstore.memory.domain import CPU
-    from pillion.supervisor.local_cluster import prepare_in_child
-    from pillion.supervisor.pool_fit import fit_pool
+    from pillion.supervisor.local_cluster import prepare_in_child, prepared_model
 
     flags = resolved(flags)
     heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
@@ -171,16 +166,11 @@ async def start_cluster(
     # Preparing a model takes long, so its progress is shown, and it runs in a process that Ctrl-C ends at once.
     with notices.progress(f"preparing model {flags.model}") as step:
         await prepare_in_child(subset(PrepareFlags, flags), step)
-    model = await asyncio.to_thread(prepare, flags, log.info)
+    model, fit = await asyncio.to_thread(prepared_model, flags)
     check(model.folder)
-    if flags.kv_pool_bytes:
-        layout = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-        step_bytes = steps_bytes(flags, model) if flags.device == CPU else 0
-        fit = fit_pool(flags, layout.block_bytes, model.max_model_len, 1, step_bytes, layout.working_pages)
-        longest = fit.max_model_len_tokens
-        if longest < model.max_model_len:
-            log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
-            model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
+    if fit is not None and (longest := fit.max_model_len_tokens) < model.max_model_len:
+        log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
+        model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
     entry = await asyncio.to_thread(model_entry, model, flags)
     node = await start_kvnode(node_flags)
     stack.push_async_callback(node.stop, STOP_GRACE_S)

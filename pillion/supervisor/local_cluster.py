@@ -24,6 +24,7 @@ from pillion.config import (
     DecodeFlags,
     KVNodeFlags,
     ModelFlags,
+    OfflineFlags,
     PrefillFlags,
     PrepareFlags,
     ServeFlags,
@@ -416,7 +417,7 @@ def line_of_tokenizer(flags: ServeFlags) -> str:
     return line_to_read_ahead(prepared.folder, vocab_size, prepared.eos_token_ids)
 
 
-def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
+def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | None]:
     """Returns the prepared model, and the pool's size where it is known before a GPU has loaded the weights.
 
     Raises ConfigError where the pool cannot hold one request.
@@ -431,7 +432,7 @@ def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
         return prepared, None
     step_bytes = steps_bytes(flags, prepared) if flags.device == CPU else 0
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-    longest, workers = prepared.max_model_len, flags.decode_workers
+    workers, splits = (flags.decode_workers, flags.prefill_workers) if isinstance(flags, ServeFlags) else (1, 0)
     # A prompt that is split has the states of two sequences.
-    beside = layout.working_pages * (2 if flags.prefill_workers else 1)
-    return prepared, fit_pool(flags, layout.block_bytes, longest, workers, step_bytes, beside)
+    beside = layout.working_pages * (2 if splits else 1)
+    return prepared, fit_pool(flags, layout.block_bytes, prepared.max_model_len, workers, step_bytes, beside)
