@@ -107,13 +107,12 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
             with Client(fakes.gateway.grpc_address) as client:
                 from pillion.client import batch as module
 
-                class Interrupted(module.queue.SimpleQueue):  # type: ignore[name-defined,misc]
-                    def get(self, *_: Any) -> Any:
-                        asked = until("three submits", lambda: len(fakes.decode.submits) == 3)
-                        asyncio.run_coroutine_threadsafe(asked, loop).result()
-                        raise KeyboardInterrupt
+                def interrupted(*_: Any) -> Any:
+                    asked = until("three submits", lambda: len(fakes.decode.submits) == 3)
+                    asyncio.run_coroutine_threadsafe(asked, loop).result()
+                    raise KeyboardInterrupt
 
-                monkeypatch.setattr(module.queue, "SimpleQueue", Interrupted)
+                monkeypatch.setattr(module, "as_completed", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     client.batch(["x"] * 9, concurrency=3)
 
