@@ -863,7 +863,6 @@ class Gateway:
             self.adapters.began(name)
         note = None if story is None else story.note
         runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended, note)
-        runner.record_id = story.id if story is not None and story.chosen == "asked" else ""
         runner.start()
         return runner
 

@@ -121,10 +121,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             runner = await self._noting("Generate", self._begin)(request, context)
             writer = DeltaWriter(runner.admitted.request_id)
             try:
-                notes = [(MAX_TOKENS_HEADER, str(runner.admitted.max_tokens))] if runner.admitted.cut else []
-                notes += [(RECORD_HEADER, runner.record_id)] if runner.record_id else []
-                if notes:
-                    await context.send_initial_metadata(tuple(notes))
+                if runner.admitted.cut:
+                    await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(runner.admitted.max_tokens)),))
                 # An answer always has a first delta, or an error takes its place.
                 first = delta_to_pb(await anext(runner))
                 if (origin := runner.origin()) is not None:

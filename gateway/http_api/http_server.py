@@ -35,7 +35,7 @@ from pillion.gateway.http_api.http_connection import HttpConnection, PortState
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import openai_routes
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, RECORD_HEADER
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.net.addresses import is_local, listen
 from pillion.observability.metrics_export import MetricsPage
@@ -286,7 +286,6 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
             "retry-after",
             "retry-after-ms",
             MAX_TOKENS_HEADER,
-            RECORD_HEADER,
             IGNORED_HEADER,
         ],
     )

@@ -79,11 +79,6 @@ class DeltaReader:
         admitted = [runner.admitted for runner in self._runners.values()]
         return min((one.max_tokens for one in admitted if one.cut), default=None)
 
-    def record_ids(self) -> str:
-        """Returns the ids of the bundles that the client has asked for, of the prompts that run after the first
-        batch."""
-        return ",".join(runner.record_id for runner in self._runners.values() if runner.record_id)
-
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
         """Returns the token ids of a prompt of which a delta has come."""
         return self._runners[prompt].admitted.own_prompt
@@ -275,8 +270,6 @@ class ModelCalls:
                 batch = await reader.read()
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
-                if bundles := reader.record_ids():
-                    call.notes.append((RECORD_HEADER.encode(), bundles.encode()))
                 # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
                 writer = await new_writer(call, asked, entry, reader)
             if asked.stream:

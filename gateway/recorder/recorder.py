@@ -76,7 +76,8 @@ class Recorder:
         # These count, for the minute that runs, the records that each tenant has caused.
         self._minute, self._caused = 0, Counter[str]()
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
+        self._thread.start()
 
     def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, asked: bool) -> Story:
         """Begins the story of a request that is ready to wait for its turn; ``asked`` says that its client wants a
@@ -105,10 +106,9 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the thread when it has written what waits, or after LAST_WRITES_S seconds. It blocks."""
-        if self._thread is not None:
-            with contextlib.suppress(queue.Full):
-                self._jobs.put(None, timeout=LAST_WRITES_S)
-            self._thread.join(LAST_WRITES_S)
+        with contextlib.suppress(queue.Full):
+            self._jobs.put(None, timeout=LAST_WRITES_S)
+        self._thread.join(LAST_WRITES_S)
 
     def _ended(self, story: Story) -> None:
         reason = self._why(story) or story.chosen
@@ -121,10 +121,6 @@ class Recorder:
             self._jobs.put_nowait((story, reason))
         except queue.Full:
             self.counts[LOST] += 1
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
-            self._thread.start()
 
     def _why(self, story: Story) -> Reason | None:
         # What a client does wrong, or gives up, is no failure.

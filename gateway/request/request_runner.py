@@ -119,8 +119,6 @@ class RequestRunner:
         self.refused = False
         # These are there once the request has ended.
         self.timings: Timings | None = None
-        # This is the id of the bundle that the client has asked for; "" where there will be none.
-        self.record_id = ""
 
     def start(self) -> None:
         """Begins the request. Call once."""

@@ -227,27 +227,19 @@ def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BUNDLE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(raw) > MAX_BUNDLE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes, and so no bundle")
-    return decode(raw, key, str(path))
-
-
-def decode(raw: bytes, key: bytes | None, name: str) -> tuple[Bundle, bool]:
-    """Does what :func:`read` does with the content of the file ``name``."""
-    try:
-        fields = msgspec.json.decode(raw)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            found = fields.get("format") if isinstance(fields, dict) else None
-            raise ConfigError(f"{name} is no bundle of format {FORMAT}, but {str(found)[:20]}")
+        fields = msgspec.json.decode(raw) if len(raw) <= MAX_BUNDLE_BYTES else {}
+        found = fields.get("format") if isinstance(fields, dict) else None
+        if found != FORMAT:
+            size = f"larger than {MAX_BUNDLE_BYTES} bytes" if len(raw) > MAX_BUNDLE_BYTES else str(found)[:20]
+            raise ConfigError(f"{path} is no bundle of format {FORMAT}, but {size}")
         mac = fields.pop("mac", "")
         if key is not None and not hmac.compare_digest(_mac(key, fields).encode(), str(mac).encode()):
-            raise ConfigError(f"{name} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
-        bundle = msgspec.convert({**fields, "mac": str(mac)}, Bundle, str_keys=True)
+            raise ConfigError(f"{path} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
+        return msgspec.convert({**fields, "mac": str(mac)}, Bundle, str_keys=True), key is not None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is no bundle: {str(error)[:200]}") from None
-    return bundle, key is not None
+        raise ConfigError(f"{path} is no bundle: {str(error)[:200]}") from None
 
 
 def find(name: str, folder: str) -> Path:

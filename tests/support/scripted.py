@@ -44,7 +44,6 @@ class ScriptedRunner:
         self._usage = usage
         self._together = together
         self.cancelled = False
-        self.record_id = ""
 
     @property
     def pending(self) -> bool:

@@ -19,7 +19,7 @@ from pillion.gateway.recorder import recorder as recorders
 from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
 from pillion.gateway.request.validation import RECORD_HEADER
 from pillion.observability import metric_catalog as names
-from pillion.records.bundle import KEY_FILE, Bundle, encode, hidden, read, read_key
+from pillion.records.bundle import KEY_FILE, Bundle, encode, find, hidden, read, read_key
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 from tests.support.http import call
@@ -112,16 +112,18 @@ async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: py
         address = fakes.gateway.http_address
         label = {"x-request-id": "../../mine"}
         plain = await call(address, "/v1/completions", asked)
-        assert RECORD_HEADER not in plain.headers
+        assert plain.status == 200
         kept = await call(address, "/v1/completions", asked, {RECORD_HEADER: "1", **label})
         (bundle,) = await recorded(tmp_path)
         # The file has the server's id, whatever the client calls its request.
-        assert (kept.headers[RECORD_HEADER], bundle.reason) == (bundle.id, "asked")
-        assert bundle.request.label == kept.headers["x-request-id"]
+        assert (bundle.reason, bundle.request.label) == ("asked", kept.headers["x-request-id"])
+        assert files(tmp_path) == [find("../../mine", str(tmp_path))]
         # A tenant has so many for each minute.
-        more = await call(address, "/v1/completions", asked, {RECORD_HEADER: "1"})
-        assert RECORD_HEADER not in more.headers
-        assert len(await recorded(tmp_path)) == 1
+        await call(address, "/v1/completions", asked, {RECORD_HEADER: "1"})
+        fakes.decode.refusals = [(13, False)]
+        await call(address, "/v1/completions", asked)
+        assert counts(fakes) == {"asked": 1, "over": 1}
+        assert len(files(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("retryable", [True, False])

@@ -20,7 +20,6 @@ from pillion.records.bundle import (
     BundleRequest,
     StoryEvent,
     TokenTimes,
-    decode,
     encode,
     find,
     hidden,
@@ -97,20 +96,25 @@ def test_a_bundle_comes_back_as_it_was_written(tmp_path: pathlib.Path) -> None:
         (lambda raw: b"\xff\xfe", "is no bundle"),
     ],
 )
-def test_what_is_no_bundle_or_was_changed_is_refused(change: Any, complaint: str) -> None:
-    raw = encode(bundle_of(), KEY)
-    assert decode(raw, KEY, "it")[1]
-    with pytest.raises(ConfigError, match=complaint):
-        decode(change(raw), KEY, "it")
+def test_what_is_no_bundle_or_was_changed_is_refused(change: Any, complaint: str, tmp_path: pathlib.Path) -> None:
+    raw, path = encode(bundle_of(), KEY), tmp_path / "it.json"
+    path.write_bytes(raw)
+    assert read(path, KEY)[1]
     with pytest.raises(ConfigError, match="its HMAC is wrong"):
-        decode(raw, KEY + b"!", "it")
+        read(path, KEY + b"!")
+    path.write_bytes(change(raw))
+    with pytest.raises(ConfigError, match=complaint):
+        read(path, KEY)
 
 
-def test_what_is_signed_may_still_be_no_bundle() -> None:
+def test_what_is_signed_may_still_be_no_bundle(tmp_path: pathlib.Path) -> None:
     fields = json.loads(encode(bundle_of(), KEY))
     fields["reason"] = "whatever"
+    (tmp_path / "it.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"is no bundle.*reason"):
-        decode(json.dumps(fields).encode(), None, "it")
+        read(tmp_path / "it.json", None)
+    with pytest.raises(ConfigError, match="No such file"):
+        read(tmp_path / "nowhere", None)
 
 
 def test_a_bundle_has_a_bound(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +123,7 @@ def test_a_bundle_has_a_bound(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bundles, "MAX_BUNDLE_BYTES", len(raw) - 1)
     with pytest.raises(ConfigError, match="at most"):
         encode(bundle_of(), KEY)
-    with pytest.raises(ConfigError, match="is larger than"):
+    with pytest.raises(ConfigError, match="but larger than"):
         read(tmp_path / f"{NAME}.json", KEY)
 
 
