@@ -90,10 +90,10 @@ def gpu_backend(
     return make(model, layout, limits, enforce_eager=eager)
 
 
-def make_family(folder: Path, family: str) -> tuple[Path, ModelFlags]:
-    """Makes the model of a family, as :func:`make_model` does. On a GPU, where tests run every family, a test of one
-    that has no kernels is skipped with the words of its refusal."""
-    folder, flags = make_model(folder, FAMILIES[family])
+def make_family(folder: Path, family: str, **sizes: int) -> tuple[Path, ModelFlags]:
+    """Makes the model of a family, as :func:`make_model` does; ``sizes`` are those that the family does not give. On a
+    GPU, where tests run every family, a test of one that has no kernels is skipped with the words of its refusal."""
+    folder, flags = make_model(folder, {**sizes, **FAMILIES[family]})
     try:
         check_operations(load_config(folder))
         check_limits(DEVICE, gpu_layout(prepare(flags), 16))
