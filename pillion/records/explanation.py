@@ -173,8 +173,9 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
         sources = f" from {fetch.words}" if fetch.words else " from lower tiers"
         expected = fetch.figures.get("expected_ms", 0.0)
         return f"{sources}" + (f"; {_ms(expected)} were expected" if expected else "")
-    chunks = [event for event in events if event.what == "chunk"]
-    if phase.name == PREFILL and chunks:
+    if phase.name == PREFILL and (prefill := _last(events, "prefill")) is not None:
+        # The acknowledgement of the last chunks may come after the decode worker has gone on.
+        chunks = [one for one in bundle.story if one.what == "chunk" and one.attempt == prefill.attempt]
         named = ("queue_ms", "compute_ms")
         queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
         return f": {_count(len(chunks), 'chunk')} waited {queue} in its line and took {compute} to compute"

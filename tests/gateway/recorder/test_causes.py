@@ -98,7 +98,7 @@ async def test_a_slow_prefill_worker(tmp_path: pathlib.Path) -> None:
     async with explained(tmp_path) as fakes:
         await held(fakes.prefill.gate, "a prefill range", lambda: fakes.prefill.running, ask(fakes))
         (bundle,) = await recorded(tmp_path)
-    # The last chunk's acknowledgement may come after the first token.
+    # The last chunk's acknowledgement may come after the answer's end.
     told(bundle, "prefilling at prefill-0:", "chunks waited", "ms to compute")
     told(bundle, "The split at 28 was expected to")
     told(bundle, "The plan expected the first token", "the longest part of that was prefilling at prefill-0")
