@@ -75,6 +75,8 @@ NOT_RUN = {
     "pillion kvnode": "a component of several hosts",
     "pillion events": "it goes on until it is killed; tests/kvstore/events/test_followers.py runs it",
     "pillion explain": "the cluster here records nothing; tests/pillion/records explains bundles",
+    "pillion replay": "the cluster here records nothing; tests/pillion/records replays bundles",
+    "pillion canary": "it goes on until it has decided; tests/pillion/records/test_canary.py runs it",
     "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
     "python -m lab.fleets": "a minute of computing; tests/lab/fleets/test_command.py runs it small",
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
