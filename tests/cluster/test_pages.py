@@ -91,6 +91,7 @@ FOREIGN_FLAGS = {
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
     *("--strict", "--all", "--time-s"),  # mypy; lab.gpu_builds; lab.benchmarks.gpu
     *("--careful", "--mutate"),  # lab.simulator
+    *("--worker-start-s", "--ignored-fields", "--eviction-policy"),  # Pillion 0.2.0
     "--chat-template-path",  # vLLM's example of a chat
 }
 # What the code of a page prints, among the rest.
