@@ -125,6 +125,11 @@ def shard_adapter(
         if int(index) not in own:
             continue
         tensor, values = tensors[int(index)][kind], inner.get(name.rpartition(".")[0])
+        if tensor.experts and shard.whole_experts:
+            mine = shard.experts(tensor.experts)
+            some = slice(mine.start, mine.stop)
+            layers[name] = tuple(replace(pair, a=pair.a[some], b=pair.b[some]) for pair in pairs)
+            continue
         if values is None or values.ndim == 1:
             layers[name] = _share_of(pairs, tensor, shard, values)
             continue

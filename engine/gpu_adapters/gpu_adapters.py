@@ -2,8 +2,9 @@
 
     AdapterWeights --pack--> GpuAdapter (on the device) --slot: one copy--> a slot, whose address never changes
 
-CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer. The copy into a slot is
-queued behind the steps that were launched before it.
+CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer, and in every expert of a
+mixture. The matrices of routers and gates are float32, in slots of their own. The copy into a slot is queued behind the
+steps that were launched before it; the adapter's own memory on the device is free after it.
 
 Virtual tokens stay on the host, and only steps that have such rows, which run without a graph, copy what they need:
 blocks with virtual tokens are nearly always cached. Steps with rows whose adapter has biases, or norms of rows (DoRA),
@@ -12,23 +13,29 @@ run without a graph, too: slots have no room for these.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pillion.engine.adapters.adapter_config import MERGE
-from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, plain_shapes, row_slots
+from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, VirtualTokens, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import PackedAdapter, check_slot
 from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.engine.backends.gpu.pool_parts import PartRows
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
 from pillion.kernels.gpu.products.low_rank_product import (
     MAX_SLICES,
     RUN_ROWS,
@@ -40,20 +47,24 @@ from pillion.kernels.gpu.products.low_rank_product import (
 )
 from pillion.kernels.step import Int32, StepBatch
 
+# Parts of the record begin at multiples of so many words, so that kernels find all of them at addresses of 16 bytes.
+_RECORD_UNIT = 4
+
 
 @dataclass(frozen=True, slots=True)
 class GpuAdapter:
-    """Holds a packed adapter: the contents of a slot, on the device; and its virtual tokens, on the host. ``affine``
-    has, by the name of a layer, an output and what the outputs from it on are multiplied by and get, on the device."""
+    """Holds a packed adapter: the contents of its slots, in the model's type and in float32, until they are placed, on
+    the device where it has room; and its virtual tokens, on the host. ``affine`` has, by the name of a layer, an output
+    and what the outputs from it on are multiplied by and get, on the device."""
 
-    data: torch.Tensor
+    data: tuple[torch.Tensor, ...]
     affine: dict[str, list[tuple[int, torch.Tensor]]]
     virtual: VirtualTokens | None = None
 
     @property
     def nbytes(self) -> int:
         vectors = sum(part.nbytes for parts in self.affine.values() for _, part in parts)
-        return self.data.nbytes + vectors + (self.virtual.values.nbytes if self.virtual else 0)
+        return sum(part.nbytes for part in self.data) + vectors + (self.virtual.values.nbytes if self.virtual else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,8 @@ class _VirtualRows:
 
 
 class GpuAdapters(PlainAdapters):
-    """Holds the slots of a model's adapters, and the runs of the step that is launched next."""
+    """Holds the slots of a model's adapters, and the runs of the step that is launched next. ``slots`` are [adapters,
+    values] in the model's type, and in float32."""
 
     def __init__(
         self,
@@ -85,37 +97,33 @@ class GpuAdapters(PlainAdapters):
         are those of the MLPs that a rank has, None where the process is no rank of several. Raises ConfigError for a
         model whose fused layers the kernels cannot cut into their projections."""
         # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
-        super().__init__(max_adapters, max_rank, plain_shapes(config))
+        super().__init__(max_adapters, max_rank, adapter_shapes(config))
         self._whole, self._shard, self._inner_values, self._dtype = config, shard, inner_values, dtype
         self._config = config = shard.local(config)
-        self._layers: dict[str, LayerSlot] = {}
-        rank, end = padded_rank(max_rank), 0
+        self._max_tokens, self._rank = max_tokens, padded_rank(max_rank)
         own = tuple(f"layers.{index}." for index in shard.own_layers(config))
-        shapes = {name: shape for name, shape in plain_shapes(config).items() if name.startswith(own)}
-        for name, shape in shapes.items():
-            outputs, inputs = shape.outputs, shape.inputs
-            ends = _ends(config, name, outputs)
-            if any(boundary % RUN_ROWS for boundary in ends[:-1]):
-                raise ConfigError(
-                    f"--enable-lora: the GPU kernels need projections of a multiple of {RUN_ROWS} outputs, but those of"
-                    f" {name} end at {', '.join(map(str, ends))}"
-                )
-            # Both matrices begin at multiples of 16 values, because the padded rank is one.
-            layer = LayerSlot(end, end + len(ends) * rank * inputs, inputs, outputs, ends, rank)
-            self._layers[name] = layer
-            end += layer.values
-        self.slots = torch.zeros(max_adapters, end, dtype=dtype, device=device)
-        self._shrunk = torch.zeros(max_tokens, MAX_SLICES * rank, dtype=dtype, device=device)
-        # A step has runs over the rows of all tokens and over those of the samples; both have room for their runs and
-        # the numbers of their rows.
+        self._lay_slots({name: shape for name, shape in adapter_shapes(config).items() if name.startswith(own)}, device)
+        mixtures = {
+            f"layers.{index}.{how.router.name}": how
+            for index, layer in enumerate(layers_of(config))
+            for how in layer
+            if isinstance(how, Experts)
+        }
+        self._routers = mixtures.keys()
+        self._make_rooms(list(mixtures.values()))
+        # A step has runs over the rows of all tokens and over those of the samples; both have room for their runs, the
+        # numbers of their rows, and the slot of each row.
         self._most_runs = self._runs_of(max_tokens)
-        words = 2 * (RUN_WORDS * self._most_runs + max_tokens)
+        sizes = RUN_WORDS * self._most_runs, max_tokens, max_tokens
+        ends = [0, *accumulate(-(-size // _RECORD_UNIT) * _RECORD_UNIT for size in sizes)]
+        self._places = ends[:-1]
+        words = 2 * ends[-1]
         self._hosts = [
             torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(HOST_RECORDS)
         ]
         self._turn = 0
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        self._max_tokens = max_tokens
+        self._stream: torch.cuda.Stream | None = None
         self._held: list[GpuAdapter | None] = [None] * max_adapters
         # For each slot with an affine that the step uses: its rows, and those of them that are sampled.
         self._scaled: list[tuple[GpuAdapter, torch.Tensor, torch.Tensor]] = []
@@ -126,15 +134,14 @@ class GpuAdapters(PlainAdapters):
         self._compile()
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
-        """Lays an adapter out as a slot. Raises ConfigError where it does not fit, or is for experts, their routers or
-        gates, which have adapters on CPUs alone."""
-        known = adapter_shapes(self._whole)
-        beyond = next((name for name in weights.layers if name in known and name not in self._shapes), None)
-        if beyond is not None:
-            raise ConfigError(
-                f"adapter {weights.digest[:12]} changes {beyond}: on GPUs experts, their routers and the gates beside"
-                f" them have no adapters yet; serve it with --device cpu, or {MERGE}"
-            )
+        """Lays an adapter out as a slot. Raises ConfigError where it does not fit, or has biases or norms of rows for
+        routers, which the kernels do not add."""
+        for name in self._routers & weights.layers.keys():
+            if any(pair.affine is not None for pair in weights.layers[name]):
+                raise ConfigError(
+                    f"adapter {weights.digest[:12]} has DoRA or a bias for {name}: on GPUs routers have pairs of"
+                    f" matrices alone; serve it with --device cpu, or {MERGE}"
+                )
         return super().pack(weights)
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
@@ -142,11 +149,11 @@ class GpuAdapters(PlainAdapters):
         that steps use."""
         if self._inner_values is not None:
             weights = shard_adapter(weights, self._whole, self._shard, self._inner_values)
-        flat = torch.zeros(self.slots.shape[1], dtype=self.slots.dtype)
+        flats = tuple(torch.zeros(slots.shape[1], dtype=slots.dtype) for slots in self.slots)
         layers = {name: pairs for name, pairs in weights.layers.items() if name in self._layers}
         for name, pairs in layers.items():
-            self._lay_out(flat, name, pairs)
-        device, virtual = self.slots.device, weights.virtual
+            self._lay_out(flats[self._layers[name].exact], name, pairs)
+        device, virtual = self._device.device, weights.virtual
         if virtual is not None:
             # A layer's keys and values of a run of tokens are one piece of memory.
             values = virtual.values.transpose(0, 1).flatten(2) if virtual.kv else virtual.values
@@ -158,10 +165,15 @@ class GpuAdapters(PlainAdapters):
             if any(pair.affine is not None for pair in pairs)
         }
         if device.type != "cuda":
-            return GpuAdapter(flat, affine, virtual)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            return GpuAdapter(flats, affine, virtual)
+        if self._stream is None:
+            # One stream for all adapters, because torch keeps the memory that each stream has freed for this stream.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream, data = self._stream, tuple(flat.pin_memory() for flat in flats)
         with torch.cuda.stream(stream):
-            data = flat.pin_memory().to(device, non_blocking=True)
+            # An adapter of experts may be larger than what the pool has left; it is copied to its slot from the host.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                data = tuple(flat.to(device, non_blocking=True) for flat in data)
             affine = {name: [(first, part.to(device)) for first, part in parts] for name, parts in affine.items()}
         stream.synchronize()
         return GpuAdapter(data, affine, virtual)
@@ -170,13 +182,15 @@ class GpuAdapters(PlainAdapters):
         """Queues a copy into the slot after the steps that were launched."""
         check_slot(slot, self.max_adapters)
         assert isinstance(packed, GpuAdapter)
-        self.slots[slot].copy_(packed.data, non_blocking=True)
-        self._held[slot] = packed
-        if packed.data.is_cuda:
+        for slots, data in zip(self.slots, packed.data, strict=True):
+            slots[slot].copy_(data, non_blocking=True)
+        self._held[slot] = replace(packed, data=())
+        if self._device.is_cuda:
             # The adapter was allocated on another stream, and its memory may be used again only after this copy, and
             # after steps that read its vectors.
-            for part in (packed.data, *(part for parts in packed.affine.values() for _, part in parts)):
-                part.record_stream(torch.cuda.current_stream(part.device))
+            for part in (*packed.data, *(part for parts in packed.affine.values() for _, part in parts)):
+                if part.is_cuda:
+                    part.record_stream(torch.cuda.current_stream(part.device))
 
     def check(self, batch: StepBatch) -> None:
         """Raises Internal for a batch with adapter slots that do not exist."""
@@ -230,7 +244,7 @@ class GpuAdapters(PlainAdapters):
         """Writes keys and values of the host [T, 2 * KV heads * head_dim] into a layer of the pool's ``rows`` [T]."""
         config = self._config
         # Kernels take keys and values after queries, which are left as they are without a norm and a rotation.
-        qkv = self.slots.new_zeros(len(values), config.num_heads * config.head_dim + values.shape[1])
+        qkv = self.slots[0].new_zeros(len(values), config.num_heads * config.head_dim + values.shape[1])
         qkv[:, -values.shape[1] :].copy_(values, non_blocking=True)
         for part in parts:
             part.write(index, qkv, rows, None, None)
@@ -251,15 +265,17 @@ class GpuAdapters(PlainAdapters):
             rows, runs = adapted_runs(mine, RUN_ROWS)
             if len(runs) > self._runs_of(padded):
                 raise Internal(f"{len(runs)} runs of rows with adapters in a step of {padded} rows")
-            rows_at = begin + RUN_WORDS * self._most_runs
-            record[begin : begin + runs.size] = runs.reshape(-1)
-            record[begin + runs.size : begin + RUN_WORDS * self._runs_of(padded)] = -1
+            runs_at, rows_at, slots_at = (begin + place for place in self._places)
+            record[runs_at : runs_at + runs.size] = runs.reshape(-1)
+            record[runs_at + runs.size : runs_at + RUN_WORDS * self._runs_of(padded)] = -1
             record[rows_at : rows_at + len(rows)] = rows
+            record[slots_at : slots_at + len(mine)] = mine
+            record[slots_at + len(mine) : slots_at + padded] = -1
         self._device.copy_(host, non_blocking=True)
         for slot, held in enumerate(self._held) if shape.more else ():
             if held is not None and held.affine and (slots == slot).any():
                 both = [np.flatnonzero(mine == slot) for mine in (slots, slots[sample_rows])]
-                all_rows, sampled = (to_device(rows, self.slots.device) for rows in both)
+                all_rows, sampled = (to_device(rows, self._device.device) for rows in both)
                 self._scaled.append((held, all_rows, sampled))
 
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
@@ -270,11 +286,35 @@ class GpuAdapters(PlainAdapters):
                 rows, mine = both[sampled], slice(first, first + affine.shape[1])
                 found = out[rows, mine].float() * affine[0] + affine[1]
                 out[rows, mine] = found.to(out.dtype)
-        begin = len(self._device) // 2 if sampled else 0
-        rows_at = begin + RUN_WORDS * self._most_runs
-        runs = self._device[begin : begin + RUN_WORDS * self._runs_of(len(x))].view(-1, RUN_WORDS)
+        self._add(name, x, out, sampled=sampled)
+
+    def _add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
+        """Adds the products of a layer's inputs with the rows' pairs of matrices to its outputs."""
+        layer, (runs_at, rows_at, _) = self._layers[name], self._begins(sampled=sampled)
+        runs = self._device[runs_at : runs_at + RUN_WORDS * self._runs_of(len(x))].view(-1, RUN_WORDS)
         record = RunRecord(runs, self._device[rows_at : rows_at + self._max_tokens])
-        add_low_rank(x, self.slots, self._layers[name], record, self._shrunk, out)
+        add_low_rank(x, self.slots[layer.exact], layer, record, self._shrunk[layer.exact], out)
+
+    def routed(self, name: str, x: torch.Tensor, *, sampled: bool) -> torch.Tensor:
+        """Returns what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32. The next
+        call overwrites it."""
+        outputs = self._layers[name].outputs
+        out = self._routed[: len(x) * outputs].view(-1, outputs).zero_()
+        self._add(name, x, out, sampled=sampled)
+        return out
+
+    def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters:
+        """Returns what adapters add to the products of a layer's experts. Pairs are numbered from that of row ``first``
+        on, and each row has ``per_token`` of them."""
+        layer, (_, _, slots_at) = self._layers[name], self._begins(sampled=sampled)
+        rows = self._device[slots_at + first : slots_at + self._max_tokens]
+        ranks = len(layer.ends) * layer.rank
+        pairs = self._pairs[: len(self._pairs) // ranks * ranks].view(-1, ranks)
+        return PairAdapters(self.slots[0], layer, rows, per_token, pairs)
+
+    def _begins(self, *, sampled: bool) -> tuple[int, ...]:
+        """Returns where in the record runs, numbers of rows and rows' slots begin."""
+        return tuple(place + (len(self._device) // 2 if sampled else 0) for place in self._places)
 
     def _runs_of(self, rows: int) -> int:
         """Returns the largest number of runs that so many rows can have: each adapter may have one that is not full."""
@@ -283,11 +323,11 @@ class GpuAdapters(PlainAdapters):
     def _lay_out(self, flat: torch.Tensor, name: str, pairs: tuple[LowRank, ...]) -> None:
         """Writes a layer's pairs of matrices into a slot. A pair for several projections is written into each of their
         slices."""
-        layer, taken = self._layers[name], set()
-        a = flat[layer.a_at : layer.b_at].view(len(layer.ends), layer.rank, layer.inputs)
-        b = flat[layer.b_at : layer.a_at + layer.values].view(layer.outputs, layer.rank)
+        layer, taken, experts = self._layers[name], set(), max(1, self._layers[name].experts)
+        a = flat[layer.a_at : layer.b_at].view(experts, len(layer.ends), layer.rank, layer.inputs)
+        b = flat[layer.b_at : layer.a_at + layer.values].view(experts, layer.outputs, layer.rank)
         for pair in pairs:
-            rank, last = len(pair.a), pair.first_output + len(pair.b)
+            rank, last = pair.a.shape[-2], pair.first_output + pair.b.shape[-2]
             for number, end in enumerate(layer.ends):
                 begin = layer.ends[number - 1] if number else 0
                 if pair.first_output >= end or last <= begin:
@@ -295,18 +335,78 @@ class GpuAdapters(PlainAdapters):
                 if number in taken:
                     raise ConfigError(f"two pairs of matrices in one projection of {name}")
                 taken.add(number)
-                a[number, :rank] = pair.a
-            b[pair.first_output : last, :rank] = pair.b
+                a[:, number, :rank] = pair.a
+            b[:, pair.first_output : last, :rank] = pair.b
 
     def _compile(self) -> None:
-        """Runs the kernels of each kind of layer over no rows, which compiles them."""
+        """Runs the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
         seen = set()
         for name, layer in self._layers.items():
-            if (layer.inputs, layer.ends) in seen:
+            key = layer.inputs, layer.ends, layer.exact, name in self._routers
+            if layer.experts or key in seen:
                 continue
-            seen.add((layer.inputs, layer.ends))
-            x, out = (self.slots.new_zeros(1, width) for width in (layer.inputs, layer.outputs))
-            self.add(name, x, out, sampled=False)
+            seen.add(key)
+            x, out = (self.slots[0].new_zeros(1, width) for width in (layer.inputs, layer.outputs))
+            for sampled in (False, True):
+                if name in self._routers:
+                    self.routed(name, x, sampled=sampled)
+                else:
+                    self.add(name, x, out, sampled=sampled)
+
+    def _lay_slots(self, shapes: Mapping[str, LayerShape], device: torch.device) -> None:
+        """Makes the slots, which have a place for each of the layers. Raises ConfigError."""
+        self._layers: dict[str, LayerSlot] = {}
+        sizes = [0, 0]
+        for name, shape in shapes.items():
+            ends = _ends(self._config, name, shape.outputs)
+            if not shape.experts and any(boundary % RUN_ROWS for boundary in ends[:-1]):
+                raise ConfigError(
+                    f"--enable-lora: the GPU kernels need projections of a multiple of {RUN_ROWS} outputs, but those of"
+                    f" {name} end at {', '.join(map(str, ends))}"
+                )
+            experts, begin = len(self._shard.experts(shape.experts)), sizes[shape.exact]
+            # Both matrices begin at multiples of 16 values, because the padded rank is one.
+            b_at = begin + max(1, experts) * len(ends) * self._rank * shape.inputs
+            layer = LayerSlot(begin, b_at, shape.inputs, shape.outputs, ends, self._rank, experts, shape.exact)
+            self._layers[name] = layer
+            sizes[shape.exact] += layer.values
+        try:
+            self.slots = tuple(
+                torch.zeros(self.max_adapters, size, dtype=dtype, device=device)
+                for size, dtype in zip(sizes, (self._dtype, torch.float32), strict=True)
+            )
+        except torch.OutOfMemoryError:
+            gib = (sizes[0] * self._dtype.itemsize + sizes[1] * 4) / 2**30
+            raise ConfigError(
+                f"--enable-lora: {self.max_adapters} adapters of {gib:.1f} GiB each do not fit beside the model: lower"
+                " --max-loras or --max-lora-rank"
+            ) from None
+
+    def _make_rooms(self, mixtures: Sequence[Experts]) -> None:
+        """Makes the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
+        tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
+        pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token for how in mixtures), default=0)
+        routed = tokens * max((how.router.shape[0] for how in mixtures), default=0)
+        self._shrunk = tuple(slots.new_zeros(tokens if slots.shape[1] else 0, ranks) for slots in self.slots)
+        self._routed = self.slots[1].new_zeros(routed)
+        self._pairs = self.slots[0].new_zeros(pairs * ranks)
+
+
+class MixtureAdapters(NamedTuple):
+    """Gives the mixture of experts of a layer, whose names begin with ``layer``, what adapters add to it. ``sampled``
+    says that its rows are those of the step's samples."""
+
+    adapters: GpuAdapters
+    layer: str
+    sampled: bool
+
+    def routed(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what is added to a router's products of rows [T, hidden]: [T, experts] float32."""
+        return self.adapters.routed(self.layer + tensor.name, rows, sampled=self.sampled)
+
+    def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters:
+        """Returns what is added to the experts' products of pairs of the rows from ``first`` on."""
+        return self.adapters.of_pairs(self.layer + tensor.name, first, per_token, sampled=self.sampled)
 
 
 def _ends(config: ModelConfig, name: str, outputs: int) -> tuple[int, ...]:

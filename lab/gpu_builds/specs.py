@@ -21,7 +21,7 @@ from pillion.kernels.gpu.attention import (
 )
 from pillion.kernels.gpu.attention.attention_kernel import _attend
 from pillion.kernels.gpu.dependent import dependent
-from pillion.kernels.gpu.experts import expert_routing, expert_sums, grouped_product, pair_sorting
+from pillion.kernels.gpu.experts import expert_adapters, expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
 from pillion.kernels.gpu.products import fp8_product, head_product, low_rank_product, plain_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
@@ -385,7 +385,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
                     BuildSpec(
                         name=f"low_rank_shrink-{dtype}",
                         kernel=low_rank_product._shrink,
-                        signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16",
+                        signature=f"{pointers}, i32:16, i32:16, i32:16",
                         constants=low_rank_product._shrink_constants(),
                     )
                 )
@@ -393,11 +393,18 @@ def low_rank_product_specs() -> list[BuildSpec]:
                 BuildSpec(
                     name=f"low_rank_expand-{rank}-{dtype}",
                     kernel=low_rank_product._expand,
-                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16, i32:16",
+                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16",
                     constants=low_rank_product._expand_constants(layer, 4 if dtype == "fp32" else 2),
                 )
             )
-    return specs
+    # Routers and gates, whose matrices are float32.
+    exact = BuildSpec(
+        name="low_rank_shrink-exact",
+        kernel=low_rank_product._shrink,
+        signature="*bf16:16, *fp32:16, *i32:16, *i32:16, *fp32:16, i32:16, i32:16, i32:16",
+        constants=low_rank_product._shrink_constants(),
+    )
+    return [*specs, exact]
 
 
 def plain_product_specs() -> list[BuildSpec]:
@@ -532,6 +539,7 @@ def expert_specs() -> list[BuildSpec]:
         ("qwen3_next", RouteOptions(512, 10, True), 2048, "bf16", {}),
         ("sparse", RouteOptions(16, 2, False, sparse=0.02), 4096, "bf16", {}),
         ("qwen3_fp32", RouteOptions(128, 8, True), 2048, "fp32", {}),
+        ("qwen3_adapted", RouteOptions(128, 8, True), 2048, "bf16", {"ADDED": True}),
     )
     specs = [
         _route_spec(f"{name}-{tokens}", how, hidden, dtype, flags, tokens, arch)
@@ -573,13 +581,13 @@ def _route_spec(
 ) -> BuildSpec:
     constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
     rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
-    pointers = [rows, rows, wide, wide, wide, whole, wide, whole, wide, whole]
+    pointers = [rows, rows, wide, wide, wide, wide, whole, wide, whole, wide, whole]
     numbers = ["i32", "i32", "i32:16", "fp32", "fp32", "i32", "i32"]
     return BuildSpec(
         name=f"route-{name}",
         kernel=expert_routing._route,
         signature=", ".join(pointers + numbers),
-        constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, **flags, **constants},
+        constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, "ADDED": False, **flags, **constants},
         architectures=(arch,),
     )
 
@@ -606,10 +614,41 @@ def grouped_product_specs() -> list[BuildSpec]:
         ("plain_fp16", qwen_up, None, "fp16", "relu2"),
         ("plain_fp32", qwen_up, None, "fp32", "silu"),
     ]
-    return [
+    specs = [
         _grouped_product_spec(*case, rows, arch)
         for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
     ]
+    # The ranks with which some of them are built for steps with adapters.
+    some = ("qwen3_up", "qwen3_down", "oss_up", "int4_up", "fp8_up", "plain_fp32")
+    ranks = {"qwen3_up": (16, 64), **dict.fromkeys(some[1:], (16,))}
+    return specs + [
+        _grouped_product_spec(*case, rows, arch, rank)
+        for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        for rank in ranks.get(case[0], ())
+    ]
+
+
+def expert_adapter_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: both shrinks of Qwen3-30B-A3B, by rows of a tile."""
+    described = "*i32:16, *i32:16, *i32:16, *i32:16"
+    return [
+        BuildSpec(
+            name=f"shrink_pairs-{name}-{dtype}-{rows}",
+            kernel=expert_adapters._shrink_pairs,
+            signature=f"*{dtype}:16, {described}, *{dtype}:16, *{dtype}:16, i32, i32, i32:16, i32:16",
+            constants={"GATHERED": name == "up", **expert_adapters.shrink_constants(layer, rows, size, arch)},
+            architectures=(arch,),
+        )
+        for name, layer in (("up", _adapted(1536, 2048, True, 16)), ("down", _adapted(2048, 768, False, 16)))
+        for dtype, size in (("bf16", 2), ("fp32", 4))
+        for rows, arch in product(quantized_product.ROW_TILES, ARCHITECTURES)
+    ]
+
+
+def _adapted(outputs: int, inputs: int, gated: bool, rank: int) -> low_rank_product.LayerSlot:
+    """Returns the place of an adapter's matrices for the experts of a layer."""
+    ends = (outputs // 2, outputs) if gated else (outputs,)
+    return low_rank_product.LayerSlot(0, 0, inputs, outputs, ends, rank, experts=128)
 
 
 def _grouped_product_spec(
@@ -620,6 +659,7 @@ def _grouped_product_spec(
     activation: grouped_product.Activation | None,
     rows: int,
     arch: int,
+    rank: int = 0,
 ) -> BuildSpec:
     gated = activation is not None
     constants, _ = grouped_product._constants(kind or shape[1], False, activation, gated, rows, _TYPES[dtype], arch)
@@ -628,11 +668,13 @@ def _grouped_product_spec(
         scales = "*i32:16"
     offsets = "*fp32:16" if kind is not None and kind.shift != "none" else scales
     pointers = f"*{dtype}:16, *i32:16, *i32:16, *i32:16, {words}, {scales}, {offsets}, *fp32:16, *i32:16, *fp32:16"
+    pointers += f", *{dtype}:16, *{dtype}:16, *i32:16, *{dtype}:16, *{dtype}:16"
     sizes = ", ".join(["i32:16"] * 4)
+    constants |= expert_adapters.expand_constants(_adapted(*shape, gated, rank) if rank else None)
     return BuildSpec(
-        name=f"grouped_{name}-{rows}",
+        name=f"grouped_{name}{f'_rank{rank}' if rank else ''}-{rows}",
         kernel=grouped_product._grouped,
-        signature=f"{pointers}, *{dtype}:16, *{dtype}:16, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32",
+        signature=f"{pointers}, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32, i32, i32:16, i32:16",
         constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
         max_spill_bytes=LARGE_TILE_SPILL_BYTES if rows == quantized_product.ROW_TILES[-1] and kind is not None else 0,
         architectures=(arch,),
@@ -887,6 +929,7 @@ def build_specs() -> list[BuildSpec]:
         quantized_product_specs,
         expert_specs,
         grouped_product_specs,
+        expert_adapter_specs,
         embedding_specs,
         gated_specs,
         norms_specs,

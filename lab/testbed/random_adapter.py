@@ -27,7 +27,7 @@ def random_adapter(
     """Returns an adapter of every projection, but for layers in ``leave``, whose effect is of the order of a half.
 
     The projections of a fused layer have the ``ranks`` in turn. With ``affine`` the first one has biases and scales.
-    With ``experts`` it has pairs for experts, their routers and the gates beside them, too, which GPUs do not take.
+    With ``experts`` it has pairs for experts, their routers and the gates beside them, too.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}

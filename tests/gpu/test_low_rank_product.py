@@ -59,7 +59,7 @@ def run(x, out, slots, layer, row_slots, padding=0):
     padded = np.concatenate((runs, np.full((padding, 3), -1, np.int32)))
     record = RunRecord(torch.from_numpy(padded).to(DEVICE), torch.from_numpy(rows).to(DEVICE))
     found = out.clone().to(DEVICE)
-    shrunk = torch.full((len(x), 3 * 64), torch.nan, dtype=x.dtype, device=DEVICE)
+    shrunk = torch.full((len(x), 3 * 64), torch.nan, dtype=slots.dtype, device=DEVICE)
     add_low_rank(x.to(DEVICE), slots.to(DEVICE), layer, record, shrunk, found)
     return found.cpu()
 
@@ -82,6 +82,18 @@ def test_rows_of_many_adapters(name, dtype):
             torch.testing.assert_close(found[row].double(), wanted, **rounded(dtype, 8))
     # A row alone has the bits that it has among others.
     assert torch.equal(run(x[3:4], out[3:4], slots, layer, [1])[0], found[3])
+
+
+def test_matrices_that_are_wider_than_rows():
+    """Those of routers and gates are float32; results are of that type, or of the rows'."""
+    layer = replace(LAYERS["down"], exact=True)
+    x, slots = torch.randn(3, 80).bfloat16(), random_slots(layer, torch.float32)
+    for out in (torch.zeros(3, 70), torch.zeros(3, 70).bfloat16()):
+        found = run(x, out, slots, layer, [1, -1, 0])
+        for row, slot in ((0, 1), (2, 0)):
+            wanted = expected(x.float(), out.float(), slots, layer, row, slot)
+            torch.testing.assert_close(found[row].double(), wanted, **rounded(out.dtype, 8))
+        assert not found[1].any()
 
 
 def test_wrong_calls_are_refused():
@@ -111,14 +123,6 @@ def test_mixed_steps_are_those_of_torch(family, tmp_path):
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
     with pytest.raises(Internal, match="adapter slots"):
         driver.step((driver.sequences.add(adapter=3)[0], text[:13]))
-
-
-def test_adapters_of_experts_are_refused(tmp_path):
-    prepared = prepare(make_model(tmp_path / "model", FAMILIES["mixtral"])[1])
-    backend = gpu_backend(prepared)
-    backend.bind_adapters(len(RANKS), 16)
-    with pytest.raises(ConfigError, match=r"changes layers\.0\.router: on GPUs experts, their routers and the gates"):
-        place_adapters(backend, prepared, experts=True)
 
 
 def test_projections_that_fill_no_tile_are_refused(tmp_path):

@@ -113,6 +113,16 @@ def test_adapters(team, tmp_path):
     driver.backend.close()
 
 
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_adapters_of_experts(team, whole_experts, tmp_path):
+    """Each rank has its share of every expert's pair, or all of the pairs of its own experts."""
+    prepared, text = prepare(make_family(tmp_path / "model", "mixtral")[1]), tokens_of(18, 2)
+    wanted = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
+    backend = team.backend(prepared, whole_experts=whole_experts)
+    close(mixed_steps(with_adapters(GpuDriver(prepared, num_slots=16, backend=backend), experts=True), text), wanted)
+    backend.close()
+
+
 @pytest.mark.parametrize("name", ["gptq in an order", "fp8 in blocks", "nf4"])
 def test_weights_that_are_quantized(team, name, tmp_path):
     producer, _ = FORMATS[name]

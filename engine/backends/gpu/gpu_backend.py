@@ -383,6 +383,8 @@ class GpuBackend:
             max_rank,
             self._limits.max_tokens,
         )
+        if self._experts is not None:
+            self._experts.compile(self.adapters)
 
     def close(self) -> None:
         """Releases the graphs, the pool and the weights. Idempotent."""

@@ -33,7 +33,7 @@ from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
-from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
 from pillion.engine.models.layer_operations import (
@@ -218,7 +218,7 @@ class GpuDecoder:
                 case Mlp():
                     step.rows = self._gated(index, layer, operation, step.rows, shape)
                 case Experts():
-                    self._mix(layer, operation, place, step)
+                    self._mix(index, layer, operation, place, step, shape)
                 case AddToResidual():
                     self._add_to_residual(index, layer, operation, place, step)
             if step.ended:
@@ -464,15 +464,22 @@ class GpuDecoder:
             return found
         gate = layer.matrices[operation.row_gate.name]
         assert isinstance(gate, torch.Tensor)
-        return found.mul_(model.product(normed, gate, None, normed.new_empty(count, len(gate))).sigmoid_())
+        gates = model.product(normed, gate, None, normed.new_empty(count, len(gate)))
+        self._adapt(index, operation.row_gate.name, normed, gates, shape)
+        return found.mul_(gates.sigmoid_())
 
-    def _mix(self, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep) -> None:
+    def _mix(
+        self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
+    ) -> None:
         """Computes a mixture of experts. Its sums are the residual stream's, where they go there next, and no sums over
         ranks come before."""
         assert self._experts is not None
         following = layer.operations[place + 1 : place + 2]
         summed = self._model.ranks is not None or not any(isinstance(one, AddToResidual) for one in following)
-        found = self._experts.run(layer, operation, step.rows, step.count, summed=summed)
+        adapters = None
+        if shape.adapters:
+            adapters = MixtureAdapters(self._adapters, f"layers.{index}.", self._is_last(index, shape))
+        found = self._experts.run(layer, operation, step.rows, step.count, summed=summed, adapters=adapters)
         if isinstance(found, PairResults):
             step.results = found
         else:

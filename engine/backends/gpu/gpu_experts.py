@@ -6,7 +6,7 @@
 Each arrow is one launch, but that many pairs are sorted in three. Grids follow the padded number of rows alone, so a
 mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. Where ranks have
 whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the sum over ranks adds up the
-rest.
+rest. What adapters add to the router's products is computed before; what they add to up and down, within these.
 
 Buffers are those of the widest layer, for a step of the most tokens, and all layers share them. Larger steps than
 MAX_MIXED_ROWS are computed in parts.
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
@@ -68,7 +70,7 @@ class GpuExperts:
     def __init__(self, model: GpuModel) -> None:
         """Makes the buffers of ``model``, some of whose layers have experts."""
         self._model, self._hidden = model, model.config.hidden_size
-        every = [operation for _, operation in self._mixtures()]
+        every = [operation for _, _, operation in self._mixtures()]
         rows = min(model.max_tokens, MAX_MIXED_ROWS)
         self._pairs = pairs = rows * max(how.per_token for how in every)
         experts = max(how.router.shape[0] for how in every)
@@ -94,25 +96,35 @@ class GpuExperts:
         self._product = GroupedProduct(model.dtype, model.device)
 
     def run(
-        self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, *, summed: bool = True
+        self,
+        layer: GpuLayer,
+        how: Experts,
+        rows: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        summed: bool = True,
+        adapters: MixtureAdapters | None = None,
     ) -> torch.Tensor | PairResults:
         """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
         padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
-        what experts have found, where one pass computes all rows."""
+        what experts have found, where one pass computes all rows. ``adapters`` are those of the rows, in steps that
+        have some."""
+        added = None if adapters is None else adapters.routed(how.router, rows)
         if len(rows) <= MAX_MIXED_ROWS and not summed:
-            return self._find(layer, how, rows, count, 0)
+            return self._find(layer, how, rows, count, 0, adapters, added)
         out = self._model.found[: len(rows)]
         for first in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(first, first + MAX_MIXED_ROWS)
-            add_up(self._find(layer, how, rows[part], count, first), out[part])
+            some = None if added is None else added[part]
+            add_up(self._find(layer, how, rows[part], count, first, adapters, some), out[part])
         return out
 
-    def compile(self) -> None:
+    def compile(self, adapters: GpuAdapters | None = None) -> None:
         """Compiles every kernel for every number of rows, by running them over rows that are all padding: a
-        compilation takes seconds, which no step may wait for."""
+        compilation takes seconds, which no step may wait for. With ``adapters``, those of steps that have some."""
         none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
         compiled = set()
-        for layer, how in self._mixtures():
+        for index, layer, how in self._mixtures():
             kinds = tuple(
                 (matrix.kind, *matrix.parts) if isinstance(matrix, PackedMatrix) else ()
                 for matrix in (layer.matrices[tensor.name] for tensor in (how.gate_up, how.down))
@@ -120,8 +132,9 @@ class GpuExperts:
             key = (route_options(how), how.gate_up.shape, how.down.shape, *kinds)
             if key not in compiled:
                 compiled.add(key)
+                own = None if adapters is None else MixtureAdapters(adapters, f"layers.{index}.", sampled=False)
                 for count in self._sizes(how):
-                    self.run(layer, how, self._model.residual[:count], none)
+                    self.run(layer, how, self._model.residual[:count], none, adapters=own)
 
     def _sizes(self, how: Experts) -> list[int]:
         """Returns numbers of rows that together need every kernel."""
@@ -130,14 +143,23 @@ class GpuExperts:
         sizes = SHARED_ROWS, most, *(max(1, count // how.per_token) for count in pairs)
         return sorted({min(most, size) for size in sizes})
 
-    def _mixtures(self) -> Iterator[tuple[GpuLayer, Experts]]:
-        """Yields the layers that have experts, with the operation."""
-        for layer in self._model.layers.values():
-            yield from ((layer, operation) for operation in layer.operations if isinstance(operation, Experts))
+    def _mixtures(self) -> Iterator[tuple[int, GpuLayer, Experts]]:
+        """Yields the layers that have experts, by their numbers, with the operation."""
+        for index, layer in self._model.layers.items():
+            yield from ((index, layer, operation) for operation in layer.operations if isinstance(operation, Experts))
 
-    def _find(self, layer: GpuLayer, how: Experts, rows: torch.Tensor, count: torch.Tensor, first: int) -> PairResults:
+    def _find(
+        self,
+        layer: GpuLayer,
+        how: Experts,
+        rows: torch.Tensor,
+        count: torch.Tensor,
+        first: int,
+        adapters: MixtureAdapters | None,
+        added: torch.Tensor | None,
+    ) -> PairResults:
         """Returns what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
-        step."""
+        step. ``added`` is what adapters add to the router's products."""
         buffers, choices = self._buffers, how.per_token
         pairs = len(rows) * choices
         scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
@@ -155,6 +177,7 @@ class GpuExperts:
             bias=_vector(layer, how.router_bias),
             choice_bias=_vector(layer, how.choice_bias),
             factors=_vector(layer, how.expert_scales),
+            added=added,
         )
         size = tile_rows_of(how.router.shape[0], pairs)
         order, capacity = buffers.order[:pairs], most_tiles(len(own), pairs, size)
@@ -168,39 +191,29 @@ class GpuExperts:
         width = how.down.shape[1]
         inner = buffers.inner[: pairs * width].view(pairs, width)
         found = buffers.found[: pairs * self._hidden].view(pairs, self._hidden)
-        ups, downs = layer.matrices[how.gate_up.name], layer.matrices[how.down.name]
-        # Experts are not multiplied in FP8.
-        assert not isinstance(ups, Fp8Matrix)
-        assert not isinstance(downs, Fp8Matrix)
-        self._product(
-            rows,
-            order,
-            choices,
-            tiles,
-            buffers.count,
-            ups,
-            layer.biases[how.gate_up.name],
-            how.activation if how.clamped is None else (how.clamped.alpha, how.clamped.limit),
-            gated=how.gated,
-            out=inner,
-            scatter=False,
-            tile_rows=size,
-        )
-        self._product(
-            inner,
-            order,
-            1,
-            tiles,
-            buffers.count,
-            downs,
-            layer.biases[how.down.name],
-            None,
-            gated=False,
-            out=found,
-            scatter=True,
-            tile_rows=size,
-            gathered=False,
-        )
+        activation = how.activation if how.clamped is None else (how.clamped.alpha, how.clamped.limit)
+
+        def multiply(tensor: LayerTensor, values: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+            """Multiplies rows of pairs by their experts' matrices, with what their adapters add."""
+            matrix = layer.matrices[tensor.name]
+            # Experts are not multiplied in FP8.
+            assert not isinstance(matrix, Fp8Matrix)
+            self._product(
+                values,
+                order,
+                choices,
+                tiles,
+                buffers.count,
+                matrix,
+                layer.biases[tensor.name],
+                out=out,
+                tile_rows=size,
+                adapters=None if adapters is None else adapters.of_pairs(tensor, first, how.per_token),
+                **options,
+            )
+
+        multiply(how.gate_up, rows, inner, activation=activation, gated=how.gated, scatter=False)
+        multiply(how.down, inner, found, activation=None, gated=False, scatter=True, gathered=False)
         return PairResults(found, scores, chosen)
 
 

@@ -2,6 +2,7 @@
 
     expert_routing.py    the router's product, scores and the best experts of each row, in one launch
     pair_sorting.py      pairs of a row and one of its experts, sorted by expert, and cut into tiles
+    expert_adapters.py   what adapters of the rows add to these products (LoRA)
     grouped_product.py   products of rows by their experts' matrices, with the activation between the two
     expert_sums.py       each row's sum over its experts' results
 

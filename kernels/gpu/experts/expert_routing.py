@@ -185,11 +185,11 @@ def _choose(
 # fmt: off
 @triton.jit
 def _settle(
-    mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, plane, limit, scale,
+    mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane, limit, scale,
     own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
     PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
-    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
     """Adds up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
@@ -203,7 +203,10 @@ def _settle(
     kind: tl.constexpr = tl.float32 if EXACT else TYPE
     if BIAS:
         products += tl.load(bias + expert).to(kind).to(tl.float32)
-    products = tl.where(real, products.to(kind).to(tl.float32), float("-inf"))
+    products = products.to(kind).to(tl.float32)
+    if ADDED:
+        products += tl.load(added + row.to(tl.int64)[:, None] * EXPERTS + expert, mask=counted & real, other=0.0)
+    products = tl.where(real, products, float("-inf"))
     found, numbers = _choose(
         products, expert, real, choice_bias, limit, row.shape[0], COLUMNS, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS,
         GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, CHOICE_BIAS,
@@ -225,13 +228,14 @@ def _settle(
 # fmt: off
 @triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end"])
 def _route(
-    rows, router, bias, choice_bias, factors, count, parts, tickets, scores, chosen, tokens, first, hidden, limit,
-    scale, own_begin, own_end,
+    rows, router, bias, choice_bias, factors, added, count, parts, tickets, scores, chosen, tokens, first, hidden,
+    limit, scale, own_begin, own_end,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes one tile of rows; with SHARED one part and one block of experts of its product."""
@@ -266,10 +270,10 @@ def _route(
         if SHARED:
             tl.store(tickets + tile, 0)
         _settle(
-            mine, bias, choice_bias, factors, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS, limit,
-            scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS,
-            GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
-            PARTS if SHARED else 1,
+            mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS,
+            limit, scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
+            KEPT_GROUPS, GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
+            ADDED, PARTS if SHARED else 1,
         )  # fmt: skip
 
 
@@ -306,6 +310,7 @@ class ExpertRouter:
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        added: torch.Tensor | None = None,
     ) -> None:
         """Writes ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
         router [E, H] of their type.
@@ -313,8 +318,8 @@ class ExpertRouter:
         count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
         the first row in its step. own: the experts that this process has, all by default: they are numbered from 0 on
         in ``chosen``, where others are -1. bias, choice_bias, factors: float32 [E], or None: what is added to products,
-        what is added to scores where experts are chosen, and what multiplies scores. Raises Internal for misshapen
-        tensors.
+        what is added to scores where experts are chosen, and what multiplies scores. added: float32 [T, E] or None:
+        what adapters add to products. Raises Internal for misshapen tensors.
         """
         tokens, hidden = rows.shape
         vector, pairs = (how.experts,), (tokens, how.per_token)
@@ -326,21 +331,24 @@ class ExpertRouter:
         for name, tensor in (("bias", bias), ("choice_bias", choice_bias), ("factors", factors)):
             if tensor is not None:
                 check_tensor(name, tensor, vector, torch.float32, rows.device)
+        if added is not None:
+            check_tensor("added", added, (tokens, how.experts), torch.float32, rows.device)
         check(tokens > 0 and how.experts <= MAX_EXPERTS, f"{tokens} rows and {how.experts} experts")
         check(how.per_token <= how.experts // how.groups * how.kept_groups, f"{how} has too few experts left")
         constants = route_constants(how, hidden, tokens, rows.element_size(), arch_of(rows.device))
-        flags = {"BIAS": bias is not None, "CHOICE_BIAS": choice_bias is not None, "FACTORS": factors is not None}
+        optional = {"BIAS": bias, "CHOICE_BIAS": choice_bias, "FACTORS": factors, "ADDED": added}
         tiles, shared = triton.cdiv(tokens, ROWS), constants["SHARED"]
         parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"]
         needed = tiles * ROWS * how.columns * (parts if shared else 1)
         check(needed <= len(self._parts), "more rows than the workspace holds")
         # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
-        optional = (scores if tensor is None else tensor for tensor in (bias, choice_bias, factors))
+        given = (scores if tensor is None else tensor for tensor in optional.values())
+        flags = {name: tensor is not None for name, tensor in optional.items()}
         outs = self._parts, self._tickets, scores, chosen
         own = range(how.experts) if own is None else own
         numbers = tokens, first, hidden, how.sparse or 0.0, how.scale, own.start, own.stop
         _route[(tiles, parts, blocks) if shared else (tiles,)](
-            rows, router, *optional, count, *outs, *numbers, **constants, **flags
+            rows, router, *given, count, *outs, *numbers, **constants, **flags
         )
 
 

@@ -13,7 +13,7 @@ needs no launch of its own and no memory in between.
 
 A row's bits do not depend on its tile: the matrix is the left operand of the products of tiles, as in
 products/quantized_product.py, and an output is one chain of additions over the inputs in order, whatever the number of
-rows of a tile.
+rows of a tile. What rows' adapters add (:mod:`pillion.kernels.gpu.experts.expert_adapters`) is added last.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.experts.expert_adapters import (
+    PairAdapters,
+    expand_constants,
+    expanded,
+    shrink_pairs,
+    slots_of,
+)
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, processors_of
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
@@ -98,16 +105,17 @@ def _active(values, ACTIVATION: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["choices"])
+@triton.jit(do_not_specialize=["choices", "per_token"])
 def _grouped(
-    rows, order, tiles, count, words, scales, offsets, factors, columns_of, table, bias, out,
-    choices, inputs, outputs, width, padded, units, word_stride, scale_stride, alpha, limit,
+    rows, order, tiles, count, words, scales, offsets, factors, columns_of, table, bias, out, row_slots, shrunk, b,
+    choices, inputs, outputs, width, padded, units, word_stride, scale_stride, alpha, limit, per_token, first_end,
+    slot_values,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     EXACT: tl.constexpr, DEPTH: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr,
     RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr,
     SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, SLICES: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
     """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
@@ -125,7 +133,7 @@ def _grouped(
         number = tl.arange(0, BLOCK_T)
         inside = number < held
         place = begin + tl.minimum(number, held - 1)
-        pair = tl.load(order + place) if GATHERED or SCATTERED else place
+        pair = tl.load(order + place) if GATHERED or SCATTERED or RANK > 0 else place
         token = pair // choices if GATHERED else place
         made = n * MADE + tl.arange(0, MADE)
         output = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,6 +152,12 @@ def _grouped(
                 factors + expert * padded, columns_of + expert * inputs, table, token, output, 0, units, inputs, padded,
                 CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8,
                 BLOCK_N, BLOCK_T,
+            )  # fmt: skip
+        if RANK > 0:
+            slot, least, most = slots_of(row_slots, pair, inside, per_token)
+            total = expanded(
+                total, shrunk, b, slot, least, most, expert, place, output, outputs, first_end, slot_values,
+                RANK, SLICES, BLOCK_RANKS,
             )  # fmt: skip
         if ADDED:
             total += tl.load(bias + expert * outputs + output).to(tl.float32)[:, None]
@@ -188,6 +202,7 @@ class GroupedProduct:
         scatter: bool,
         tile_rows: int,
         gathered: bool = True,
+        adapters: PairAdapters | None = None,
     ) -> torch.Tensor:
         """Multiplies rows [R, K] by the matrices of their experts into ``out``; returns it.
 
@@ -202,6 +217,7 @@ class GroupedProduct:
             scatter: whether the result of place i goes to row ``order[i]`` of ``out``, not to row i.
             tile_rows: one of ROW_TILES.
             gathered: whether rows are read by ``order``, where there is one; else place i has row i.
+            adapters: what the rows' adapters add before bias and activation, which needs an ``order``; None for none.
 
         Raises Internal for misshapen tensors and unknown activations.
         """
@@ -215,8 +231,12 @@ class GroupedProduct:
         check(packed is not None or weights.dtype == rows.dtype, f"matrices are of {weights.dtype}")
         if bias is not None:
             check_tensor("bias", bias, (len(weights), outputs), rows.dtype, rows.device)
+        if adapters is not None:
+            adapters.check(len(weights), inputs, outputs, rows)
+            shrink_pairs(rows, order, choices, tiles, count, adapters, gathered, tile_rows, self._arch)
         kind, ordered = (inputs, False) if packed is None else (packed.kind, packed.order is not None)
         constants, programs = _constants(kind, ordered, activation, gated, tile_rows, rows.dtype, self._arch)
+        constants |= expand_constants(None if adapters is None else adapters.layer)
         made = constants["BLOCK_N"] // (2 if gated else 1)
         items = len(tiles) * triton.cdiv(width, made)
         alpha, limit = activation if isinstance(activation, tuple) else (0.0, 0.0)
@@ -225,8 +245,9 @@ class GroupedProduct:
         _grouped[(min(programs * self._processors, items),)](
             rows, count if order is None else order, tiles, count, weights, scales, parts.get("offsets", scales),
             parts.get("factors", self._table), parts.get("order", count), self._table, rows if bias is None else bias,
-            out, choices, inputs, outputs, width, 0 if packed is None else packed.kind.padded,
-            0 if packed is None else packed.kind.units, weights.stride(0), scales.stride(0), alpha, limit,
+            out, *((count, rows, rows) if adapters is None else adapters.pointers), choices, inputs, outputs, width,
+            0 if packed is None else packed.kind.padded, 0 if packed is None else packed.kind.units, weights.stride(0),
+            scales.stride(0), alpha, limit, *((0, 0, 0) if adapters is None else adapters.numbers),
             GATHERED=order is not None and gathered, SCATTERED=scatter, ADDED=bias is not None, **constants,
         )  # fmt: skip
         return out

@@ -12,7 +12,8 @@ An adapter's matrices of a layer lie in its slot's slice of one buffer, at an of
     A [slices, max_rank, inputs]      B [outputs, max_rank]
 
 A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed from the rows
-of A that belong to this slice only.
+of A that belong to this slice only. Matrices of routers and gates, which choose or weigh whole rows, are float32, and
+lie in a buffer of their own.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ def _run_of(runs, rows, run, RUN_ROWS: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    x, slots, runs, rows, shrunk, inputs, width, slot_values, at,
+    x, matrices, runs, rows, shrunk, inputs, width, slot_values,
     RUN_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
     slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
     if slot >= 0:
         ranks = tl.program_id(1) * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
         columns = tl.arange(0, BLOCK_INPUTS)
-        a = slots + slot.to(tl.int64) * slot_values + at + ranks[:, None].to(tl.int64) * inputs
+        a = matrices + slot.to(tl.int64) * slot_values + ranks[:, None].to(tl.int64) * inputs
         sums = tl.zeros((RUN_ROWS, BLOCK_RANKS), tl.float32)
         for begin in range(0, inputs, BLOCK_INPUTS):
             here = begin + columns < inputs
             values = tl.load(x + row[:, None] * inputs + begin + columns, mask=inside[:, None] & here, other=0.0)
             weights = tl.load(a + begin + columns, mask=here[None, :], other=0.0)
-            sums = dot(values, tl.trans(weights), sums)
+            sums = dot(values.to(weights.dtype), tl.trans(weights), sums)
         tl.store(shrunk + row[:, None] * width + ranks, sums.to(shrunk.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _expand(
-    shrunk, slots, runs, rows, out, outputs, width, slot_values, at, first_end, second_end,
+    shrunk, matrices, runs, rows, out, outputs, width, slot_values, first_end, second_end,
     RUN_ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
@@ -79,7 +80,7 @@ def _expand(
         ranks = tl.arange(0, BLOCK_RANKS)
         # A block of outputs lies in one slice, and uses the ranks of that slice.
         part = (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32)
-        b = slots + slot.to(tl.int64) * slot_values + at + columns[:, None].to(tl.int64) * RANK + ranks
+        b = matrices + slot.to(tl.int64) * slot_values + columns[:, None].to(tl.int64) * RANK + ranks
         source = shrunk + row[:, None] * width + part * RANK + ranks
         sums = tl.zeros((RUN_ROWS, BLOCK_OUTPUTS), tl.float32)
         for begin_rank in range(0, RANK, BLOCK_RANKS):
@@ -97,10 +98,13 @@ class LayerSlot:
     """Says where the matrices of a fused layer lie in each slot.
 
     Attributes:
-        a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank].
+        a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank]; of the layers
+            of all experts, to those of one expert after another.
         inputs, outputs: sizes of the layer.
         ends: for each slice, the number of the output after its last one; the last slice ends at ``outputs``.
         rank: the rank that slots have room for, a multiple of RANK_MULTIPLE.
+        experts: how many experts have such a layer; 0 for a layer that all rows pass.
+        exact: whether the matrices are float32 in every type of the model, and lie in slots of that type.
     """
 
     a_at: int
@@ -109,11 +113,13 @@ class LayerSlot:
     outputs: int
     ends: tuple[int, ...]
     rank: int
+    experts: int = 0
+    exact: bool = False
 
     @property
     def values(self) -> int:
-        """Returns how many values both matrices of a slot have."""
-        return self.rank * (len(self.ends) * self.inputs + self.outputs)
+        """Returns how many values both matrices of a slot have, those of all experts."""
+        return max(1, self.experts) * self.rank * (len(self.ends) * self.inputs + self.outputs)
 
     @property
     def block_outputs(self) -> int:
@@ -137,14 +143,14 @@ def add_low_rank(
 ) -> None:
     """Adds to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``.
 
-    slots: [P, values], one slot after another, of x's type like ``out`` and ``shrunk`` [T or more, at least
-    slices * rank], which is overwritten. Raises Internal for misshapen tensors.
+    slots: [P, values], one slot after another, of x's type or float32, which is the type of ``shrunk`` [T or more, at
+    least slices * rank], too, that is overwritten; ``out`` is of either type. Raises Internal for misshapen tensors.
     """
     check_tensor("x", x, (None, layer.inputs), _DTYPES)
-    check_tensor("out", out, (len(x), layer.outputs), x.dtype, x.device)
-    check_tensor("slots", slots, (None, None), x.dtype, x.device)
+    check_tensor("out", out, (len(x), layer.outputs), (x.dtype, torch.float32), x.device)
+    check_tensor("slots", slots, (None, None), torch.float32 if layer.exact else x.dtype, x.device)
     check_tensor("runs", record.runs, (None, RUN_WORDS), torch.int32, x.device)
-    check_tensor("shrunk", shrunk, (None, None), x.dtype, x.device)
+    check_tensor("shrunk", shrunk, (None, None), slots.dtype, x.device)
     ranks = len(layer.ends) * layer.rank
     check(len(shrunk) >= len(x) and shrunk.shape[1] >= ranks, f"shrunk is {list(shrunk.shape)}")
     check(all(end % layer.block_outputs == 0 for end in layer.ends[:-1]), f"slices end at {layer.ends}")
@@ -152,15 +158,16 @@ def add_low_rank(
     if not len(record.runs):
         return
     slot_values, width = slots.shape[1], shrunk.shape[1]
+    # Matrices have pointers of their own, for offsets may exceed 32 bits, which would need other kernels.
     constants = _shrink_constants()
     _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"])](
-        x, slots, record.runs, record.rows, shrunk, layer.inputs, width, slot_values, layer.a_at, **constants
+        x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values, **constants
     )
     ends = (*layer.ends[:-1], layer.outputs, layer.outputs)
-    constants = _expand_constants(layer, x.element_size())
+    constants = _expand_constants(layer, slots.element_size())
     _expand[(len(record.runs), triton.cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
-        shrunk, slots, record.runs, record.rows, out, layer.outputs, width, slot_values, layer.b_at, ends[0], ends[1],
-        **constants,
+        shrunk, slots[0, layer.b_at :], record.runs, record.rows, out, layer.outputs, width, slot_values, ends[0],
+        ends[1], **constants,
     )  # fmt: skip
 
 

@@ -1,19 +1,23 @@
 """Products of rows by their experts' matrices, plain and quantized, in the shapes of models that are deployed.
 
 Few rows are compared with reading the experts that they choose, which is counted, at the copy bandwidth; a chunk with
-the rate of a plain product of as many rows. Rows choose experts evenly, by random numbers.
+the rate of a plain product of as many rows. Rows choose experts evenly, by random numbers. Products of plain matrices
+are measured with adapters, too, which the rows have in turn: ``of_plain`` is their time over that without.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lab.benchmarks.gpu.bench import Bench, rotations
+from lab.benchmarks.gpu.bench import Bench, Row, rotations, spread
 from lab.benchmarks.gpu.calls import ATOL, RTOL, KernelCase
-from lab.benchmarks.gpu.products import random_matrix
+from lab.benchmarks.gpu.products import ADAPTER_RANK, ADAPTERS, random_matrix
+
+if TYPE_CHECKING:
+    from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
 
 
 class ExpertShape(NamedTuple):
@@ -61,6 +65,14 @@ def run(bench: Bench) -> None:
                 case = grouped_case(bench, shape, rows, stacks)
                 case.verify()
                 times, title = bench.time(case.calls), f"{name}, {rows} rows"
+                if shape.kind == "bf16":
+                    adapted = grouped_case(bench, shape, rows, stacks, ADAPTERS)
+                    adapted.verify()
+                    took = bench.time(adapted.calls)
+                    share = adapted.moved_bytes / bench.bandwidth / took.median_s
+                    more = {**spread(took), "of_plain": took.median_s / times.median_s}
+                    name_of = f"{title}, {ADAPTERS} adapters of rank {ADAPTER_RANK}"
+                    bench.report(Row(name_of, took.median_s * 1e6, "us", share, "copy bandwidth", more=more))
                 if rows in few:
                     bench.report_bytes(title, times, case.moved_bytes, FEW_TARGET)
                     continue
@@ -71,9 +83,11 @@ def run(bench: Bench) -> None:
         bench.attempt(name, measure)
 
 
-def grouped_case(bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple[Any, torch.Tensor]]) -> KernelCase:
-    """Makes a case of random rows, which choose experts at random. ``stacks`` are experts' matrices, and the weights of
-    the first expert."""
+def grouped_case(
+    bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple[Any, torch.Tensor]], adapters: int = 0
+) -> KernelCase:
+    """Makes a case of random rows, which choose experts at random, and have so many ``adapters`` in turn. ``stacks``
+    are experts' matrices, and the weights of the first expert."""
     from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
 
     pairs = rows * shape.choices
@@ -92,18 +106,22 @@ def grouped_case(bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple
     out = torch.zeros(pairs, width, dtype=torch.bfloat16, device=bench.device)
     product = GroupedProduct(torch.bfloat16, bench.device)
     activation = "silu" if shape.gated else None
+    own = _random_adapters(shape, rows, adapters, x) if adapters else None
 
     def call(stack: Any) -> torch.Tensor:
         return product(
             x, order, shape.choices, made, count, stack, None, activation, gated=shape.gated, out=out, scatter=True,
-            tile_rows=tile,
+            tile_rows=tile, adapters=own,
         )  # fmt: skip
 
     def verify() -> None:
         call(stacks[0][0])
         first = tiles[0][0]
         mine = (chosen == first).nonzero().flatten().to(bench.device)
-        found = (x[mine // shape.choices].float() @ stacks[0][1][first % len(stacks[0][1])].float().T).bfloat16()
+        found = x[mine // shape.choices].float() @ stacks[0][1][first % len(stacks[0][1])].float().T
+        if own is not None:
+            found += _added(own, first, x, mine)
+        found = found.bfloat16()
         if shape.gated:
             found = torch.nn.functional.silu(found[:, :width]) * found[:, width:]
         wanted = found.float()
@@ -111,7 +129,38 @@ def grouped_case(bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple
 
     size = _bytes(stacks[0][0]) / shape.experts
     moved = sum(count > 0 for count in counts) * size + 2.0 * pairs * (shape.inputs + width)
+    if own is not None:
+        each = {(expert, pair // shape.choices % adapters) for pair, expert in enumerate(chosen.tolist())}
+        moved += len(each) * 2.0 * own.layer.values / shape.experts
     return KernelCase([functools.partial(call, stack) for stack, _ in stacks], moved, verify)
+
+
+def _random_adapters(shape: ExpertShape, rows: int, adapters: int, x: torch.Tensor) -> PairAdapters:
+    """Makes adapters that rows have in turn."""
+    from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
+    from pillion.kernels.gpu.products.low_rank_product import LayerSlot
+
+    ends = (shape.outputs // 2, shape.outputs) if shape.gated else (shape.outputs,)
+    b_at = shape.experts * len(ends) * ADAPTER_RANK * shape.inputs
+    layer = LayerSlot(0, b_at, shape.inputs, shape.outputs, ends, ADAPTER_RANK, shape.experts)
+    slots = torch.randn(adapters, layer.values, device=x.device).bfloat16()
+    slots[:, :b_at] /= shape.inputs**0.5
+    row_slots = torch.arange(rows, dtype=torch.int32, device=x.device) % adapters
+    shrunk = torch.zeros(rows * shape.choices, len(ends) * ADAPTER_RANK, dtype=x.dtype, device=x.device)
+    return PairAdapters(slots, layer, row_slots, shape.choices, shrunk)
+
+
+def _added(adapters: PairAdapters, expert: int, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Returns what adapters add to an expert's products of some pairs: [P, outputs] float32."""
+    layer, found = adapters.layer, []
+    a, b = adapters.slots[:, : layer.b_at], adapters.slots[:, layer.b_at :]
+    for row in (pairs // adapters.per_token).tolist():
+        slot = int(adapters.row_slots[row])
+        matrix = a[slot].view(layer.experts, len(layer.ends), layer.rank, -1)[expert].float()
+        shrunk = (matrix @ x[row].float()).bfloat16().float()
+        parts = b[slot].view(layer.experts, len(layer.ends), -1, layer.rank)[expert].float()
+        found.append(torch.einsum("sor,sr->so", parts, shrunk).flatten())
+    return torch.stack(found)
 
 
 def _bytes(stack: Any) -> int:

@@ -11,7 +11,7 @@ from lab.benchmarks.gpu.calls import CASES, KernelCase
 from lab.benchmarks.gpu.grouped import SHAPES as EXPERTS
 from lab.benchmarks.gpu.grouped import TINY_SHAPES, expert_stacks, grouped_case
 from lab.benchmarks.gpu.pools import AttentionPool, verify_rows
-from lab.benchmarks.gpu.products import plain_case, product_case
+from lab.benchmarks.gpu.products import ADAPTERS, plain_case, product_case
 from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from lab.benchmarks.gpu.states import CONTEXT, rule_case
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
@@ -134,6 +134,17 @@ def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tu
     return Tunable("grouped_product", cases, grid, {"rows": tile, "bytes": 2, **facts})
 
 
+def _shrink(rows: int, tile: int) -> Tunable:
+    """Returns the tile of what adapters add to a product of a mixture, in tiles of so many rows."""
+
+    def cases(bench: Bench) -> list[Build]:
+        shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS["Qwen3-30B-A3B, up"], rows)
+        return [lambda: grouped_case(bench, shape, count, expert_stacks(shape, bench.device, bench.smoke), ADAPTERS)]
+
+    grid: dict[str, tuple[int, ...]] = {"inputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+    return Tunable("shrink_pairs", cases, grid, {"rows": tile, "bytes": 2})
+
+
 def _plain(rows: int) -> Tunable:
     """Returns the tile of plain products of so many rows."""
     large = rows == ROW_TILES[-1]
@@ -237,6 +248,8 @@ TUNABLES: dict[str, Tunable] = {
         _small(("sort pairs", 32), ("sort pairs", 2048)),
         {"few_warps": (4, 8, 16), "num_warps": (4, 8), "sum_warps": (4, 8)},
     ),
+    "shrink_pairs_16": _shrink(32, 16),
+    "shrink_pairs_128": _shrink(2048, 128),
     "expert_sums": Tunable(
         "expert_sums",
         _small(("sum experts", 32), ("sum experts", 2048)),

@@ -1,0 +1,201 @@
+"""Computes what the adapters of a step's rows add to the products of their experts (LoRA), before activation and sums.
+
+    shrink: shrunk[place] = A[adapter, expert] x    a launch of its own before the product
+    expand: sums += B[adapter, expert] shrunk       a part of the product (grouped_product.py), before its bias
+
+Both go over the tiles of the product, whose rows have one expert, in the order that sorting has given them, so pairs
+need no second order by adapter. In a tile a program goes through the adapters that its rows have, from the lowest slot
+to the highest, and multiplies the matrix of each by the tile's rows, of which those with another adapter count as
+zeros. A decode's tile has few rows, and that of a chunk mostly one adapter, so little is multiplied for nothing; rows
+without an adapter are not read, and neither are matrices that no row of the tile has.
+
+The matrices are the left operands, as in the product, and each sum is one chain of additions over the inputs, or the
+ranks, in order. What other rows' adapters add to a row's sums are zeros. So a row's bits do not depend on its tile.
+
+In a slot (:class:`pillion.kernels.gpu.products.low_rank_product.LayerSlot`) the matrices of a layer lie as
+
+    A [experts, slices, max_rank, inputs]      B [experts, outputs, max_rank]
+
+Grids follow the most tiles of so many rows, as the product's do, and slots never move: a CUDA graph serves any step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.launch import check, check_tensor
+from pillion.kernels.gpu.products.low_rank_product import LayerSlot, padded_rank
+from pillion.kernels.gpu.tuned import tuned
+
+# A greater number than that of any slot.
+_NO_SLOT = tl.constexpr(2**30)
+# So many ranks are multiplied at a time, whatever the number of rows: it decides which instruction multiplies.
+BLOCK_RANKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PairAdapters:
+    """Says what adapters add to a product of rows by their experts' matrices.
+
+    Attributes:
+        slots: [S, values], one adapter after another, of the type of the rows.
+        layer: where the matrices of the layer's experts lie in a slot.
+        row_slots: int32 [T], the slot of each row's adapter, -1 where it has none.
+        per_token: pair p is one of row ``p // per_token``.
+        shrunk: [P or more, slices * rank] of the type of the rows, which is overwritten.
+    """
+
+    slots: torch.Tensor
+    layer: LayerSlot
+    row_slots: torch.Tensor
+    per_token: int
+    shrunk: torch.Tensor
+
+    def check(self, experts: int, inputs: int, outputs: int, like: torch.Tensor) -> None:
+        """Raises Internal unless these are adapters of a product of that shape, of the type of ``like``."""
+        layer, ranks = self.layer, len(self.layer.ends) * self.layer.rank
+        check((layer.experts, layer.inputs, layer.outputs) == (experts, inputs, outputs), f"{layer} is another layer's")
+        check(len(layer.ends) <= 2 and layer.ends[-1] == outputs, f"slices end at {layer.ends}")
+        check(padded_rank(layer.rank) == layer.rank, f"the kernels need ranks of 16, 32, 64 ..., not {layer.rank}")
+        check_tensor("slots", self.slots, (None, None), like.dtype, like.device)
+        check_tensor("row_slots", self.row_slots, (None,), torch.int32, like.device)
+        check_tensor("shrunk", self.shrunk, (None, ranks), like.dtype, like.device)
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """Gives the tensors that the product reads; B by a pointer of its own, as A has one."""
+        return self.row_slots, self.shrunk, self.slots[0, self.layer.b_at :]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Gives the numbers that the product reads: pairs of a row, where the second slice begins, values of a slot."""
+        return self.per_token, self.layer.ends[0], self.slots.shape[1]
+
+
+@triton.jit
+def slots_of(row_slots, pair, inside, per_token):
+    """Returns the adapter slot of each pair of a tile, -1 where there is none, and the lowest and highest of them; a
+    lowest one above the highest where no pair has one."""
+    slot = tl.load(row_slots + pair // per_token, mask=inside, other=-1)
+    return slot, tl.min(tl.where(slot < 0, _NO_SLOT, slot), 0), tl.max(slot, 0)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["choices", "per_token"])
+def _shrink_pairs(
+    rows, order, tiles, count, row_slots, a, shrunk, choices, per_token, inputs, slot_values,
+    GATHERED: tl.constexpr, RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    # fmt: on
+    """Computes a block of ranks of the rows of one tile."""
+    tile = tl.program_id(0)
+    wait_for_earlier(DEPENDENT)
+    if tile < tl.load(count):
+        expert = tl.load(tiles + tile * 3).to(tl.int64)
+        begin = tl.load(tiles + tile * 3 + 1)
+        held = tl.load(tiles + tile * 3 + 2)
+        number = tl.arange(0, BLOCK_T)
+        place = begin + tl.minimum(number, held - 1)
+        pair = tl.load(order + place)
+        slot, least, most = slots_of(row_slots, pair, number < held, per_token)
+        token = pair // choices if GATHERED else place
+        rank = tl.program_id(1) * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
+        columns = tl.arange(0, BLOCK_INPUTS)
+        left = a + (expert * RANKS + rank[:, None]) * inputs + columns[None, :]
+        right = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
+        sums = tl.zeros((BLOCK_RANKS, BLOCK_T), tl.float32)
+        for one in range(least, most + 1):
+            mine = slot == one
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                matrix = left + one * slot_values.to(tl.int64)
+                for at in range(0, inputs, BLOCK_INPUTS):
+                    here = at + columns < inputs
+                    weights = tl.load(matrix + at, mask=here[None, :], other=0.0)
+                    values = tl.load(right + at, mask=here[:, None] & mine[None, :], other=0.0)
+                    sums = dot(weights, values, sums)
+        target = shrunk + place.to(tl.int64)[None, :] * RANKS + rank[:, None]
+        tl.store(target, sums.to(shrunk.dtype.element_ty), mask=(slot >= 0)[None, :])
+
+
+# fmt: off
+@triton.jit
+def expanded(
+    total, shrunk, b, slot, least, most, expert, place, output, outputs, first_end, slot_values,
+    RANK: tl.constexpr, SLICES: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+):
+    # fmt: on
+    """Returns float32 sums [outputs, places] with the products of the places' shrunk rows by B. Outputs before
+    ``first_end`` use the ranks of the first slice, others those of the second one."""
+    ranks = tl.arange(0, BLOCK_RANKS)
+    left = b + (expert * outputs + output[:, None]) * RANK + ranks[None, :]
+    right = shrunk + place.to(tl.int64)[None, :] * (SLICES * RANK) + ranks[:, None]
+    second = (output >= first_end).to(tl.int32)
+    for one in tl.range(least, most + 1, num_stages=1):
+        mine = slot == one
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            matrix = left + one * slot_values.to(tl.int64)
+            for part in tl.static_range(SLICES):
+                for begin in tl.range(0, RANK, BLOCK_RANKS, num_stages=1):
+                    values = tl.load(right + part * RANK + begin, mask=mine[None, :], other=0.0)
+                    if SLICES > 1:
+                        weights = tl.load(matrix + begin, mask=(second == part)[:, None], other=0.0)
+                    else:
+                        weights = tl.load(matrix + begin)
+                    total = dot(weights, values, total)
+    return total
+
+
+def shrink_pairs(
+    rows: torch.Tensor,
+    order: torch.Tensor | None,
+    choices: int,
+    tiles: torch.Tensor,
+    count: torch.Tensor,
+    adapters: PairAdapters,
+    gathered: bool,
+    tile_rows: int,
+    arch: int,
+) -> None:
+    """Writes the products of rows [R, K] by A of their adapters into ``adapters.shrunk``, by place. The arguments are
+    those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedProduct`, which has checked them."""
+    layer = adapters.layer
+    assert order is not None, "adapters are those of pairs, which have no order"
+    check(len(adapters.shrunk) >= len(order), f"shrunk rows are {len(adapters.shrunk)}, for {len(order)} pairs")
+    constants = shrink_constants(layer, tile_rows, rows.element_size(), arch)
+    blocks = constants["RANKS"] // constants["BLOCK_RANKS"]
+    # A pointer of its own, for offsets may exceed 32 bits, which would need another kernel.
+    a = adapters.slots[0, layer.a_at :]
+    _shrink_pairs[(len(tiles), blocks)](
+        rows, order, tiles, count, adapters.row_slots, a, adapters.shrunk, choices, adapters.per_token, layer.inputs,
+        adapters.slots.shape[1], GATHERED=gathered, **constants,
+    )  # fmt: skip
+
+
+def shrink_constants(layer: LayerSlot, tile_rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
+    """Returns the constants of a shrink, but for that which says whether rows are gathered."""
+    use = tuned("shrink_pairs", arch, rows=tile_rows, bytes=item_bytes)
+    ranks = len(layer.ends) * layer.rank
+    return {
+        "RANKS": ranks,
+        "BLOCK_RANKS": min(BLOCK_RANKS, ranks),
+        "BLOCK_T": tile_rows,
+        "BLOCK_INPUTS": use["inputs"],
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+        **dependent(arch),
+    }
+
+
+def expand_constants(layer: LayerSlot | None) -> dict[str, Any]:
+    """Returns those constants of a grouped product that say what adapters add; nothing where ``layer`` is None."""
+    if layer is None:
+        return {"RANK": 0, "SLICES": 0, "BLOCK_RANKS": 0}
+    return {"RANK": layer.rank, "SLICES": len(layer.ends), "BLOCK_RANKS": min(BLOCK_RANKS, layer.rank)}
