@@ -91,6 +91,13 @@ def test_every_coding_and_group(coding, group):
         check_against_torch(random_matrix(coding, 19, inputs, group, offsets=offsets), 3, torch.float32)
 
 
+@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("group", [16, 48, 64])
+def test_groups_in_bfloat16(group, count):
+    """Groups of 16 inputs, and those that are divided into such, are rounded; sums of larger ones are multiplied."""
+    check_against_torch(random_matrix("int4", 19, 512, group), count, torch.bfloat16)
+
+
 @given(
     coding=st.sampled_from(sorted(CODINGS)),
     shape=st.tuples(st.integers(1, 140), st.integers(1, 700)),

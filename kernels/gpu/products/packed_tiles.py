@@ -188,7 +188,7 @@ def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
         return False
     if kind.coding == "fp4_e2m1":
         return kind.scale != "float32"
-    return _places_of(kind) * COLUMNS >= _LEAST_SUM
+    return kind.group != LEAST_GROUP and _places_of(kind) * COLUMNS >= _LEAST_SUM
 
 
 def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:
