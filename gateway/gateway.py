@@ -51,6 +51,7 @@ from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
     RequestMeter,
+    TenantSums,
     begin_span,
     count_refused,
     describe_span,
@@ -97,7 +98,7 @@ from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.rules.priority import queue_order
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
-from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
+from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, TenantUsage, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
@@ -200,6 +201,8 @@ class Gateway:
         self.refusals = Refusals()
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
+        self.tenants = TenantSums()
+        self.meters.watch(self.tenants.readings)
 
     def tenant_of(self, authorization: str) -> Tenant:
         """Returns the tenant of a call, by the value of its Authorization header. A refusal is counted. Raises
@@ -598,6 +601,7 @@ class Gateway:
             cached_tokens=sum(one.cached_tokens for one in totals),
             completion_tokens=sum(one.completion_tokens for one in totals),
             index_available=self.cluster.index_available,
+            tenants=tuple(TenantUsage(name, usage) for name, usage in sorted(self.tenants.of.items())),
         )
 
     @property
@@ -853,6 +857,7 @@ class Gateway:
             self.totals += usage
             if story is not None:
                 story.ended(time.monotonic(), usage, runner.timings, runner.defect)
+            self.tenants.add(permit.tenant.name, usage)
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
             if self._retentions is not None:

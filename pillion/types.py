@@ -475,6 +475,10 @@ class Usage:
     reasoning, where the gateway tells it from the answer. Decode workers drafted ``guessed_tokens``, of which
     ``accepted_tokens`` were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens``
     from the node's own lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
+
+    The other fields are the receipt, which is there when the request has ended: tokens that were computed before the
+    next new one, those that were computed again after a loss included, and the KV that the request held in pools, in
+    bytes times seconds, by where it came from.
     """
 
     prompt_tokens: int
@@ -486,6 +490,13 @@ class Usage:
     fetched_tokens: int = 0
     restored_tokens: int = 0
     bucket_tokens: int = 0
+    # No two runs of a request hold memory for equally long, so comparisons leave these fields out.
+    computed_tokens: int = field(default=0, compare=False)
+    kv_computed_byte_seconds: int = field(default=0, compare=False)
+    kv_pool_byte_seconds: int = field(default=0, compare=False)
+    kv_fetched_byte_seconds: int = field(default=0, compare=False)
+    kv_restored_byte_seconds: int = field(default=0, compare=False)
+    kv_bucket_byte_seconds: int = field(default=0, compare=False)
 
     def __add__(self, other: Usage) -> Usage:
         """Adds the counts of two requests."""
@@ -495,6 +506,11 @@ class Usage:
         """Divides the cached tokens by where their KV was found; what was brought from nowhere was in the pool."""
         brought = {name: getattr(self, name) for name in ("fetched_tokens", "restored_tokens", "bucket_tokens")}
         return {"pool_tokens": self.cached_tokens - sum(brought.values()), **brought}
+
+    def kv_byte_seconds(self) -> dict[str, int]:
+        """Returns the KV that was held in pools, in bytes times seconds, by where it came from."""
+        tiers = ("computed", "pool", "fetched", "restored", "bucket")
+        return {tier: getattr(self, f"kv_{tier}_byte_seconds") for tier in tiers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -667,9 +683,17 @@ class ComponentStatus:
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """Adds up the usage of a tenant's requests that have ended at one gateway since it started."""
+
+    tenant: str
+    usage: Usage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """Describes the whole cluster, as ``pillion status`` shows it."""
+    """Describes the whole cluster, as ``pillion status`` shows it. ``tenants`` are of the gateway that was asked."""
 
     version: str
     components: tuple[ComponentStatus, ...]
@@ -678,3 +702,4 @@ class ClusterStatus:
     cached_tokens: int
     completion_tokens: int
     index_available: bool
+    tenants: tuple[TenantUsage, ...] = ()

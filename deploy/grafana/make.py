@@ -152,6 +152,18 @@ def _service() -> Dashboard:
             "Requests whose bundles were written, by why, and those whose bundles were lost.",
             stacked=True,
         ),
+        Panel(
+            "Tokens by tenant",
+            TOKENS_PER_S,
+            (Query(rate_by("pillion_tenant_tokens_total", "tenant, kind"), "{{tenant}} {{kind}}"),),
+            "Counted at the ends of requests. Beyond 64 tenants of a gateway the others are together.",
+        ),
+        Panel(
+            "KV by tenant",
+            "bytes",
+            (Query(rate_by("pillion_tenant_kv_byte_seconds_total", "tenant, tier"), "{{tenant}} {{tier}}"),),
+            "The KV that ended requests held in pools on the average, by where it came from.",
+        ),
     )
     workers = (
         Panel(

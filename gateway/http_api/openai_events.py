@@ -120,7 +120,7 @@ class ResponseWriter(AnswerWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         """Returns the event with the usage and the timings, where they were asked for, and the mark of the end."""
-        found: dict[str, Any] = {"usage": usage_fields(usage)} if self._asked.include_usage else {}
+        found: dict[str, Any] = {"usage": self._usage(usage)} if self._asked.include_usage else {}
         found |= self._asked_timings()
         if not found:
             return DONE
@@ -200,8 +200,11 @@ class ResponseWriter(AnswerWriter):
             if answer.stop_string:
                 # This field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
-        whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
+        whole = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(usage)}
         return _encode({**whole, **self._asked_timings(), **self._around()})
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return usage_fields(usage, with_receipt=self._asked.timings)
 
     def _asked_timings(self) -> dict[str, Any]:
         return {"timings": self._timings} if self._asked.timings and self._timings is not None else {}
@@ -493,9 +496,9 @@ def _whole_call(parts: Sequence[ToolCallDelta], custom: bool) -> dict[str, Any]:
     return {"id": parts[0].id, "type": kind, kind: called}
 
 
-def usage_fields(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage, *, with_receipt: bool = False) -> dict[str, Any]:
     """Returns a call's usage under OpenAI's names. The number of cached tokens is always there; the numbers by tier, of
-    tokens of reasoning and of draft tokens are left out where they are 0."""
+    tokens of reasoning and of draft tokens are left out where they are 0. The receipt is Pillion's own."""
     details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     if usage.guessed_tokens:
         details["accepted_prediction_tokens"] = usage.accepted_tokens
@@ -506,7 +509,13 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": cached_fields(usage),
         **({"completion_tokens_details": details} if details else {}),
+        **(receipt_fields(usage) if with_receipt else {}),
     }
+
+
+def receipt_fields(usage: Usage) -> dict[str, Any]:
+    """Returns what a request had computed, and the KV that it held, in bytes times seconds."""
+    return {"computed_tokens": usage.computed_tokens, "kv_byte_seconds": usage.kv_byte_seconds()}
 
 
 def cached_fields(usage: Usage) -> dict[str, Any]:

@@ -161,6 +161,7 @@ class RequestMachine:
         # range goes on.
         self._lost: ev.DecodeLost | None = None
         self._timeline = _Timeline(arrived)
+        self.held = HeldKv()
         if resumed is not None:
             self.emitted.extend(resumed.token_ids)
             self._timeline.found, self._timeline.cached_tokens = True, cached_tokens + virtual_tokens
@@ -247,6 +248,7 @@ class RequestMachine:
             if not self._max_tokens:
                 return self._end(ev.Finish(FinishReason.LENGTH), now)
             self.state = RequestState.DECODING
+            self.held.follow(self.plan, now)
             return [] if self._lost is None else self._decoding(self._lost, now)
         cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
         self.attempt, self._lost = event.attempt, None
@@ -262,6 +264,7 @@ class RequestMachine:
             self._lost = event
             return []
         self.state = RequestState.DECODING
+        self.held.follow(self.plan, now)
         return self._decoding(event, now)
 
     def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
@@ -292,10 +295,12 @@ class RequestMachine:
         late = "; not split any more, for the decode worker has the ticket" if plan.chunks else ""
         self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
         self._timeline.find(self.plan)
+        self.held.settle(self.plan)
         return []
 
     def _admitted(self, now: float) -> None:
         self._lost_tickets = 0
+        self.held.begin(now)
         if self._timeline.admitted is None:
             self._timeline.admitted = now
 
@@ -333,6 +338,7 @@ class RequestMachine:
         assert self.hold is not None
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
         self._timeline.find(self.plan)
+        self.held.settle(self.plan)
         if not self.plan.chunks:
             self.state = RequestState.DECODING
             return [self._submit()]
@@ -468,6 +474,7 @@ class RequestMachine:
         if not waits and (loss.patience_s or self._fruitless >= self._max_attempts):
             return self._end(ev.Fail(self._given_up(loss)), now, stream_over)
         leaving = self._leave(stream_over)
+        self._let_go(False, now)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
         self._losses += 1
@@ -488,7 +495,11 @@ class RequestMachine:
         leaving = self._leave(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
         self.state = RequestState.DONE
         self._timeline.ended = now
+        self._let_go(isinstance(terminal, ev.Finish), now)
         return [*leaving, terminal]
+
+    def _let_go(self, whole: bool, now: float) -> None:
+        self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
     def _leave(self, stream_over: bool = False, finished: bool = False) -> list[Action]:
         """Stops whatever the current attempt does. ``finished`` says that the stream has ended by itself and the answer
@@ -605,6 +616,59 @@ class _Timeline:
         )
 
 
+class HeldKv:
+    """Sums up what the attempts of one answer have computed, and for how long they have held KV, for the receipt of its
+    request. Times are monotonic, in seconds.
+
+        memory is granted --begin--> the plan is settled --settle--> tokens --end--> what the attempt computed and held
+
+    An attempt holds the blocks of its prompt from the grant of its memory to its end. Those of its answer count as if
+    they had come evenly.
+
+    Attributes:
+        computed_tokens: tokens of the prompt that were computed, and in later attempts of the answer so far.
+        byte_s: bytes of KV times the seconds for which they were held.
+        token_byte_s: that of a single token that was held in all attempts.
+    """
+
+    def __init__(self) -> None:
+        self.computed_tokens = 0
+        self.byte_s = self.token_byte_s = 0.0
+        self._plan: RequestPlan | None = None
+        self._since_s = 0.0
+        # The leader counts these tokens, which the attempt of a further answer shares with it.
+        self._shared_tokens = 0
+
+    def begin(self, now_s: float) -> None:
+        """Notes that an attempt has got its memory."""
+        self._since_s = now_s
+
+    def settle(self, plan: RequestPlan) -> None:
+        """Notes what an attempt begins with, and what it has to compute."""
+        self._plan, self._shared_tokens = plan, 0
+
+    def follow(self, plan: RequestPlan | None, now_s: float) -> None:
+        """Notes that a further answer begins, behind a prompt that the leader has had computed."""
+        self._plan, self._since_s = plan, now_s
+        self._shared_tokens = 0 if plan is None else plan.prompt_tokens
+
+    def end(self, tokens: int, prefilled_tokens: int, whole: bool, now_s: float) -> None:
+        """Notes that an attempt has ended, with KV of so many tokens. A prefill range had come to ``prefilled_tokens``;
+        ``whole`` says that the answer is whole."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        begun, held = plan.prompt_tokens - self._shared_tokens, tokens - self._shared_tokens
+        if begun:
+            # A token shows that the whole prompt was computed.
+            reached = plan.prompt_tokens if whole or held > begun else prefilled_tokens
+            self.computed_tokens += max(0, reached - plan.cached_tokens)
+        each_byte_s = (now_s - self._since_s) * plan.decode.block_bytes / plan.block_size
+        states = plan.working_pages * plan.block_size
+        self.byte_s += each_byte_s * ((begun + held) / 2 + states)
+        self.token_byte_s += each_byte_s
+
+
 # An action comes with the index of its answer.
 AnswerAction = tuple[int, Action]
 
@@ -646,6 +710,18 @@ class ParallelSamples:
         """Counts the tokens so far: the prompt once, and what was generated for all answers."""
         first, *others = (machine.usage() for machine in self.machines)
         return sum((replace(one, prompt_tokens=0, cached_tokens=0) for one in others), first)
+
+    def receipt(self, usage: Usage) -> dict[str, int]:
+        """Returns the fields of ``usage`` that say what all attempts have computed and held. KV that several requests
+        share counts for each of them, under the tier where it was found."""
+        held = [machine.held for machine in self.machines]
+        tiers = {tier: round(tokens * held[0].token_byte_s) for tier, tokens in usage.cached_by_tier().items()}
+        computed = round(sum(one.byte_s for one in held)) - sum(tiers.values())
+        return {
+            "computed_tokens": sum(one.computed_tokens for one in held),
+            "kv_computed_byte_seconds": max(0, computed),
+            **{f"kv_{tier.removesuffix('_tokens')}_byte_seconds": byte_s for tier, byte_s in tiers.items()},
+        }
 
     def timings(self, now: float) -> Timings:
         """Returns the leader's timings, with the time until the last answer's end, and all answers' draft tokens."""

@@ -145,9 +145,15 @@ class RequestRunner:
     def usage(self) -> Usage:
         """Counts the tokens of prompt and answers so far."""
         usage = self._samples.usage()
-        return replace(
-            usage, reasoning_tokens=sum(one.reasoning_tokens for one in self._answers), **self._brought(usage)
-        )
+        reasoning = sum(one.reasoning_tokens for one in self._answers)
+        usage = replace(usage, reasoning_tokens=reasoning, **self._brought(usage))
+        if not self.ended:
+            return usage
+        found = self._samples.receipt(usage)
+        if self.admitted.resume is not None:
+            # The gateway that began with the stream had its prompt computed.
+            found["computed_tokens"] += usage.prompt_tokens - usage.cached_tokens
+        return replace(usage, **found)
 
     def origin(self) -> StreamOrigin | None:
         """Returns what another gateway needs to go on with this stream, besides the tokens. Call it when the first

@@ -1,6 +1,7 @@
 """Records what requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how each ended.
 
 RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
+TenantSums                           adds up the usage of ended requests by tenant
 begin_span ... describe_span         the request's trace span; a RequestRunner ends it, or end_refused_span
 """
 
@@ -17,7 +18,7 @@ from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
-from pillion.observability.metrics import Meters, Reading
+from pillion.observability.metrics import OTHER, Meters, Reading
 from pillion.types import GenerateRequest, Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
@@ -25,6 +26,8 @@ CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"
 CANCELLED = "cancelled"
 # A span has this many characters of the model's name as the client wrote it, which may be no model at all.
 MAX_NAME_CHARS = 100
+# So many tenants have sums of their own, in the order in which they came; those of all others are one.
+MAX_TENANTS = 64
 
 
 class BroughtTokens(NamedTuple):
@@ -126,6 +129,32 @@ class RequestMeter:
 def operation_of(admitted: AdmittedRequest) -> str:
     """Names what a request asks for."""
     return EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
+
+
+class TenantSums:
+    """Adds up the usage of ended requests by tenant, since the gateway started."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Usage] = {}
+
+    def add(self, tenant: str, usage: Usage) -> None:
+        """Adds the usage of a request to its tenant's."""
+        name = tenant if tenant in self._of or len(self._of) < MAX_TENANTS else OTHER
+        self._of[name] = self._of.get(name, Usage(0, 0, 0)) + usage
+
+    @property
+    def of(self) -> Mapping[str, Usage]:
+        """Gives the sums by tenant; "" is the only tenant of a gateway without keys."""
+        return self._of
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the sums as metrics."""
+        for tenant, usage in self._of.items():
+            kinds = (usage.computed_tokens, usage.cached_tokens, usage.completion_tokens)
+            for kind, tokens in zip(("computed", "cached", "generated"), kinds, strict=True):
+                yield names.TENANT_TOKENS, (tenant, kind), tokens
+            for tier, held in usage.kv_byte_seconds().items():
+                yield names.TENANT_KV, (tenant, tier), held
 
 
 def count_refused(meters: Meters, error: PillionError) -> None:

@@ -107,6 +107,8 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
         console.print()
     for model in models:
         console.print(model_line(model, status))
+    if any(one.tenant for one in status.tenants):
+        console.print(tenant_table(status))
     console.print(summary(status))
     if said := version_line(status):
         console.print(said, soft_wrap=True, markup=False, highlight=False)
@@ -163,6 +165,20 @@ def component_lines(status: ClusterStatus) -> Iterator[str]:
         said = [one.model, kernels_of(one), node and f"at {node}", one.trouble or pool]
         if any(said):
             yield f"{one.component_id}: {', '.join(filter(None, said))}"
+
+
+def tenant_table(status: ClusterStatus) -> Table:
+    """Makes a table with what each tenant's ended requests have used, by the gateway that was asked."""
+    table = Table(title="Tenants of this gateway", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("tenant", overflow="fold")
+    for name in ("prompt tokens", "cached", "computed", "generated", "KV GiB s"):
+        table.add_column(name, justify="right")
+    for one in status.tenants:
+        usage = one.usage
+        counts = (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens, usage.completion_tokens)
+        held = sum(usage.kv_byte_seconds().values()) / 2**30
+        table.add_row(one.tenant, *(f"{count:,}" for count in counts), f"{held:,.3f}")
+    return table
 
 
 def _in_order(status: ClusterStatus) -> list[ComponentStatus]:

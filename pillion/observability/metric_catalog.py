@@ -91,6 +91,21 @@ REQUESTS = _counter(
     "pillion.requests", "{request}", "Ended requests: stop, length, cancelled, or the error's code.", MODEL, "outcome"
 )
 REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests refused at the edge.", "reason")
+TENANT_TOKENS = _counter(
+    "pillion.tenant.tokens",
+    "{token}",
+    "Tokens of a tenant's ended requests: computed before the first new one, cached, generated.",
+    "tenant",
+    "kind",
+)
+TENANT_KV = _counter(
+    "pillion.tenant.kv_byte_seconds",
+    "",
+    "KV that a tenant's ended requests held in pools, in bytes times seconds, by where it came from: computed, pool, "
+    "fetched, restored, bucket.",
+    "tenant",
+    "tier",
+)
 REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a component was lost.", MODEL)
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")

@@ -495,6 +495,12 @@ class Usage(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_COMPUTED_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_POOL_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_FETCHED_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_RESTORED_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_BUCKET_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Part of the prompt whose KV was found, never computed for this request. At most prompt_tokens - 1."""
@@ -507,6 +513,18 @@ class Usage(_message.Message):
     fetched_tokens: _builtins.int
     restored_tokens: _builtins.int
     bucket_tokens: _builtins.int
+    computed_tokens: _builtins.int
+    """The receipt, in the last message. Tokens that were computed before the next new one: of the prompt, and after a loss
+    of the answer so far, those included that were computed again.
+    """
+    kv_computed_byte_seconds: _builtins.int
+    """The KV that the request held in the pools of its decode workers' nodes, in bytes times seconds, by where it came
+    from: computed for it, or found in the pool, on other nodes, in the node's lower tiers, or in a bucket.
+    """
+    kv_pool_byte_seconds: _builtins.int
+    kv_fetched_byte_seconds: _builtins.int
+    kv_restored_byte_seconds: _builtins.int
+    kv_bucket_byte_seconds: _builtins.int
     def __init__(
         self,
         *,
@@ -519,10 +537,16 @@ class Usage(_message.Message):
         fetched_tokens: _builtins.int = ...,
         restored_tokens: _builtins.int = ...,
         bucket_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        kv_computed_byte_seconds: _builtins.int = ...,
+        kv_pool_byte_seconds: _builtins.int = ...,
+        kv_fetched_byte_seconds: _builtins.int = ...,
+        kv_restored_byte_seconds: _builtins.int = ...,
+        kv_bucket_byte_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "bucket_tokens", b"bucket_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "guessed_tokens", b"guessed_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "restored_tokens", b"restored_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "bucket_tokens", b"bucket_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "computed_tokens", b"computed_tokens", "fetched_tokens", b"fetched_tokens", "guessed_tokens", b"guessed_tokens", "kv_bucket_byte_seconds", b"kv_bucket_byte_seconds", "kv_computed_byte_seconds", b"kv_computed_byte_seconds", "kv_fetched_byte_seconds", b"kv_fetched_byte_seconds", "kv_pool_byte_seconds", b"kv_pool_byte_seconds", "kv_restored_byte_seconds", b"kv_restored_byte_seconds", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "restored_tokens", b"restored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

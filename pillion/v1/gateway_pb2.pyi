@@ -1263,6 +1263,7 @@ class GetStatusResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     INDEX_AVAILABLE_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     active_requests: _builtins.int
     prompt_tokens: _builtins.int
@@ -1273,6 +1274,10 @@ class GetStatusResponse(_message.Message):
     """False while Redis does not answer; requests go on without prefix hits."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUsage]:
+        """Of the gateway that answers, since it started. Beyond 64 tenants, the others are together under "other"."""
+
     def __init__(
         self,
         *,
@@ -1283,11 +1288,37 @@ class GetStatusResponse(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         index_available: _builtins.bool = ...,
+        tenants: _abc.Iterable[Global___TenantUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "components", b"components", "index_available", b"index_available", "prompt_tokens", b"prompt_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "components", b"components", "index_available", b"index_available", "prompt_tokens", b"prompt_tokens", "tenants", b"tenants", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TenantUsage(_message.Message):
+    """The usage of a tenant's requests that have ended. The only tenant of a gateway without keys has no name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUsage: _TypeAlias = TenantUsage  # noqa: Y015

@@ -23,6 +23,7 @@ from pillion.types import (
     PinnedPrefix,
     Resume,
     StreamOrigin,
+    TenantUsage,
     Timings,
     Tool,
     ToolCall,
@@ -262,7 +263,8 @@ def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
         )
         for one in message.components
     )
-    return ClusterStatus(**_named(ClusterStatus, message) | {"components": tuple(components)})
+    tenants = tuple(TenantUsage(one.tenant, Usage(**_named(Usage, one.usage))) for one in message.tenants)
+    return ClusterStatus(**_named(ClusterStatus, message) | {"components": tuple(components), "tenants": tenants})
 
 
 def _named(cls: type, message: Message) -> dict[str, Any]:

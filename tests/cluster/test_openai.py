@@ -18,6 +18,7 @@ import transformers
 from lab.testbed.conditions import until
 from lab.testbed.tiny_model import BOS, EOS, save_model
 from pillion.errors import InvalidRequest
+from pillion.types import TenantUsage, Usage
 from tests.support.components import Components, running_components
 from tests.support.http import call
 
@@ -71,6 +72,30 @@ async def test_a_completion_says_what_grpc_says(components: Components) -> None:
         )
         assert salted.usage.prompt_tokens_details.cached_tokens == 0
     await components.proven()
+
+
+async def test_a_receipt_comes_with_the_timings(components: Components) -> None:
+    """A prompt is computed once and found the second time; the tenant's sums are those of its requests."""
+    asked = {"model": "tiny", "prompt": [3, *PROMPT[1:]], "max_tokens": 8, "ignore_eos": True}
+    address = components.gateway.http_address
+    (before,) = (await components.client.status()).tenants or (TenantUsage("", Usage(0, 0, 0)),)
+    first, second = [(await call(address, "/v1/completions", asked | {"timings": True})).json for _ in range(2)]
+    held = [one["usage"]["kv_byte_seconds"] for one in (first, second)]
+    assert [one["usage"]["computed_tokens"] for one in (first, second)] == [89, 9]
+    assert held[0]["computed"] > 0 == held[0]["pool"]
+    assert held[1]["pool"] > held[1]["computed"] > 0
+    assert all(one[tier] == 0 for one in held for tier in ("fetched", "restored", "bucket"))
+    assert (
+        not {"computed_tokens", "kv_byte_seconds"}
+        & (await call(address, "/v1/completions", asked)).json["usage"].keys()
+    )
+    last = [delta async for delta in components.client.generate(asked["prompt"], max_tokens=8, ignore_eos=True)][-1]
+    assert last.usage.computed_tokens == 9
+    assert last.usage.kv_pool_byte_seconds > 0
+    (after,) = (await components.client.status()).tenants
+    assert after.tenant == ""
+    assert after.usage.computed_tokens - before.usage.computed_tokens == 89 + 3 * 9
+    assert after.usage.kv_pool_byte_seconds > before.usage.kv_pool_byte_seconds + held[1]["pool"]
 
 
 async def test_a_stream_is_the_whole_answer(components: Components) -> None:
