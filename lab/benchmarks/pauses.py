@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import calendar
 import contextlib
-import itertools
 import json
 import os
 import pathlib
@@ -26,10 +25,8 @@ import random
 import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -38,8 +35,7 @@ from lab.benchmarks.report import save, show_table
 from lab.testbed.cluster import ServedCluster, served
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import AT_START, POINTS
-from pillion import Client
-from pillion.errors import PillionError
+from pillion.drill.streams import StreamLoad, pauses_of
 from pillion.loadgen.figures import percentile
 
 # Role and signal of each row.
@@ -49,11 +45,8 @@ CASES = (
     ("kvnode", signal.SIGKILL),
     ("decode", signal.SIGSTOP),
 )
-STREAMS = 8
 STOP_S = 12.0
 READY_WITHIN_S = 240.0
-# A pause begins so long after its signal at most: tokens may be under way, and a KV node's workers end after it.
-BEGINS_WITHIN_S = 1.0
 # How long first tokens are measured before the first fault.
 UNDISTURBED_S = 20.0
 FIRES_WITHIN_S = 20.0
@@ -63,76 +56,6 @@ LOOK_EVERY_S = 1.0
 # A supervisor gives up where a component dies six times in a minute.
 LEAST_BETWEEN_KILLS_S = 13.0
 PHASES = ("noticed", "begun", "attached", "serving", "next token")
-
-
-@dataclass(slots=True)
-class StreamTimes:
-    """A stream: when it was asked for, when its tokens came, how often it was replayed, and why it was lost."""
-
-    asked_s: float
-    token_s: list[float] = field(default_factory=list)
-    replays: int = 0
-    error: str = ""
-    over: bool = False
-
-
-class StreamLoad:
-    """Threads that ask for one answer after the other; ``streams`` has all of them."""
-
-    def __init__(self, target: str | Sequence[str], prompt_tokens: int, answer_tokens: int) -> None:
-        self.streams: list[StreamTimes] = []
-        self._target = target
-        self._sizes = prompt_tokens, answer_tokens
-        self._over = threading.Event()
-        self._seeds = itertools.count()
-        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
-
-    def first_tokens_s(self) -> list[float]:
-        """Returns how long the first tokens of all streams took so far, but for those that began together with the
-        load."""
-        return [one.token_s[0] - one.asked_s for one in self.streams[STREAMS:] if one.token_s]
-
-    def close(self) -> None:
-        """Ends all streams."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self) -> None:
-        prompt_tokens, answer_tokens = self._sizes
-        with Client(self._target) as client:
-            while not self._over.is_set():
-                chance, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())
-                ids = [chance.randrange(100, 250) for _ in range(prompt_tokens)]
-                length = chance.randint(answer_tokens // 2, answer_tokens * 3 // 2)
-                self.streams.append(times)
-                try:
-                    for delta in client.generate(ids, temperature=0.0, max_tokens=length, ignore_eos=True):
-                        if delta.token_ids:
-                            times.token_s.append(time.monotonic())
-                        if delta.timings is not None:
-                            times.replays = delta.timings.replays
-                        if self._over.is_set():
-                            break
-                except PillionError as error:
-                    times.error = f"{type(error).__name__}: {error.message}"
-                times.over = True
-
-
-def pauses_of(streams: Sequence[StreamTimes], at_s: float) -> tuple[list[float], list[float]]:
-    """Seconds without a token after a fault, of each stream that was under way then and was replayed: of those that
-    had a token before, and of those that had none."""
-    pauses: list[float] = []
-    first_tokens: list[float] = []
-    for stream in streams:
-        later = [moment for moment in stream.token_s if moment > at_s]
-        if stream.asked_s < at_s and later and stream.replays:
-            gaps = itertools.pairwise((at_s, *later))
-            longest_s, began_s = max((end - begin, begin) for begin, end in gaps if begin <= at_s + BEGINS_WITHIN_S)
-            (pauses if stream.token_s[0] <= began_s else first_tokens).append(longest_s)
-    return pauses, first_tokens
 
 
 def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
@@ -197,7 +120,7 @@ def one_fault(
     reached = milestones(cluster.log.read_text(), role, wall_s)
     if role != "kvnode" and len(cluster.components(role)) > 1:
         reached = {phase: at_s for phase, at_s in reached.items() if phase == "noticed"}
-    pauses, first_tokens = pauses_of(under_way, fired.at_s)
+    pauses, first_tokens = pauses_of([one for one in under_way if one.replays], fired.at_s)
     return {"point": point.name, "pauses_s": pauses, "first_tokens_s": first_tokens, "milestones_s": reached}
 
 

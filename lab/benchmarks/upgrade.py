@@ -22,12 +22,13 @@ from typing import Any
 
 from rich.table import Table
 
-from lab.benchmarks.pauses import StreamLoad, StreamTimes, spread
+from lab.benchmarks.pauses import spread
 from lab.benchmarks.report import save, show_table
 from lab.testbed.conditions import wait_for
 from lab.testbed.hosts import Hosts, hosts
 from lab.testbed.release import install, last_release
 from lab.testbed.tiny_model import save_model
+from pillion.drill.streams import StreamLoad, StreamTimes
 
 NODES = ("kv-a", "kv-b")
 GATEWAYS = ("gateway-a", "gateway-b")

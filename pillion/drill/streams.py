@@ -1,0 +1,113 @@
+"""Keeps a small load of streams on a cluster, and says how long each of them paused after a component was lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pillion.client.client import Client
+from pillion.errors import PillionError
+
+STREAMS = 8
+# A pause begins so long after its signal at most: tokens may be under way, and a KV node's workers end after it.
+BEGINS_WITHIN_S = 1.0
+# A stream that was lost is followed by the next one after this time, for gateways may refuse requests at once.
+AFTER_LOSS_S = 0.5
+# A stream that brings nothing any more is not waited for when the load ends.
+CLOSE_WITHIN_S = 5.0
+
+
+@dataclass(slots=True)
+class StreamTimes:
+    """A stream: when it was asked for, when its tokens came, how often it was replayed, how many tokens were computed
+    again for it, and why it was lost."""
+
+    asked_s: float
+    token_s: list[float] = field(default_factory=list)
+    replays: int = 0
+    recomputed_tokens: int = 0
+    error: str = ""
+    over: bool = False
+
+
+class StreamLoad:
+    """Threads that ask for one answer after the other; ``streams`` has all of them. ``reach`` has the arguments of
+    :class:`pillion.Client`, and ``count`` is how many streams run at any time."""
+
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        prompt_tokens: int,
+        answer_tokens: int,
+        count: int = STREAMS,
+        model: str = "",
+        **reach: Any,
+    ) -> None:
+        self.streams: list[StreamTimes] = []
+        self.count = count
+        self._reach = {"target": target, **reach}
+        self._model = model
+        self._sizes = prompt_tokens, answer_tokens
+        self._over = threading.Event()
+        self._seeds = itertools.count()
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def first_tokens_s(self) -> list[float]:
+        """Returns how long the first tokens of all streams took so far, but for those that began together with the
+        load."""
+        return [one.token_s[0] - one.asked_s for one in self.streams[self.count :] if one.token_s]
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(CLOSE_WITHIN_S)
+
+    def _ask(self) -> None:
+        prompt_tokens, answer_tokens = self._sizes
+        with Client(**self._reach) as client:
+            while not self._over.is_set():
+                chance, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())  # noqa: S311
+                ids = [chance.randrange(100, 250) for _ in range(prompt_tokens)]
+                length = chance.randint(answer_tokens // 2, answer_tokens * 3 // 2)
+                self.streams.append(times)
+                asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
+                try:
+                    for delta in client.generate(ids, model=self._model, **asked):
+                        if delta.token_ids:
+                            times.token_s.append(time.monotonic())
+                        if delta.timings is not None:
+                            times.replays = delta.timings.replays
+                        if delta.usage is not None:
+                            usage = delta.usage
+                            once = usage.prompt_tokens - usage.cached_tokens
+                            times.recomputed_tokens = max(0, usage.computed_tokens - once)
+                        if self._over.is_set():
+                            break
+                except PillionError as error:
+                    times.error = f"{type(error).__name__}: {error.message}"
+                    self._over.wait(AFTER_LOSS_S)
+                times.over = True
+
+
+def pauses_of(
+    streams: Sequence[StreamTimes], at_s: float, within_s: float = BEGINS_WITHIN_S
+) -> tuple[list[float], list[float]]:
+    """Seconds without a token after a fault, of each stream that was under way then: of those that had a token before,
+    and of those that had none. A pause begins within ``within_s`` of the fault."""
+    pauses: list[float] = []
+    first_tokens: list[float] = []
+    for stream in streams:
+        later = [moment for moment in stream.token_s if moment > at_s]
+        if stream.asked_s < at_s and later:
+            gaps = itertools.pairwise((at_s, *later))
+            longest_s, began_s = max((end - begin, begin) for begin, end in gaps if begin <= at_s + within_s)
+            (pauses if stream.token_s[0] <= began_s else first_tokens).append(longest_s)
+    return pauses, first_tokens
