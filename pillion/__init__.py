@@ -14,7 +14,7 @@ and engine import errors and types from here and run where gRPC and OpenTelemetr
     wire, v1              what travels between components, and its generated messages
     observability         metrics, traces, logs
     cli, supervisor       the command, and the processes that it starts
-    loadgen               `pillion bench`
+    loadgen, drill        `pillion bench`, `pillion drill`
     records               bundles of requests, and the commands that read them
 
 The servers themselves (`gateway`, `prefill_service`, `decode_service`, `engine`, `kvstore`, `kernels`) are links to
@@ -53,6 +53,7 @@ from pillion.types import (
     PinnedPrefix,
     SamplingParams,
     StructuredOutputs,
+    TenantUsage,
     Timings,
     Tool,
     ToolCall,
@@ -119,6 +120,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "TenantUsage",
     "Timings",
     "Tool",
     "ToolCall",

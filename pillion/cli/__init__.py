@@ -8,6 +8,7 @@
     talk.py, chat.py     generate, status; chat
     bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
     events_command.py    events
+    drill_command.py     drill; the drill itself is :mod:`pillion.drill`
     certs.py, keys.py    certificates for development, API keys
     accuracy_table.py    the table of prepare --quantization
     adapters_command.py  adapters

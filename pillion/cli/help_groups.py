@@ -10,7 +10,7 @@ import click
 COMMANDS = {
     "Run a cluster": "serve demo prepare models",
     "Use a running cluster": "chat generate status cache adapters events",
-    "Measure and plan": "bench",
+    "Measure and plan": "bench drill",
     "Records of requests": "explain replay canary",
     "Keys and certificates": "keys certs",
     "Run one component": "gateway prefill decode kvnode keeper health",

@@ -78,3 +78,17 @@ def sweep(base: Path) -> list[Path]:
         except OSError:
             continue
     return removed
+
+
+def is_supervised(path: Path) -> bool:
+    """Returns whether ``path`` is the directory of a supervisor of this user that lives."""
+    try:
+        if not path.name.startswith(PREFIX) or path.is_symlink() or path.stat().st_uid != os.getuid():
+            return False
+        with open(path / LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,106 @@
+"""Declares `pillion drill`, which strikes components of a live cluster. The command imports what it needs when it
+runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pillion.cli.console import table_console
+from pillion.cli.flags import FlagCommand, option, option_name
+from pillion.cli.reach import DEFAULT_TARGET, pop_reach, talks_to_gateway
+from pillion.drill.contract import KINDS, read_contract
+from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pillion.drill.drill import DrillPlan
+
+TABLE_WIDTH = 120
+CONSENT = "drill"
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(cls=FlagCommand)
+@option("--contract", "TOML or JSON file with the most that a strike may cost.", type=FILE)
+@option("--yes", "Do not ask for consent.", False, is_flag=True)
+@option("--kill", "Command that strikes, with {component}, {role}, {signal}. Default: local processes.", "")
+@option("--start", "Command that starts what --kill has killed, with {component} and {role}.", "")
+@option("--supervised", "Something else starts whatever --kill has killed.", False, is_flag=True)
+@option("--kind kinds", "Strike this kind alone. Repeat it for more.", (), type=click.Choice(KINDS), multiple=True)
+@option("--pause-s", "Stop each component for so long instead of killing it.", 0.0, type=click.FloatRange(0, 3600))
+@option("--streams", "Streams of the drill's own load.", 4, type=click.IntRange(1, 256))
+@option("--input-len", "Tokens of their prompts.", 256, type=click.IntRange(1))
+@option("--output-len", "Tokens of their answers, on the average.", 128, type=click.IntRange(2))
+@option("--model", "Served model name; may be left out where one model is served.", "")
+@option("--within-s", "Most time to wait for the cluster, and for its streams.", 120.0, type=click.FloatRange(1))
+@option("--json", "Write the result there.", type=FILE, metavar="PATH")
+@option("--metrics-file", "Write metrics for Prometheus's text file collector there.", type=FILE, metavar="PATH")
+@talks_to_gateway
+def drill(**values: Any) -> int:
+    """Kill one component of each kind in turn, and compare the cost with a contract.
+
+    The drill streams answers meanwhile. It refuses to begin where a kind has one component and nothing starts it again.
+    The exit status is 0 where the contract was kept, 1 where it was broken, 2 where the drill was refused.
+    """
+    from pillion.drill.drill import choose_victims, run_drill
+    from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of, write_whole
+
+    for name in ("json", "metrics_file"):
+        if values[name] and not values[name].parent.is_dir():
+            raise ConfigError(f"{option_name(name)}: there is no folder {values[name].parent}")
+    plan = _plan_of(values)
+    chosen = choose_victims(plan)
+    names = ", ".join(one.component_id for one in chosen)
+    click.echo(f"{plan.reach['target']}: {names} will be {plan.how}, one after the other", err=True)
+    if not values["yes"]:
+        _ask_for_consent()
+    reports: list[StrikeReport] = []
+    try:
+        for report in run_drill(plan, chosen):
+            reports.append(report)
+            click.echo(f"{report.component_id} was {report.how}", err=True)
+    finally:
+        # Where a strike fails, what was found before is still worth something.
+        if reports:
+            table_console(TABLE_WIDTH).print(table_of(reports))
+        for line in lines_of(reports):
+            click.echo(line, err=True)
+    if values["json"]:
+        write_whole(values["json"], as_json(reports))
+    if values["metrics_file"]:
+        write_whole(values["metrics_file"], as_metrics(reports, time.time()))
+    return int(any(one.broken for one in reports))
+
+
+def _plan_of(values: dict[str, Any]) -> DrillPlan:
+    """Returns the plan that the options ask for. Raises ConfigError."""
+    from pillion.drill.drill import DrillPlan
+    from pillion.drill.strikes import Striker
+
+    if (values["start"] or values["supervised"]) and not values["kill"]:
+        raise ConfigError("--start and --supervised belong to --kill")
+    return DrillPlan(
+        reach={"target": DEFAULT_TARGET} | pop_reach(values),
+        contract=read_contract(values["contract"]),
+        striker=Striker(values["kill"], values["start"], values["supervised"]),
+        kinds=values["kinds"] or KINDS,
+        pause_s=values["pause_s"],
+        streams=values["streams"],
+        prompt_tokens=values["input_len"],
+        answer_tokens=values["output_len"],
+        model=values["model"],
+        within_s=values["within_s"],
+    )
+
+
+def _ask_for_consent() -> None:
+    """Raises ConfigError unless somebody types the word."""
+    try:
+        typed = click.prompt(f"type {CONSENT} to begin", default="", show_default=False, err=True)
+    except click.Abort:
+        typed = ""
+    if typed != CONSENT:
+        raise ConfigError("the drill does not begin: nobody has consented (--yes)")

@@ -1,0 +1,94 @@
+"""Reads the contract of drills, and says what of it a strike has broken. Sans-IO but for the reading of the file.
+
+longest_pause_ms = 2000        # for all kinds
+[kvnode]
+longest_pause_ms = 5000        # for KV nodes alone
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pillion.errors import ConfigError
+
+# A drill strikes components in this order.
+KINDS = ("gateway", "decode", "prefill", "kvnode", "redis")
+
+
+@dataclass(frozen=True, slots=True)
+class StrikeCost:
+    """Says what a strike cost.
+
+    Attributes:
+        longest_pause_ms: the longest time without a token of a stream that had begun.
+        recomputed_tokens: tokens of prompts and answers that were computed once more.
+        lost_blocks: blocks that KV nodes had before the strike, and not in their first heartbeat after it.
+        lost_streams: streams that ended with an error.
+        full_strength_s: time until as many components of each kind served as before; infinite where they never did.
+    """
+
+    longest_pause_ms: float = 0.0
+    recomputed_tokens: int = 0
+    lost_blocks: int = 0
+    lost_streams: int = 0
+    full_strength_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Says the most that a strike may cost, in the figures of :class:`StrikeCost`; without a figure any cost will
+    do."""
+
+    longest_pause_ms: float = math.inf
+    recomputed_tokens: float = math.inf
+    lost_blocks: float = math.inf
+    lost_streams: float = 0
+    full_strength_s: float = math.inf
+
+    def broken_by(self, cost: StrikeCost) -> tuple[str, ...]:
+        """Returns a sentence for each figure that is too large; none where the contract is kept."""
+        broken = []
+        for name in FIGURES:
+            was, most = getattr(cost, name), getattr(self, name)
+            if was > most:
+                broken.append(f"{name} is {was:,.6g}, and may be {most:,.6g}")
+            elif was == math.inf:
+                broken.append("the cluster did not come back to its full strength")
+        return tuple(broken)
+
+
+FIGURES = tuple(field.name for field in fields(Contract))
+
+
+def read_contract(path: Path | None) -> dict[str, Contract]:
+    """Returns the contract for each kind of component. Without a file no stream may be lost, and the cluster has to
+    come back. Raises ConfigError for a file that cannot be read or says what no contract can."""
+    if path is None:
+        return dict.fromkeys(KINDS, Contract())
+    try:
+        text = path.read_text(encoding="utf-8")
+        said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the contract {path} cannot be read: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"the contract {path} is no object")
+    tables = {kind: said.pop(kind) for kind in KINDS if kind in said}
+    whole = _with(Contract(), said, str(path))
+    return {kind: _with(whole, tables.get(kind, {}), f"{path}, {kind}") for kind in KINDS}
+
+
+def _with(contract: Contract, said: Any, where: str) -> Contract:
+    """Returns a contract with the figures that a table says."""
+    if not isinstance(said, dict):
+        raise ConfigError(f"{where}: a kind of component has a table of figures")
+    for name, value in said.items():
+        if name not in FIGURES:
+            raise ConfigError(f"{where}: {name!r} is neither a figure ({', '.join(FIGURES)}) nor one of {KINDS}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ConfigError(f"{where}: {name} is {value!r}, and has to be a number from 0 on")
+    return replace(contract, **said)

@@ -1,0 +1,182 @@
+"""Runs one drill: strikes one component of each kind of a cluster in turn, under a load of its own.
+
+    status --> refused (ConfigError): something is amiss, or a spare is missing
+       |
+    the load streams --> strike --> as many components serve as before --> all its streams have ended --> the next one
+
+What is counted is what clients and operators see: the streams of the drill's own load, and the gateway's status.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pillion.client.client import Client
+from pillion.drill.contract import KINDS, Contract, StrikeCost
+from pillion.drill.report import StrikeReport
+from pillion.drill.streams import BEGINS_WITHIN_S, StreamLoad, pauses_of
+from pillion.drill.strikes import Striker, refusals, victims, with_sockets
+from pillion.errors import ConfigError, PillionError, Unavailable
+from pillion.types import ClusterStatus, ComponentStatus
+
+# The status and the streams are looked at so often.
+LOOK_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillPlan:
+    """Says what a drill does.
+
+    Attributes:
+        reach: arguments of :class:`pillion.Client`.
+        contract: the contract for each kind of component.
+        kinds: the kinds that are struck.
+        pause_s: how long each component is stopped; 0: it is killed.
+        streams, prompt_tokens, answer_tokens, model: the drill's own load; lengths of answers are drawn around theirs.
+        within_s: how long the load may take to begin, and the cluster and its streams after each strike.
+    """
+
+    reach: dict[str, Any]
+    contract: dict[str, Contract]
+    striker: Striker
+    kinds: tuple[str, ...] = KINDS
+    pause_s: float = 0.0
+    streams: int = 4
+    prompt_tokens: int = 256
+    answer_tokens: int = 128
+    model: str = ""
+    within_s: float = 120.0
+
+    @property
+    def how(self) -> str:
+        """Says what happens to a component."""
+        return f"paused for {self.pause_s:g} s" if self.pause_s else "killed"
+
+
+def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
+    """Returns the components to strike, in order. Raises ConfigError where the drill may not begin, which says why."""
+    if plan.pause_s and plan.striker.kill and "{signal}" not in plan.striker.kill:
+        raise ConfigError("the drill does not begin: --pause-s needs a --kill command with {signal} in it")
+    try:
+        components: Sequence[ComponentStatus] = _status(plan).components
+    except PillionError as error:
+        raise ConfigError(f"the drill does not begin: {error.message}") from None
+    if not plan.striker.kill:
+        components = with_sockets(components)
+    chosen = victims(components, plan.kinds)
+    if wrong := list(refusals(components, chosen, plan.striker)):
+        raise ConfigError(f"the drill does not begin: {'; '.join(wrong)}")
+    return chosen
+
+
+def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
+    """Strikes one component after the other; yields what each strike cost. Raises ConfigError where the load does not
+    stream before the first strike, and Unavailable where it does not later, or where a component cannot be struck."""
+    load = StreamLoad(
+        prompt_tokens=plan.prompt_tokens,
+        answer_tokens=plan.answer_tokens,
+        count=plan.streams,
+        model=plan.model,
+        **plan.reach,
+    )
+    try:
+        for number, victim in enumerate(chosen):
+            # Streams of all threads have begun, so that the strike meets some amid their answers.
+            if not _until(plan.within_s, lambda: _streaming(load)):
+                said = next((one.error for one in reversed(load.streams) if one.error), "no error was told")
+                text = f"the drill's own streams brought nothing within {plan.within_s:g} s: {said}"
+                raise (Unavailable if number else ConfigError)(text)
+            yield _strike(plan, victim, load)
+    finally:
+        load.close()
+
+
+def _streaming(load: StreamLoad) -> bool:
+    return sum(bool(one.token_s) and not one.over for one in load.streams) >= load.count
+
+
+def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> StrikeReport:
+    before = _status(plan)
+    over = {id(one) for one in load.streams if one.over}
+    began_s = time.monotonic()
+    _hit(plan, victim)
+    struck_s = time.monotonic()
+    blocks: dict[str, int] = {}
+    back = _until(plan.within_s, lambda: _whole(plan, before, struck_s, blocks))
+    whole_s = time.monotonic()
+    # Streams that began while something was lacking may be lost as well.
+    touched = [one for one in load.streams if one.asked_s < whole_s and id(one) not in over]
+    _until(plan.within_s, lambda: all(one.over for one in touched))
+    under_way = [one for one in touched if one.asked_s < began_s]
+    pauses, _ = pauses_of(under_way, began_s, BEGINS_WITHIN_S + struck_s - began_s)
+    lost = [one.error or f"it had not ended {plan.within_s:g} s later" for one in touched if one.error or not one.over]
+    had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
+    cost = StrikeCost(
+        longest_pause_ms=round(max(pauses, default=0.0) * 1000, 1),
+        recomputed_tokens=sum(one.recomputed_tokens for one in touched),
+        lost_blocks=sum(max(0, count - blocks.get(name, 0)) for name, count in had.items()),
+        lost_streams=len(lost),
+        full_strength_s=round(whole_s - began_s, 2) if back else math.inf,
+    )
+    moved = sum(one.replays > 0 for one in under_way)
+    broken = plan.contract[victim.role].broken_by(cost)
+    return StrikeReport(
+        victim.role, victim.component_id, plan.how, cost, len(under_way), moved, broken, tuple(dict.fromkeys(lost))
+    )
+
+
+def _hit(plan: DrillPlan, victim: ComponentStatus) -> None:
+    """Kills a component, or stops it for a while. Whatever happens, one that was stopped goes on, and one that was
+    killed is started where that is the drill's to do."""
+    if not plan.pause_s:
+        try:
+            plan.striker.send(victim, signal.SIGKILL)
+        finally:
+            plan.striker.start_again(victim)
+        return
+    plan.striker.send(victim, signal.SIGSTOP)
+    try:
+        time.sleep(plan.pause_s)
+    finally:
+        plan.striker.send(victim, signal.SIGCONT)
+
+
+def _status(plan: DrillPlan) -> ClusterStatus:
+    """Returns the cluster's status. Raises PillionError where no gateway says it."""
+    with Client(**plan.reach, connect_timeout_s=0.0) as client:
+        return client.status()
+
+
+def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
+    """Returns whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
+    Notes how many blocks each KV node had at its first heartbeat in ``blocks``."""
+    since_ms = (time.monotonic() - struck_s) * 1000
+    try:
+        status = _status(plan)
+    except PillionError:
+        return False
+    fresh = [one for one in status.components if one.heartbeat_age_ms < since_ms and not one.trouble]
+    for one in fresh:
+        if one.role == "kvnode":
+            blocks.setdefault(one.component_id, one.committed_blocks)
+    return status.index_available and _strength(fresh) >= _strength(before.components)
+
+
+def _strength(components: Sequence[ComponentStatus]) -> Counter[tuple[str, str]]:
+    return Counter((one.role, one.model) for one in components)
+
+
+def _until(within_s: float, reached: Callable[[], bool]) -> bool:
+    """Returns whether something was reached in time."""
+    until_s = time.monotonic() + within_s
+    while not reached():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True

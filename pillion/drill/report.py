@@ -1,0 +1,89 @@
+"""Shows what a drill found: a table for people, JSON, and metrics in Prometheus's text format for a cron job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from pillion.drill.contract import FIGURES, StrikeCost
+
+
+@dataclass(frozen=True, slots=True)
+class StrikeReport:
+    """Says what one strike did.
+
+    Attributes:
+        kind, component_id: the component that was struck.
+        how: "killed", or for how long it was paused.
+        streams: streams of the drill's own that were under way, and ``moved`` those of them that were replayed.
+        broken: the contract's sentences that do not hold.
+        errors: why streams were lost.
+    """
+
+    kind: str
+    component_id: str
+    how: str
+    cost: StrikeCost
+    streams: int
+    moved: int
+    broken: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+def table_of(reports: Sequence[StrikeReport]) -> Table:
+    """Makes a table with one row for each strike."""
+    table = Table(title="Drill", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("component", "how", "streams", "moved", *FIGURES, "contract"):
+        table.add_column(name.replace("_", " "), justify="left" if name in ("component", "how") else "right")
+    for one in reports:
+        figures = (f"{getattr(one.cost, name):,.6g}" for name in FIGURES)
+        kept = "broken" if one.broken else "kept"
+        table.add_row(one.component_id, one.how, str(one.streams), str(one.moved), *figures, kept)
+    return table
+
+
+def lines_of(reports: Sequence[StrikeReport]) -> Iterator[str]:
+    """Yields a line for each sentence of the contract that does not hold, and for each stream that was lost."""
+    for one in reports:
+        yield from (f"{one.component_id}: {said}" for said in one.broken)
+        yield from (f"{one.component_id}: a stream was lost: {said}" for said in one.errors)
+
+
+def as_json(reports: Sequence[StrikeReport]) -> str:
+    """Returns the reports as JSON; an infinite figure is null."""
+    rows: list[dict[str, Any]] = []
+    for one in reports:
+        row = asdict(one)
+        row["cost"] = {name: value if math.isfinite(value) else None for name, value in row["cost"].items()}
+        rows.append(row)
+    return json.dumps({"kept": not any(one.broken for one in reports), "strikes": rows}, indent=2) + "\n"
+
+
+def as_metrics(reports: Sequence[StrikeReport], now_s: float) -> str:
+    """Returns the reports in Prometheus's text format: a metric for each figure, with a series for each kind of
+    component. ``now_s`` is Unix time."""
+    series = {name: {one.kind: float(getattr(one.cost, name)) for one in reports} for name in FIGURES}
+    series["contract_kept"] = {one.kind: float(not one.broken) for one in reports}
+    lines = []
+    for name, values in series.items():
+        lines.append(f"# TYPE pillion_drill_{name} gauge")
+        for kind, value in values.items():
+            shown = f"{value:.10g}" if math.isfinite(value) else "+Inf"
+            lines.append(f'pillion_drill_{name}{{kind="{kind}"}} {shown}')
+    name = "pillion_drill_last_run_timestamp_seconds"
+    return "\n".join([*lines, f"# TYPE {name} gauge", f"{name} {now_s:.0f}", ""])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader never sees a part of it. Raises OSError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,170 @@
+"""Says which components a drill strikes, what starts them again, and how a signal reaches them.
+
+    status --victims--> one component of each kind --refusals--> nothing, or why the drill does not begin
+                                 |
+        with --kill: a command, in which the component's id, role and the signal are filled in
+        without: the process that listens at the component's socket, in the directory of a supervisor that lives
+
+Nothing is struck but what the status names, and the Redis of a supervisor whose components it names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pillion.drill.contract import KINDS
+from pillion.errors import ConfigError, PillionError, Unavailable
+from pillion.supervisor.runtime_dir import is_supervised
+from pillion.types import ComponentStatus
+
+# A command that strikes or starts a component may take so long.
+COMMAND_WITHIN_S = 60.0
+CONNECT_WITHIN_S = 1.0
+UNIX = "unix:"
+# An id is filled into a command only where it can be no option and has no special character.
+_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What the kernel says of the process at the other end of a Unix socket: its process, user and group.
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Striker:
+    """Sends signals to components.
+
+    Attributes:
+        kill: the command that sends a signal, with {component}, {role} and {signal} in it. Without it, processes of
+            `pillion serve` on this machine are struck.
+        start: the command that starts a component after it was killed.
+        supervised: whether something else does so for all that ``kill`` strikes.
+    """
+
+    kill: str = ""
+    start: str = ""
+    supervised: bool = False
+
+    def starts_again(self, component: ComponentStatus) -> bool:
+        """Returns whether a component that is killed is started again."""
+        return bool(self.start) or self.supervised if self.kill else is_supervised(_socket_of(component).parent)
+
+    def check(self, component: ComponentStatus) -> None:
+        """Raises ConfigError or Unavailable where a component cannot be struck."""
+        if self.kill:
+            if not _SAFE_ID.fullmatch(component.component_id):
+                raise ConfigError(f"{component.component_id!r} is no id to be filled into a command")
+        elif not component.address.startswith(UNIX) or not is_supervised(_socket_of(component).parent):
+            text = f"{component.component_id} ({component.address}) is no process of this user's `pillion serve` here"
+            raise ConfigError(f"{text}: --kill names the command that strikes it")
+        else:
+            process_at(_socket_of(component))
+
+    def send(self, component: ComponentStatus, number: signal.Signals) -> None:
+        """Sends a signal to a component. Raises Unavailable where it cannot be sent."""
+        if self.kill:
+            _run(self.kill, component, number)
+            return
+        try:
+            os.kill(process_at(_socket_of(component)), number)
+        except (OSError, Unavailable) as error:
+            # A process that has ended while it was stopped needs nothing to go on.
+            if number is not signal.SIGCONT:
+                raise Unavailable(f"{component.component_id} cannot be struck: {error}") from None
+
+    def start_again(self, component: ComponentStatus) -> None:
+        """Starts a component that was killed, where that is the drill's to do. Raises Unavailable where it fails."""
+        if self.kill and self.start:
+            _run(self.start, component, signal.SIGCONT)
+
+
+def _socket_of(component: ComponentStatus) -> Path:
+    return Path(component.address.removeprefix(UNIX))
+
+
+def process_at(path: Path) -> int:
+    """Returns the id of the process that listens at a Unix socket, by the kernel's word. Raises Unavailable."""
+    kind = getattr(socket, "SO_PEERCRED", None)
+    if kind is None:
+        raise Unavailable("only Linux says which process listens at a socket: --kill names a command")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(CONNECT_WITHIN_S)
+            link.connect(str(path))
+            pid, _, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, kind, _CREDENTIALS.size))
+    except OSError as error:
+        raise Unavailable(f"no process listens at {path}: {error}") from None
+    if pid <= 0:
+        # The process is in a namespace of processes that this one does not see.
+        raise Unavailable(f"the process at {path} is not to be seen from here")
+    return int(pid)
+
+
+def _run(template: str, component: ComponentStatus, number: signal.Signals) -> None:
+    """Runs a command without a shell. Raises Unavailable where it fails."""
+    words = {"{component}": component.component_id, "{role}": component.role, "{signal}": number.name}
+    argv = shlex.split(template)
+    for name, value in words.items():
+        argv = [word.replace(name, value) for word in argv]
+    try:
+        # The operator has written the command, and nothing is filled in but ids that are checked.
+        done = subprocess.run(  # noqa: S603
+            argv, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{shlex.join(argv)}: {error}") from None
+    if done.returncode:
+        raise Unavailable(f"{shlex.join(argv)} ended with status {done.returncode}: {done.stderr.strip()}")
+
+
+def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]:
+    """Returns components with the sockets by which their processes are found: a gateway of `pillion serve`, whose
+    address is a port, has one beside those of its workers. The supervisors' Redis comes after them, one for each."""
+    parents = {_socket_of(one).parent for one in components if one.address.startswith(UNIX)}
+    folders = sorted(folder for folder in parents if is_supervised(folder))
+    found = []
+    for one in components:
+        own = [path for folder in folders if (path := folder / f"{one.component_id}.sock").is_socket()]
+        found.append(replace(one, address=f"{UNIX}{own[0]}") if own and one.role == "gateway" else one)
+    sockets = [path for folder in folders if (path := folder / "redis.sock").is_socket()]
+    return found + [ComponentStatus(component_id="redis", role="redis", address=f"{UNIX}{path}") for path in sockets]
+
+
+def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS) -> list[ComponentStatus]:
+    """Returns the components to strike, in order: the busiest of each kind. A gateway is struck only where there are
+    several, for the streams of the only one have nowhere to go."""
+    chosen = []
+    for kind in KINDS:
+        found = [one for one in components if one.role == kind and kind in kinds]
+        if len(found) > (kind == "gateway"):
+            chosen.append(min(found, key=lambda one: (-one.running_requests, one.component_id)))
+    return chosen
+
+
+def refusals(
+    components: Sequence[ComponentStatus], chosen: Sequence[ComponentStatus], striker: Striker
+) -> Iterator[str]:
+    """Yields why a drill may not begin: the cluster is not whole, a component has no spare, or cannot be struck."""
+    if not chosen:
+        yield "there is no component to strike"
+    for one in components:
+        if one.role not in KINDS or one.trouble:
+            yield f"{one.component_id} is {one.role}{one.trouble and f': {one.trouble}'}"
+        for fenced in one.fenced_components:
+            yield f"{fenced} is fenced by {one.component_id}"
+    for one in chosen:
+        try:
+            striker.check(one)
+        except PillionError as error:
+            yield error.message
+            continue
+        spares = [other for other in components if (other.role, other.model) == (one.role, one.model)]
+        if len(spares) < 2 and not striker.starts_again(one):
+            kind = f"{one.role} component" + (f" of model {one.model}" if one.model else "")
+            yield f"{one.component_id} is the only {kind}, and nothing is known to start it again"
