@@ -1,12 +1,8 @@
 """`pillion demo` runs the real cluster, asks the model a few questions, and shows in a table where each prompt's tokens
 went.
 
-A long prompt is asked once as each split policy has it. A gateway of its own stands for each policy, in front of the
-same workers, and each time the prompt has another cache salt, so that its KV is found nowhere:
-
-    public gateway (auto) ---.
-    gateway, colocated ------+--> prefill worker, decode worker, KV node
-    gateway, disaggregated --'
+A long prompt is asked once as each split policy has it. An operator's call names the policy, and each time the prompt
+has another cache salt, so that its KV is found nowhere.
 """
 
 from __future__ import annotations
@@ -16,21 +12,26 @@ import importlib.metadata
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import grpc.aio
 from rich import box
 from rich.table import Table
 
 from pillion.cli.console import Notices, table_console
-from pillion.client.async_client import AsyncClient
+from pillion.client.client_requests import chat_request, to_pb
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
+from pillion.net import rpc
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.types import ChatMessage, SamplingParams, Timings, Usage
+from pillion.v1.gateway_pb2_grpc import GatewayStub
+from pillion.wire.public import PLAN_HEADER, delta_from_pb
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -90,7 +91,7 @@ def run_demo(flags: ServeFlags) -> int:
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
     stop, stages = asyncio.Event(), dict[str, float]()
     stop_on_signals(stop)
-    cluster = LocalCluster(flags, notices, POLICIES if flags.prefill_workers else ())
+    cluster = LocalCluster(flags, notices)
     try:
         work = await run_unless(stop.wait(), _run(cluster, notices, stages))
         if not work:
@@ -118,46 +119,46 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]
         supervisor = await cluster.start()
     notices.say(f"cluster ready after {stages['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
     with timed(stages, "answers"):
-        async with AsyncClient(cluster.target) as client, AsyncExitStack() as stack:
-            others = {name: await stack.enter_async_context(AsyncClient(at)) for name, at in cluster.targets.items()}
-            asking = converse(client, others | {cluster.flags.split_policy: client})
-            conversation = await run_unless(supervisor.failed(), asking)
+        policies = dict.fromkeys((*(POLICIES if cluster.flags.prefill_workers else ()), cluster.flags.split_policy))
+        async with rpc.open_channel(cluster.target) as channel:
+            conversation = await run_unless(supervisor.failed(), converse(GatewayStub(channel), tuple(policies)))
             if not conversation:
                 raise Unavailable(await supervisor.failed())
             return conversation.result()
 
 
-async def converse(client: AsyncClient, by_policy: Mapping[str, AsyncClient]) -> list[DemoAnswer]:
-    """Asks everything that the table shows. ``by_policy`` has a client of a gateway of each split policy; the last one
-    is asked the long prompt once more."""
+async def converse(stub: Any, policies: Sequence[str]) -> list[DemoAnswer]:
+    """Asks a gateway everything that the table shows: the long prompt by each split policy, by the last one twice."""
     first = [ChatMessage("user", QUESTION)]
-    one = await ask(client, "first turn", first, SHORT_ANSWER_TOKENS)
+    one = await ask(stub, "first turn", first, SHORT_ANSWER_TOKENS)
     second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
-    answers = [one, await ask(client, "second turn", second, SHORT_ANSWER_TOKENS)]
+    answers = [one, await ask(stub, "second turn", second, SHORT_ANSWER_TOKENS)]
     text = str(importlib.metadata.metadata("pillion").json["description"])[:LONG_PROMPT_CHARACTERS]
     long = [ChatMessage("user", f"{text}\n\nSay in one sentence what this text describes.")]
-    for policy, other in by_policy.items():
-        answers.append(await ask(other, policy, long, LONG_ANSWER_TOKENS, salt=policy))
-    return [*answers, await ask(other, f"{policy} again", long, LONG_ANSWER_TOKENS, salt=policy)]
+    for policy in policies:
+        answers.append(await ask(stub, policy, long, LONG_ANSWER_TOKENS, policy))
+    return [*answers, await ask(stub, f"{policies[-1]} again", long, LONG_ANSWER_TOKENS, policies[-1])]
 
 
-async def ask(
-    client: AsyncClient, title: str, messages: list[ChatMessage], max_tokens: int, *, salt: str = ""
-) -> DemoAnswer:
-    """Sends one greedy chat request, and writes its text as it comes. Only a request with the same ``salt`` finds its
-    KV. Raises PillionError."""
+async def ask(stub: Any, title: str, messages: list[ChatMessage], max_tokens: int, policy: str = "") -> DemoAnswer:
+    """Sends one greedy chat request, and writes its text as it comes. With a split ``policy``, only a request of the
+    same policy finds its KV. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
     print(f"\n{title} > {shown}")
     answer = DemoAnswer(title, began_s=time.monotonic())
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    stream = client.chat(messages, sampling=sampling, cache_salt=salt, timeout_s=REQUEST_TIMEOUT_S)
-    async for delta in stream:
-        now = time.monotonic()
-        answer.token_times_s += [now] * len(delta.token_ids)
-        answer.text += delta.text
-        answer.usage, answer.timings = delta.usage or answer.usage, delta.timings or answer.timings
-        print(delta.text, end="", flush=True)
+    message = to_pb(chat_request(messages, sampling=sampling, cache_salt=policy))
+    plan = [(PLAN_HEADER, f"policy={policy}")] if policy else []
+    try:
+        async for part in stub.Generate(message, timeout=REQUEST_TIMEOUT_S, metadata=plan):
+            now, delta = time.monotonic(), delta_from_pb(part)
+            answer.token_times_s += [now] * len(delta.token_ids)
+            answer.text += delta.text
+            answer.usage, answer.timings = delta.usage or answer.usage, delta.timings or answer.timings
+            print(delta.text, end="", flush=True)
+    except grpc.aio.AioRpcError as error:
+        raise rpc.from_rpc_error(error) from None
     print()
     return answer
 

@@ -82,16 +82,14 @@ def gateway_specs(
     level: int,
     prefix: str = "",
     alone: bool = False,
-    first: int = 0,
 ) -> list[ProcessSpec]:
-    """Describes the gateways, named ``prefix`` gateway-0 and so on; each has a socket for probes under ``folder``. They
-    are numbered from ``first`` on.
+    """Describes the gateways, named ``prefix`` gateway-0 and so on; each has a socket for probes under ``folder``.
 
     With ``alone``, workers come and go elsewhere, so a gateway is ready when it listens; otherwise it is ready when it
     would serve a request.
     """
     specs = []
-    for number in range(first, first + flags.gateway_workers):
+    for number in range(flags.gateway_workers):
         name, address = f"{prefix}gateway-{number}", probe_address(folder, number)
         shared = flags.gateway_workers > 1
         page = flags.metrics_port and flags.metrics_port + number

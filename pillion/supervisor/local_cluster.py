@@ -61,14 +61,11 @@ class LocalCluster:
     """Runs a local cluster: ``await prepare()``, ``await start()`` and, whatever happened, ``await stop()``.
 
     ``flags`` are those that were given. From :meth:`prepare` on they are settled: without "auto", and with real ports.
-    Each of ``policies`` is a further split policy, with a gateway of its own to the same workers: from :meth:`start` on
-    ``targets`` has the address of its gRPC service.
     """
 
-    def __init__(self, flags: ServeFlags, notices: Notices, policies: Sequence[str] = ()) -> None:
+    def __init__(self, flags: ServeFlags, notices: Notices) -> None:
         self.flags = flags
         self.notices = notices
-        self.targets = dict.fromkeys(policies, "")
         self.supervisor: Supervisor | None = None
         self.runtime: RuntimeDir | None = None
         self._redis_binary: Path | None = None
@@ -127,15 +124,13 @@ class LocalCluster:
         if lending_table is not None:
             self._ending.callback(lending_table.close)
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary, lending_table)
-        specs += self._policy_gateways(self.runtime.path)
         redis_url = redis_url_of(self.flags, self.runtime.path)
         launch = self._fork_server.launch if self._fork_server is not None else None
         self.supervisor = Supervisor(specs, self.notices, launch=launch)
         self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
         if self.flags.prefill_workers:
-            count = self.flags.gateway_workers + len(self.targets)
-            gateways = [probe_address(self.runtime.path, number) for number in range(count)]
+            gateways = [probe_address(self.runtime.path, number) for number in range(self.flags.gateway_workers)]
             workers = [spec.component_id for spec in specs if spec.kind == "prefill"]
             if missing := await until_prefill_is_known(gateways, workers):
                 self.notices.say(
@@ -155,16 +150,6 @@ class LocalCluster:
     async def stop(self) -> None:
         """Stops all processes and leaves nothing behind, also after a start that failed half-way. Idempotent."""
         await self._ending.aclose()
-
-    def _policy_gateways(self, folder: Path) -> list[ProcessSpec]:
-        """Describes the gateways of further split policies, numbered after the public ones."""
-        environ, specs = child_environ(os.environ, redis_url_of(self.flags, folder)), list[ProcessSpec]()
-        own: dict[str, Any] = {"gateway_workers": 1, "http_port": 0, "grpc_port": 0, "metrics_port": 0}
-        for number, policy in enumerate(self.targets, self.flags.gateway_workers):
-            flags = PublicPorts().hold(replace(self.flags, split_policy=policy, **own))
-            self.targets[policy] = f"{probes.reachable_host(flags.host)}:{flags.grpc_port}"
-            specs += gateway_specs(flags, folder, environ, level=3, first=number)
-        return specs
 
     def _begin_fork_server(self) -> None:
         """Starts the fork server. OpenMP reads its settings when torch is imported, so the server has the workers'

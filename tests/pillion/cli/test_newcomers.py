@@ -8,15 +8,15 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 from rich.console import Console
 
 from pillion.cli import app
-from pillion.client.async_client import AsyncClient
 from pillion.supervisor.demo import LONG_PROMPT_CHARACTERS, POLICIES, DemoAnswer, converse, table_of
-from pillion.types import ChatMessage, Delta, SamplingParams, Timings, Usage
+from pillion.types import Timings, Usage
+from pillion.v1 import gateway_pb2
+from pillion.wire.public import PLAN_HEADER
 
 
 def test_the_demonstration_s_table_fits_into_80_columns() -> None:
@@ -32,34 +32,39 @@ def test_the_demonstration_s_table_fits_into_80_columns() -> None:
     assert all(text in written for text in figures)
 
 
-class PolicyClient:
-    """Is asked in place of a gateway of one split policy, and notes what comes."""
+class AskedStub:
+    """Is asked in place of a gateway, and notes what comes."""
 
-    def __init__(self, policy: str, asked: list[tuple[str, int, str]]) -> None:
-        self.policy, self.asked = policy, asked
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, str]] = []
 
-    async def chat(
-        self, messages: list[ChatMessage], *, sampling: SamplingParams, cache_salt: str, timeout_s: float
-    ) -> AsyncIterator[Delta[None]]:
-        self.asked.append((self.policy, len(messages[-1].content), cache_salt))
-        yield Delta("", "Paris", (1,))
+    async def Generate(  # noqa: N802
+        self,
+        request: gateway_pb2.GenerateRequest,
+        *,
+        timeout: float,  # noqa: ASYNC109  (gRPC's own name)
+        metadata: list[tuple[str, str]],
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        plan = dict(metadata).get(PLAN_HEADER, "")
+        self.asked.append((plan, len(request.messages[-1].content), request.cache_salt))
+        yield gateway_pb2.GenerateResponse(text="Paris", token_ids=[1])
 
 
 async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more() -> None:
-    asked: list[tuple[str, int, str]] = []
-    clients = {name: cast(AsyncClient, PolicyClient(name, asked)) for name in (*POLICIES, "auto")}
-    answers = await converse(clients["auto"], clients)
+    stub = AskedStub()
+    answers = await converse(stub, (*POLICIES, "auto"))
     assert [answer.title for answer in answers] == [
         *("first turn", "second turn"),
         *("colocated", "disaggregated", "auto", "auto again"),
     ]
-    assert [(policy, salt) for policy, _, salt in asked] == [
-        *[("auto", "")] * 2,
-        ("colocated", "colocated"),
-        ("disaggregated", "disaggregated"),
-        *[("auto", "auto")] * 2,
+    assert [(plan, salt) for plan, _, salt in stub.asked] == [
+        *[("", "")] * 2,
+        ("policy=colocated", "colocated"),
+        ("policy=disaggregated", "disaggregated"),
+        *[("policy=auto", "auto")] * 2,
     ]
-    long = {size for _, size, salt in asked if salt}
+    assert all(answer.text == "Paris" and len(answer.token_times_s) == 1 for answer in answers)
+    long = {size for _, size, salt in stub.asked if salt}
     assert len(long) == 1
     assert long.pop() > LONG_PROMPT_CHARACTERS
 

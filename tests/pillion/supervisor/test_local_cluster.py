@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from lab.testbed.tiny_model import save_model
-from pillion.cli.console import Notices
 from pillion.cli.flags import env_name
 from pillion.config import DecodeFlags, OfflineFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.engine.backends.devices import resolved, with_budgets
@@ -24,8 +23,7 @@ from pillion.engine.load_model import make_ready
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ
-from pillion.supervisor.local_cluster import LocalCluster, prepare_in_child, process_specs, threads_per_worker
-from pillion.supervisor.supervisor import ProcessSpec, Supervisor
+from pillion.supervisor.local_cluster import prepare_in_child, process_specs, threads_per_worker
 from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 
@@ -128,34 +126,6 @@ def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in specs:
         assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
         assert env_name("block_size") not in spec.environ
-
-
-def test_each_further_split_policy_has_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[ProcessSpec] = []
-
-    class Noted(Supervisor):
-        def __init__(self, specs: Sequence[ProcessSpec], *_: object, **__: object) -> None:
-            given.extend(specs)
-            raise InterruptedError
-
-    monkeypatch.setattr(cluster, "Supervisor", Noted)
-
-    async def started() -> LocalCluster:
-        flags = on_cpu(model="m", http_port=1, grpc_port=2, gateway_workers=2, metrics_port=9000)
-        running = LocalCluster(flags, Notices(), ("colocated", "disaggregated"))
-        with pytest.raises(InterruptedError):
-            await running.start()
-        await running.stop()
-        return running
-
-    running = asyncio.run(started())
-    gateways = {spec.component_id: set(spec.argv) for spec in given if spec.kind == "gateway"}
-    assert list(gateways) == [f"gateway-{number}" for number in range(4)]
-    for number, (policy, target) in enumerate(running.targets.items(), 2):
-        port = target.rpartition(":")[2]
-        assert {f"--split-policy={policy}", f"--grpc-port={port}", "--metrics-port=0"} <= gateways[f"gateway-{number}"]
-        assert "--split-policy=auto" in gateways[f"gateway-{number - 2}"]
-        assert f"--grpc-port={port}" not in gateways["gateway-0"]
 
 
 @pytest.mark.parametrize(
