@@ -47,6 +47,7 @@ from pillion.gateway.http_api.openai_fields import (
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_MESSAGES,
     MAX_PROMPT_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_CHARS,
@@ -289,6 +290,8 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     messages: list[MessageBody] = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise refused("messages", f"more than {MAX_MESSAGES} messages")
     return tuple(_Told(messages))
 
 
