@@ -23,6 +23,7 @@ from lab.testbed.eagle_heads import save_head
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.hosts import hosts
+from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, Delta
 from pillion.engine.drafts import draft_control
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -97,9 +98,11 @@ def drafted(last: list[Delta]) -> int:
 
 
 def drafting(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
-    """Returns the value of --speculative-config for draft tokens of a random head, which are wrong, or of the model
-    itself, which are right and whose states are beside those of the streams."""
-    draft = save_head(folder, model, state_layers=(0, 1, 2)) if method == "eagle3" else model
+    """Returns the value of --speculative-config for draft tokens of a random head, or of a random model."""
+    if method == "eagle3":
+        draft = save_head(folder, model, state_layers=(0, 1, 2))
+    else:
+        draft = save_model(folder, seed=3, num_hidden_layers=1, num_key_value_heads=1)
     return json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,39 +170,6 @@ class FakeBackend(HostBackend):
 
     def warm_up(self, max_tokens: int) -> None:
         pass
-
-
-class FakeStateBackend(FakeBackend):
-    """A fake backend whose model has a state in ``STATE_PAGES`` slots: what a step reads of it has to be the state of
-    the tokens before the step's, as their KV has them."""
-
-    STATE_PAGES = 2
-
-    def __init__(self, block_size: int, version: str = "fake") -> None:
-        super().__init__(block_size, version)
-        self.layout = replace(self.layout, state_bytes=self.STATE_PAGES * self.layout.block_bytes)
-
-    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        slots, places = pool.numpy().view(np.int64), batch.states
-        assert places is not None
-        written = places.writes.reshape(-1).tolist()
-        assert len(set(written)) == len(written), "two states in one slot"
-        assert not set(written) & set(places.reads.reshape(-1).tolist()), "a state is read and written"
-        starts = batch.context_lens - np.diff(batch.query_starts)
-        for table, reads, start in zip(batch.block_tables, places.reads, starts, strict=True):
-            assert (reads < 0).all() == (start == 0)
-            if start:
-                assert slots[reads].tolist() == self._state(slots, table, start), "a state of other tokens"
-        logits = super()._run(pool, batch)
-        for table, writes, end in zip(batch.block_tables, places.writes, batch.context_lens, strict=True):
-            slots[writes] = self._state(slots, table, end)
-        return logits
-
-    def _state(self, slots: Int64, table: npt.NDArray[np.int32], tokens: int) -> list[list[int]]:
-        """What the pages hold after so many tokens, whose KV is in the blocks of ``table``."""
-        size, at = slots.shape[1], np.arange(tokens)
-        mixed = int(np.bitwise_xor.reduce(slots[table[at // size], at % size] * (at + 1)))
-        return [[tokens, mixed, page, *[0] * (size - 3)] for page in range(self.STATE_PAGES)]
 
 
 def prepared_model(max_model_len: int = 4096, folder: str = "nowhere") -> PreparedModel:

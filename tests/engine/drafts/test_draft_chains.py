@@ -4,7 +4,6 @@ lost."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +13,12 @@ from hypothesis import strategies as st
 
 from pillion.engine.drafts.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_model import DraftModel
-from pillion.engine.drafts.state_drafts import STATES, StateDraftModel
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.kernels.step import Int32, Sampled
 from tests.engine.drafts.test_draft_control import ROW_S, TimedHarness
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
 from tests.support.examples import examples
-from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, FakeStateBackend, greedy
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 DRAFT_TOKENS = 3
@@ -37,11 +35,10 @@ class CheckedPasses:
 
     seconds_to_read = pass_s = 0.0
 
-    def __init__(self, pool: Pool, states: bool = False) -> None:
-        backend = FakeStateBackend(BLOCK) if states else FakeBackend(BLOCK)
+    def __init__(self, pool: Pool) -> None:
+        backend = FakeBackend(BLOCK)
         backend.bind_pool(memoryview(pool).cast("B"), len(pool))
-        kind = StateDraftModel if states else DraftModel
-        self.model = kind(backend, backend.layout.block_bytes, VOCAB_SIZE)
+        self.model = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
         self.failing = False
         self.first_passes: list[int] = []
         self.drafted = 0
@@ -73,12 +70,10 @@ class CheckedPasses:
 
 
 def drafting(
-    budget: int = 64, longest: int = 10_000, draft_tokens: int = DRAFT_TOKENS, states: bool = False
+    budget: int = 64, longest: int = 10_000, draft_tokens: int = DRAFT_TOKENS
 ) -> Callable[[Pool], tuple[DraftShape, CheckedPasses]]:
     shape = DraftShape(b"\3" * 32, BLOCK, VOCAB_SIZE, longest, draft_tokens, budget)
-    if states:
-        shape = replace(shape, state_pages=FakeStateBackend.STATE_PAGES)
-    return lambda pool: (shape, CheckedPasses(pool, states))
+    return lambda pool: (shape, CheckedPasses(pool))
 
 
 def passes_of(harness: SchedulerHarness) -> CheckedPasses:
@@ -107,16 +102,8 @@ def test_a_good_draft_saves_steps_and_is_found_again() -> None:
     assert harness.draft_hits == 5
 
 
-def test_a_good_draft_with_states_saves_steps() -> None:
-    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(states=True))
-    harness.submit(prompt(1, 21), 40)
-    assert harness.run_all() <= 24
-    assert harness.draft_hits == 0
-
-
-@pytest.mark.parametrize("states", [False, True])
-def test_a_wrong_draft_changes_nothing(states: bool) -> None:
-    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(states=states))
+def test_a_wrong_draft_changes_nothing() -> None:
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
     harness.submit(prompt(1, 21), 20, seed=5, parallel_seeds=(0, 6))
     harness.run_all()
     assert passes_of(harness).drafted
@@ -171,10 +158,9 @@ def test_drafts_wait_while_prompts_fill_the_steps() -> None:
     harness.run_all()
 
 
-@pytest.mark.parametrize(("states", "slots"), [(False, 20), (True, 20 + STATES * FakeStateBackend.STATE_PAGES)])
-def test_slots_of_drafts_go_before_a_stream_is_preempted(states: bool, slots: int) -> None:
-    # Two streams of 10 blocks each fit exactly beside nothing else, or beside the states of one draft.
-    harness = SchedulerHarness(slots=slots, budget=32, draft=drafting(states=states))
+def test_slots_of_drafts_go_before_a_stream_is_preempted() -> None:
+    # Two streams of 10 blocks each fit exactly beside nothing else.
+    harness = SchedulerHarness(slots=20, budget=32, draft=drafting())
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
     harness.run_all()
@@ -250,11 +236,8 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),
     st.integers(4, 30),
-    st.booleans(),
 )
-def test_any_history(
-    shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int, states: bool
-) -> None:
+def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
     slots, budget, seqs = shape
     # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
@@ -262,7 +245,7 @@ def test_any_history(
         budget=max(budget, seqs),
         max_num_seqs=seqs,
         max_loras=2,
-        draft=drafting(most_tokens, states=states),
+        draft=drafting(most_tokens),
     )
     for event in events:
         if event[0] == "recall":

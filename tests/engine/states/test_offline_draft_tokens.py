@@ -1,6 +1,5 @@
 """Answers of models with states, for which a draft model or an EAGLE-3 head drafts, are those without draft tokens:
-greedy ones, which are transformers', and sampled ones, with parallel samples and penalties. A model that drafts for
-itself has states as a draft, too, and is right."""
+greedy ones, which are transformers', and sampled ones, with parallel samples and penalties."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ def chances(outputs: list[RequestOutput]) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "kernels", "drafts"),
     [
-        ("lfm2", "torch", ("head", "itself")),
-        pytest.param("qwen3-next", "auto", ("another", "head", "itself"), marks=[needs_kernels, pytest.mark.long]),
+        ("lfm2", "torch", ("head",)),
+        pytest.param("qwen3-next", "auto", ("another", "head"), marks=[needs_kernels, pytest.mark.long]),
     ],
 )
 def test_no_answer_changes(
@@ -78,7 +77,6 @@ def test_no_answer_changes(
     folders = {
         "another": save_model(tmp_path / "draft", seed=3, num_hidden_layers=1, num_key_value_heads=1),
         "head": save_head(tmp_path / "head", main, state_layers=(0, 1, 2)),
-        "itself": main,
     }
     for draft in drafts:
         method = "eagle3" if draft == "head" else "draft_model"
@@ -89,4 +87,4 @@ def test_no_answer_changes(
         assert chances(found) == bits
         timings = [output.timings for output in found if output.timings is not None]
         drafted, right = (sum(getattr(one, name) for one in timings) for name in ("guessed_tokens", "accepted_tokens"))
-        assert right > 0.9 * drafted > 0 if draft == "itself" else 0 < right < drafted
+        assert 0 < right < drafted
