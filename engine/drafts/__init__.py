@@ -5,7 +5,6 @@
     lookup_drafters.py drafts from the text itself, and from earlier answers, which recent_answers.py keeps
     draft_chains.py    a draft model's KV: its slots, what it catches up with, its draft tokens
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
-    state_drafts.py    a draft model whose layers carry states: its states, and its passes
     eagle_chains.py    the KV of an EAGLE-3 head, and the states that it reads
     eagle_head.py      the passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
     eagle_config.py    ``config.json`` of an EAGLE-3 head;  eagle_weights.py: its tensors

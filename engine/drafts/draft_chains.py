@@ -54,8 +54,6 @@ class DraftShape:
         original_tokens: the length of the longest text with the rotary frequencies of training, where longer ones have
             others; else 0.
         reads_states: whether it is an EAGLE-3 head (:mod:`pillion.engine.drafts.eagle_chains`).
-        state_pages: how many slots a state of its layers takes
-            (:mod:`pillion.engine.drafts.state_drafts`); 0 where they carry none.
     """
 
     namespace: bytes
@@ -66,7 +64,6 @@ class DraftShape:
     max_num_batched_tokens: int
     original_tokens: int = 0
     reads_states: bool = False
-    state_pages: int = 0
 
 
 class DraftChain(BlockChain):
@@ -90,11 +87,6 @@ class DraftChain(BlockChain):
     def end(self) -> int:
         """Gives the value of ``num_computed`` once the chain has caught up with its sequence."""
         return self.sequence.num_tokens
-
-    @property
-    def num_slots(self) -> int:
-        """Gives the number of the chain's slots."""
-        return self.num_blocks
 
     def settle(self) -> None:
         """Keeps the KV of draft tokens that the sequence has taken, and forgets the others; the last token's KV is
@@ -340,8 +332,8 @@ class DraftChains:
             chain = self._of[seq_id]
             if given >= blocks:
                 break
-            if chain.num_slots:
-                given += chain.num_slots
+            if chain.num_blocks:
+                given += chain.num_blocks
                 self._close(self._of.pop(seq_id))
         if given:
             self._pause(now)
@@ -401,36 +393,3 @@ class DraftChains:
             assert chain.closed or chain.sequence.seq_id in self._of
             assert not chain.closed or not chain.opened or chain.in_commit, "a closed draft waits for nothing"
         assert self._refused <= alive.keys()
-
-
-class OwnChain(DraftChain):
-    """Holds KV of a draft that nobody finds again: the chain has no ticket, owns all of its slots, and none of its
-    blocks is committed. It reads its sequence's tokens alone, so the KV of a draft token is overwritten."""
-
-    def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
-        super().__init__(chain_id, sequence, shape)
-        self.open(Holding(0, (), ()))
-        self.refuse_commit()
-
-    def settle(self) -> None:
-        """Forgets the draft tokens once there are new tokens."""
-        if self.num_computed != self.end:
-            self.draft_tokens = NO_DRAFT_TOKENS
-
-
-class OwnChains(DraftChains):
-    """Holds chains that have no ticket, each of which ``kind`` makes."""
-
-    kind: type[OwnChain] = OwnChain
-
-    def _begun(self, sequence: Sequence) -> OwnChain:
-        """Returns the sequence's chain; makes one where there is none."""
-        chain = self._of.get(sequence.seq_id)
-        if chain is None:
-            chain = self.kind(next(self._ids), sequence, self._shape)
-            self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
-        assert isinstance(chain, OwnChain)
-        return chain
-
-    def _let_go(self, chain: DraftChain) -> None:
-        del self.chains[chain.seq_id]

@@ -19,7 +19,6 @@ from pillion.engine.checkpoints.model_files import folder_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
-from pillion.engine.drafts.state_drafts import StateDraftModel
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from pillion.host.cores import parse_cores
@@ -58,10 +57,9 @@ def load_draft(
         longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
         # Only the sizes of this layout are used: the backend gives it its version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-        on_gpu = resolve_device(flags) == "cuda"
-        if on_gpu and layout.state_bytes:
-            raise ConfigError("draft models whose layers have states run on CPUs")
-        most_block_tokens = GPU_BLOCK_TOKENS if on_gpu else 0
+        if layout.state_bytes:
+            raise ConfigError("its layers carry states, and no such model drafts; choose one of attention alone")
+        most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
         blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
         flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
         loaded = load(flags, threads)
@@ -75,10 +73,8 @@ def load_draft(
             num_speculative_tokens=config.num_speculative_tokens,
             max_num_batched_tokens=most_tokens,
             original_tokens=loaded.prepared.original_tokens,
-            state_pages=backend.layout.state_pages,
         )
-        kind = StateDraftModel if shape.state_pages else DraftModel
-        return shape, kind(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+        return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
 
 
 def load_eagle_head(

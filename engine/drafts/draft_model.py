@@ -16,7 +16,6 @@ from dataclasses import replace
 from math import gcd
 
 import numpy as np
-import numpy.typing as npt
 
 from pillion.engine.backends.backend import Backend, BackendLost, KVLayout, PoolPlace
 from pillion.engine.backends.batching import build_draft_sampling, build_rows
@@ -84,10 +83,6 @@ class DraftModel:
             )
         self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
 
-    def blocks_at(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the first of the draft model's blocks that begins in each of these slots."""
-        return -(-slots * self._slot_bytes // self.backend.layout.block_bytes)
-
     def run(self, plan: DraftPlan) -> list[Int32] | None:
         """Runs the draft model's passes of a plan; returns each chunk's draft tokens, each drawn as the step will draw
         the token there. Returns None where a pass has failed; the log says why."""
@@ -144,7 +139,9 @@ class DraftModel:
         tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
         for row, chain in zip(tables, chains, strict=True):
             row[: chain.num_blocks] = chain.table()
-        return replace(batch, block_tables=self.blocks_at(tables).astype(np.int32))
+        # Of the draft model's blocks, these are the first that begin in the slots.
+        blocks = -(-tables * self._slot_bytes // layout.block_bytes)
+        return replace(batch, block_tables=blocks.astype(np.int32))
 
     def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
         """Makes the batch of one more token after each of the ``kept`` sampled rows of ``batch``, which belong to its

@@ -21,7 +21,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftShape, OwnChain, OwnChains
+from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftChain, DraftChains, DraftShape
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32, States
@@ -31,11 +32,14 @@ from pillion.kernels.step import Int32, States
 MAX_STATES_TOKENS = 512
 
 
-class EagleChain(OwnChain):
+class EagleChain(DraftChain):
     """Holds an EAGLE head's KV of one sequence, and the states that the head has not read yet."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
+        # The chain has no ticket, and commits nothing.
+        self.open(Holding(0, (), ()))
+        self.refuse_commit()
         self.begin = 0
         # These are the model's states at the positions after the computed entries.
         self._states: list[States] = []
@@ -50,6 +54,11 @@ class EagleChain(OwnChain):
     def is_whole(self) -> bool:
         """Says whether the states of all positions from ``begin`` to the last but one are there."""
         return self.num_computed + self._num_states == self.end
+
+    def settle(self) -> None:
+        """Forgets the draft tokens once there are new tokens."""
+        if self.num_computed != self.end:
+            self.draft_tokens = NO_DRAFT_TOKENS
 
     def tokens(self, start: int, end: int) -> Int32:
         """Returns the tokens of these entries of the head, int32 [end - start], as a view."""
@@ -90,10 +99,8 @@ class EagleChain(OwnChain):
         super().advance(end, draft_tokens)
 
 
-class EagleChains(OwnChains):
+class EagleChains(DraftChains):
     """Holds the EAGLE chains of one scheduler."""
-
-    kind = EagleChain
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError where chains, their states and sequences contradict each other."""
@@ -112,9 +119,19 @@ class EagleChains(OwnChains):
             right = min(sequence.num_computed - chunk.start, chunk.count)
             drafts = not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
             if right > 0 and sequence.state is SequenceState.RUNNING and drafts:
-                chain = self._begun(sequence)
-                assert isinstance(chain, EagleChain)
-                chain.keep(chunk.start, states[first : first + right].copy())
+                self._begun(sequence).keep(chunk.start, states[first : first + right].copy())
+
+    def _begun(self, sequence: Sequence) -> EagleChain:
+        """Returns the sequence's chain; makes one where there is none."""
+        chain = self._of.get(sequence.seq_id)
+        if chain is None:
+            chain = EagleChain(next(self._ids), sequence, self._shape)
+            self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
+        assert isinstance(chain, EagleChain)
+        return chain
+
+    def _let_go(self, chain: DraftChain) -> None:
+        del self.chains[chain.seq_id]
 
     def _chain_of(self, sequence: Sequence) -> EagleChain | None:
         """Returns the sequence's chain, if it can be used; a chain without slots takes none while memory is short."""

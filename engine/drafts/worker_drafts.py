@@ -13,7 +13,6 @@ from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.eagle_chains import EagleChains
 from pillion.engine.drafts.lookup_drafters import make_lookup_drafter
-from pillion.engine.drafts.state_drafts import StateDraftChains
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.kvstore.client.attachment import Attachment
@@ -22,7 +21,7 @@ from pillion.settings.speculative_config import SpeculativeConfig
 
 def chains_of(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> DraftChains:
     """Makes the drafter of one scheduler that has a draft model of this shape, whose passes ``passes`` runs."""
-    kind = EagleChains if shape.reads_states else StateDraftChains if shape.state_pages else DraftChains
+    kind = EagleChains if shape.reads_states else DraftChains
     return kind(shape, passes, blocks)
 
 

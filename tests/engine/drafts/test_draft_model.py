@@ -29,6 +29,8 @@ from pillion.engine.scheduling.block_chain import Holding
 from pillion.errors import ConfigError
 from pillion.settings.speculative_config import SpeculativeConfig
 from tests.support.drafts import text_to_guess_for
+from tests.support.families import make_model
+from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference
 
 BLOCK = 16
@@ -153,10 +155,15 @@ def test_another_tokenizer_is_refused_by_its_ids(
     assert shape.max_model_len == 256
 
 
-def test_a_missing_draft_model_is_named(folders: tuple[pathlib.Path, pathlib.Path]) -> None:
+def test_a_missing_draft_model_is_named_and_a_hybrid_one_refused(
+    folders: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
     prepared = prepare(ModelFlags(model=str(folders[0]), dtype="float32"))
     assert kv_layout(prepared, BLOCK).num_layers == 7
     config = SpeculativeConfig(method="draft_model", model="/nowhere", num_speculative_tokens=4)
     main = LoadedModel(prepared, TorchBackend(prepared, BLOCK, 1))
     with pytest.raises(ConfigError, match="--speculative-config: draft model /nowhere: "):
+        load_draft(flags(folders[0]), config, main, 1, 256, load_model)
+    config = replace(config, model=str(make_model(tmp_path / "hybrid", HYBRIDS["lfm2"])[0]))
+    with pytest.raises(ConfigError, match=r"draft model .*hybrid: its layers carry states, and no such model drafts"):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)
