@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from pillion.config import PrefillFlags
-from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_loading import unsupported
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import check_adapters
-from pillion.engine.models.config_parser import load_config, parse_config
+from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.model_config import LayerHeads, LinearConfig, TokenInputs
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
-from tests.support.adapters import make_virtual
 from tests.support.batches import Sequences
 from tests.support.families import FAMILIES, make_model
 
@@ -104,15 +102,10 @@ def test_adapters_where_values_are_keys_are_refused():
 
 @pytest.mark.usefixtures("own_cache")
 def test_what_layers_that_share_do_not_go_with_is_refused(tmp_path):
-    """A virtual token has no embedding for each layer; the adapter is that of a model of the same width."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     prepared = prepare(flags)
     with pytest.raises(ConfigError, match="gemma4_text: --pipeline-parallel-size 2 is not there for layers that share"):
         check_stages(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
-    other, _ = make_model(tmp_path / "other", FAMILIES["llama-gqa-tied"])
-    adapter = make_virtual(other, tmp_path / "adapter", "prompt", 5)
-    with pytest.raises(ConfigError, match="gemma4_text has no virtual tokens here"):
-        AdapterFiles(adapter).pairs(load_config(folder))
 
 
 def test_what_the_cpu_kernels_lack_is_told():

@@ -11,10 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lab.testbed.conditions import result_of
-from pillion.engine.adapters.adapter_weights import AdapterWeights, VirtualTokens
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.config_parser import load_config
 from pillion.errors import Internal
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
@@ -119,19 +117,11 @@ def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared_of):
     alone.close()
 
 
-def virtual_tokens(config, kv):
-    """An adapter with three virtual tokens: keys and values of every layer, or embeddings."""
-    heads = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-    shape = (3, *heads) if kv else (3, config.hidden_size)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(int(kv)))
-    return AdapterWeights("virtual", 1, {}, virtual=VirtualTokens(kv, values))
-
-
 @pytest.mark.parametrize(
     ("stages", "ranks", "name"), [(2, 1, "llama-gqa-tied"), (2, 2, "llama-gqa-tied"), (2, 2, "mixtral")]
 )
 def test_adapters(prepared_of, stages, ranks, name):
-    """Each stage packs the adapters' pairs of its own layers, and writes virtual tokens into those."""
+    """Each stage packs the adapters' pairs of its own layers."""
     prepared, text = prepared_of(name), tokens_of(20, 3)
     group = StageGroup(prepared, stages, ranks)
     driver = with_adapters(BackendDriver(prepared, backend=group), experts=True)
@@ -139,11 +129,6 @@ def test_adapters(prepared_of, stages, ranks, name):
     beside = with_adapters(BackendDriver(prepared, backend=own), experts=True)
     plain = BackendDriver(prepared, backend=cpu_backend(prepared))
     for one in (driver, beside, plain):
-        if one is not plain:
-            for slot, kv in ((0, True), (1, False)):
-                one.backend.adapters.place(
-                    slot, one.backend.adapters.pack(virtual_tokens(load_config(prepared.folder), kv))
-                )
         numbers = [one.sequences.add(adapter=slot if one is not plain else -1)[0] for slot in (2, -1, 0, 1)]
         one.step(*((number, text) for number in numbers), sample=())
     assert driver.memory == beside.memory != plain.memory

@@ -32,7 +32,7 @@ from pillion.net import rpc
 from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2_grpc
 from tests.gateway.batches.test_batches import begun, client_of, ended, lines, said
-from tests.support.adapters import make_adapter, make_virtual
+from tests.support.adapters import make_adapter
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
 from tests.support.families import FAMILIES, make_model
 from tests.support.http import call
@@ -130,27 +130,6 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
         assert [submit.adapter for submit in fakes.decode.submits[-2:]] == [digest, ""]
         infos = {info.name: info for info in await fakes.client.models()}
         assert (infos["sql"].parent, infos["sql"].adapter, infos["toy"].parent) == ("toy", digest, "")
-        await fakes.settled()
-
-
-async def test_virtual_tokens_stand_before_the_prompt_and_are_not_counted(made, flags, folder):
-    """They take room in the context, and their places have log probabilities for nobody."""
-    make_virtual(made[0], folder / "prefix", "prefix", 21)
-    async with running(made, **flags) as fakes:
-        address, ids = fakes.gateway.http_address, [5, 6, 7]
-        body = {"model": "far", "prompt": ids, "max_tokens": 4, "prompt_logprobs": 0}
-        assert (await load(fakes, "far", folder / "prefix")).status == 200
-        said = await call(address, "/v1/completions", body)
-        assert said.json["usage"]["prompt_tokens"] == 3
-        assert len(said.json["choices"][0]["prompt_logprobs"]) == 3
-        submit = fakes.decode.submits[-1]
-        assert ([*submit.token_ids], submit.prompt_tokens, submit.scored_tokens) == ([5] * 21 + ids, 24, 21)
-        most = (await call(address, "/v1/models/far")).json["max_model_len"] - 1
-        long = await call(address, "/v1/completions", body | {"prompt": [5] * (most - 20)})
-        assert long.status == 400
-        assert f"is {most + 1} tokens, however you requested {most + 2} tokens" in long.error["message"]
-        assert "21 of the tokens are the adapter's virtual ones" in long.error["message"]
-        assert (await call(address, "/v1/completions", body | {"prompt": [5] * (most - 21)})).status == 200
         await fakes.settled()
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pillion import LoRARequest, SamplingParams
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
 from pillion.offline.llm import LLM
-from tests.support.adapters import adapted_model, make_adapter, make_virtual, own_vectors
+from tests.support.adapters import adapted_model, make_adapter, own_vectors
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -26,10 +26,10 @@ ADAPTERS = 4
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     folder = make_model(root / "model", FAMILIES["llama-mqa-biases"])[0]
-    virtual = [make_virtual(folder, root / kind, kind, tokens) for kind, tokens in (("prefix", 21), ("prompt", 5))]
-    kinds: list[dict[str, Any]] = [{"lora_bias": True}, {"use_dora": True, "bias": "all"}]
-    lora = [own_vectors(make_adapter(folder, root / str(n), seed=n, r=4 + n, **kind)) for n, kind in enumerate(kinds)]
-    return folder, [*lora, *virtual]
+    kinds: list[dict[str, Any]] = [{"lora_bias": True}, {"use_dora": True, "bias": "all"}, {}, {"use_rslora": True}]
+    return folder, [
+        own_vectors(make_adapter(folder, root / str(n), seed=n, r=4 + n, **kind)) for n, kind in enumerate(kinds)
+    ]
 
 
 def offline(folder, **options):
@@ -124,34 +124,3 @@ def test_requests_bring_their_adapters_as_vllm_has_it(made):
             answers(llm, lora="a", lora_request=first)
         with pytest.raises(ValueError, match="2 prompts and 1 adapters"):
             answers(llm, lora_request=[first])
-
-
-@pytest.mark.parametrize("number", [2, 3], ids=["prefix", "prompt"])
-def test_a_prompt_after_virtual_tokens_is_scored_and_penalized_as_it_is(number, made):
-    """Neither log probabilities nor penalties see virtual tokens, also where the prompt's blocks are cached."""
-    folder, adapters = made
-    prompt = tokens_of(40, 5)
-    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    penalized = SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.8, ignore_eos=True)
-    model = adapted_model(folder, adapters[number])
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt])).logits[0].float()
-    wanted = logits[-len(prompt) : -1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    expected: list[int] = []
-    for _ in range(6):
-        with torch.inference_mode():
-            row = model(torch.tensor([prompt + expected])).logits[0, -1].float()
-        row, seen = row.clone(), torch.tensor(sorted({*prompt, *expected}))
-        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.8, row[seen] * 1.8)
-        expected.append(int(row.argmax()))
-    with offline(folder, enable_lora=True, cpu_kernels="torch") as llm:
-        llm.load_adapter("a", adapters[number])
-        for _ in range(2):
-            (output,) = llm.generate({"prompt_token_ids": prompt}, scored, lora="a", use_tqdm=False)
-            assert output.prompt_logprobs[0] is None
-            pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-            torch.testing.assert_close(
-                torch.tensor([one[token].logprob for token, one in pairs]), wanted, atol=1e-3, rtol=1e-3
-            )
-        (output,) = llm.generate({"prompt_token_ids": prompt}, penalized, lora="a", use_tqdm=False)
-        assert list(output.outputs[0].token_ids) == expected
