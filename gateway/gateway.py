@@ -102,9 +102,8 @@ from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingPar
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
-# Such a function says after how many tokens of a prompt, which begins with so many virtual ones, others may part from
-# it.
-PlacesOf = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]
+# Such a function says after how many tokens of a prompt others may part from it.
+PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 # Encoding a short text takes as long as checking about so many bytes more.
 WORD_BYTES = 64
@@ -266,8 +265,8 @@ class Gateway:
             entry: the model that the request's name meant when its call came; by default what it means now.
             counted: the call of this request, which :meth:`counted` has counted; None: the request is counted here.
             pooled: which rows the request ends with, which then generates nothing; None: it generates.
-            places: called with the prompt and the number of its virtual tokens where a model's layers carry states.
-                Returns after how many of its tokens other prompts are expected to part from it.
+            places: called with the prompt where a model's layers carry states. Returns after how many of its tokens
+                other prompts are expected to part from it.
             streamed: whether the client asked for the answer in pieces, for the trace.
             recorded: whether the client asked for a bundle of the request.
             plan: what an operator forces on this request; None: the planner is free.
@@ -316,22 +315,21 @@ class Gateway:
         empty texts of the answers. Raises what :meth:`generate` does."""
         tenant = permit.tenant
         with telemetry.child("tokenize", span) as tokenizing:
-            own, text = await self._tokenize(request, model, tenant)
-            tokenizing.set_attribute("pillion.prompt_tokens", len(own))
-        prompt = own if model.adapter is None else _with_virtual_tokens(request, model, own)
+            prompt, text = await self._tokenize(request, model, tenant)
+            tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
         if deadline is not None and time.monotonic() >= deadline:
             raise DeadlineExceeded("the request's deadline passed while it was tokenized")
         longest = self._longest(request, model, prompt)
         schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
         output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
-        scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(own))
+        scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(prompt))
         grammar = await self._grammar(request, model, output_format, tenant)
         self.admission.weigh(permit, len(prompt), scores)
         admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
         if request.sampling.bad_words:
             admitted = await self._with_words(admitted, model, tenant)
         if places is not None and self.cluster.keeps_states(admitted.model):
-            admitted = replace(admitted, kept_tokens=await places(prompt, admitted.virtual_tokens))
+            admitted = replace(admitted, kept_tokens=await places(prompt))
         return admitted, await self._answers(model, admitted, output_format, tenant)
 
     def _leave(
@@ -513,7 +511,7 @@ class Gateway:
         Raises InvalidRequest and Overloaded."""
         if not tenant.tokens_per_minute:
             return 0
-        return len(_with_virtual_tokens(request, model, await self.prompt_ids(request, model, tenant)))
+        return len(await self.prompt_ids(request, model, tenant))
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """Returns the text of ids, for a request that has been counted already."""
@@ -788,7 +786,6 @@ class Gateway:
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
-            virtual_tokens=0 if model.adapter is None else model.adapter.virtual_tokens,
             pooled=pooled,
             flow=flow_of(tenant, model.fingerprint),
         )
@@ -815,7 +812,7 @@ class Gateway:
         answers = [new_answer(index) for index in range(_generated(asked))]
         if admitted.resume is not None:
             name = admitted.asked.model or model.name
-            check_origin(admitted.resume, admitted.digest(), len(admitted.own_prompt), name)
+            check_origin(admitted.resume, admitted.digest(), len(admitted.prompt), name)
             for answer, so_far in zip(answers, admitted.resume.answers, strict=True):
                 if so_far.finish_reason is None or output_format is not None:
                     # The client has this text, and what counts is how much the answer still holds back, and how much of
@@ -876,18 +873,6 @@ def _encoded(encode: Callable[[str, int], tuple[int, ...]], text: str, most_toke
     """Returns a text's ids, and the largest of them."""
     ids = encode(text, most_tokens)
     return ids, max(ids, default=0)
-
-
-def _with_virtual_tokens(request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a prompt after places for the virtual tokens of the model's adapter. Raises InvalidRequest where the
-    model has no room for both."""
-    tokens = 0 if model.adapter is None else model.adapter.virtual_tokens
-    if tokens and len(prompt) + tokens > model.limits.max_prompt_tokens:
-        note = f" {tokens} of the tokens are the adapter's virtual ones."
-        raise too_long(len(prompt) + tokens, prompt_field(request), model.limits.max_model_len_tokens, note=note)
-    # Workers ignore the ids in these places. With the prompt's first id there, penalties that look at the prompt's ids
-    # find no other ones.
-    return prompt[:1] * tokens + prompt
 
 
 def _described(entry: ModelEntry) -> ModelInfo:

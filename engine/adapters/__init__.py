@@ -1,5 +1,4 @@
-"""Reads adapters: small matrices that change a model's linear layers for the requests that name them (LoRA), or
-virtual tokens.
+"""Reads adapters: small matrices that change a model's linear layers for the requests that name them (LoRA).
 
     adapter_config.py       what an ``adapter_config.json`` of PEFT says; refuses what cannot be served
     pattern_cost.py         how long an expression of such a config may search

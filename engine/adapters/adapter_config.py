@@ -1,4 +1,4 @@
-"""Reads the ``adapter_config.json`` of an adapter as PEFT writes it: of LoRA, or of virtual tokens. Imports no torch.
+"""Reads the ``adapter_config.json`` of an adapter as PEFT writes it. Imports no torch.
 
 A key that Pillion ignored might change the arithmetic, so each key is read, is bookkeeping, or has a value that changes
 nothing; an adapter with any other key is refused by that key's name.
@@ -28,8 +28,6 @@ MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024
 # An adapter with a larger scale than this would leave nothing of the model's answers.
 MAX_ALPHA = 1e6
-# An adapter puts at most this many virtual tokens before a prompt.
-MAX_VIRTUAL_TOKENS = 4096
 
 ALL_LINEAR = "all-linear"
 MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
@@ -49,20 +47,11 @@ _READ = words(
     layers_to_transform layers_pattern init_lora_weights bias lora_bias use_dora fan_in_fan_out
     """
 )
-# Where virtual tokens come from no longer matters when their adapter is saved: PEFT has run their encoder by then.
-_VIRTUAL_BOOKKEEPING = words(
-    """
-    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-    token_dim num_attention_heads num_layers encoder_hidden_size prefix_projection init_weights
-    encoder_reparameterization_type encoder_num_layers encoder_dropout
-    prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
-    """
-)
-_VIRTUAL_READ = words("num_virtual_tokens num_transformer_submodules")
-# For each method with virtual tokens this says whether it trains their keys and values, and not their embeddings.
-_TRAINS_KV = {"PREFIX_TUNING": True, "PROMPT_TUNING": False, "P_TUNING": False}
 # PEFT cannot merge these methods into the base model, because they change prompts and no weights.
-_PROMPTS = ("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE", "TRAINABLE_TOKENS")
+_PROMPTS = (
+    *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
+    "TRAINABLE_TOKENS",
+)
 # These ways to initialize the training leave the base model's weights as they are. The others move a part of them into
 # the adapter, which then fits changed weights only.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -148,19 +137,6 @@ class AdapterConfig:
         return json.dumps(own, sort_keys=True).encode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualConfig:
-    """Holds what of the config of an adapter with virtual tokens changes its arithmetic: how many ``tokens`` stand
-    before each prompt, and whether the adapter has their keys and values (``kv``) or their embeddings."""
-
-    tokens: int
-    kv: bool
-
-    def canonical(self) -> bytes:
-        """Returns the bytes of the config that the adapter's digest covers."""
-        return json.dumps({"virtual": asdict(self)}, sort_keys=True).encode()
-
-
 _LATER = ("lora_bias", "dora", "biases", "turned", "parameters", "as_they_lie")
 # From this release on PEFT asks transformers' class whether the rows of experts' matrices are their outputs.
 _TURNS_PARAMETERS = (0, 19, 1)
@@ -184,7 +160,7 @@ def _ends(pattern: str, module: str) -> bool:
     return _compiled(_END.format(pattern)).match(module) is not None
 
 
-def load_adapter_config(folder: Path, called: Path) -> AdapterConfig | VirtualConfig:
+def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
     """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
     for a config that cannot be served."""
     path = folder / CONFIG_NAME
@@ -202,14 +178,12 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig | VirtualCo
         raise ConfigError(f"{called}: {CONFIG_NAME} is nested too deep") from None
 
 
-def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfig:
+def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
     """Reads an adapter's config. Raises ConfigError, which names the key, for a config that cannot be served."""
     kind = raw.get("peft_type")
-    if kind in _TRAINS_KV:
-        return _virtual(raw, kv=_TRAINS_KV[kind])
     if kind != "LORA":
         instead = "" if kind in _PROMPTS or not isinstance(kind, str) else f"; {MERGE}"
-        raise _refused("peft_type", kind, f"only LORA, {', '.join(_TRAINS_KV)} are served{instead}")
+        raise _refused("peft_type", kind, f"only LORA is served{instead}")
     _refuse_others(raw)
     layers = raw.get("layers_to_transform")
     parameters = tuple(sorted(set(_list_of(str, raw.get("target_parameters"), "target_parameters"))))
@@ -235,18 +209,6 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfi
     )
 
 
-def _virtual(raw: Mapping[str, Any], *, kv: bool) -> VirtualConfig:
-    _refuse_unknown(raw, _VIRTUAL_READ | _VIRTUAL_BOOKKEEPING)
-    tokens = size(raw, "num_virtual_tokens")
-    if tokens > MAX_VIRTUAL_TOKENS:
-        raise _refused("num_virtual_tokens", tokens, f"an adapter has at most {MAX_VIRTUAL_TOKENS}")
-    if raw.get("num_transformer_submodules") not in (None, 1):
-        raise _refused(
-            "num_transformer_submodules", raw["num_transformer_submodules"], "the models here have a decoder"
-        )
-    return VirtualConfig(tokens=tokens, kv=kv)
-
-
 def _refused(key: str, value: Any, reason: str) -> ConfigError:
     return ConfigError(f"{CONFIG_NAME}: {key} = {repr(value)[:80]} is not supported: {reason}")
 
@@ -263,12 +225,8 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
             beginning,
             "its base model has other weights; PEFT's path_initial_model_for_weight_conversion writes one that fits",
         )
-    _refuse_unknown(raw, _READ | _BOOKKEEPING)
-
-
-def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str]) -> None:
     for key, value in raw.items():
-        if key not in known and value:
+        if key not in _READ | _BOOKKEEPING and value:
             raise _refused(key, value, _REASONS.get(key, "nobody here obeys it"))
 
 

@@ -10,10 +10,6 @@ for the matrices of all experts of a layer, which one parameter of transformers'
     ... .mlp.experts.base_layer.lora_B.weight   [outputs, rank * experts]: rank by rank
     ... .mlp.experts.lora_A.weight and .lora_B.weight, of down_proj, around which PEFT wraps no other
 
-or, where it has virtual tokens,
-
-    prompt_embeddings   [tokens, hidden size], their embeddings; or [tokens, layers * 2 * KV heads * head_dim], their KV
-
 Only the headers of tensors are read until all of them are known to fit. Imports no torch.
 """
 
@@ -32,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, VirtualConfig, load_adapter_config
-from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
+from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, load_adapter_config
+from pillion.engine.adapters.adapter_forms import Bits, Bytes
 from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
@@ -62,7 +58,6 @@ _PEFT_PREFIX = "base_model.model."
 _A, _B, _PAIR_BIAS, _NORMS = "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"
 _BIAS = "bias"
 _OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight|lora_B\.bias|lora_magnitude_vector|(?:base_layer\.)?bias)")
-_VIRTUAL = "prompt_embeddings"
 # The names of the decoder's tensors begin like this in models of text, and in transformers 5 and 4 in models of text
 # and images.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -286,7 +281,7 @@ class AdapterFiles:
         """Reads the folder. For a copy, ``called`` is the path that errors name."""
         self.folder = folder
         self._called = called or folder
-        self.config: AdapterConfig | VirtualConfig = load_adapter_config(folder, self._called)
+        self.config = load_adapter_config(folder, self._called)
         self.path = folder / TENSORS_NAME
         self._tensors = self._headers()
         # These are the bits of each tensor's largest absolute number, as far as it was checked.
@@ -297,14 +292,9 @@ class AdapterFiles:
         """Gives the number of bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self._tensors.values())
 
-    @property
-    def virtual_tokens(self) -> int:
-        """Gives the number of virtual tokens that stand before a prompt of this adapter."""
-        return self.config.tokens if isinstance(self.config, VirtualConfig) else 0
-
     def pairs(self, model: ModelConfig, max_rank: int = 0) -> tuple[AdapterPair, ...]:
         """Returns the adapter's pairs in the order of the decoder's layers and their outputs, if all of them fit the
-        model; none of an adapter whose virtual tokens fit it.
+        model.
 
         Args:
             model: the model that the adapter is for.
@@ -315,9 +305,6 @@ class AdapterFiles:
                 another shape; or a module that the config names has none.
         """
         config = self.config
-        if isinstance(config, VirtualConfig):
-            self._check_virtual(config, model)
-            return ()
         if config.turned and not FAMILIES[model.family].turned:
             raise self._error(
                 f"{CONFIG_NAME}: fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs],"
@@ -371,8 +358,6 @@ class AdapterFiles:
     def check_changes(self, pairs: Iterable[AdapterPair]) -> None:
         """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might do so by their largest
         numbers. All numbers must have been checked."""
-        if self.virtual_tokens and (largest := self._largest_of(_VIRTUAL)) > MAX_CHANGE:
-            raise self._error(f"{_VIRTUAL} has numbers up to {largest:.3g}; they may be up to {MAX_CHANGE:.0f}")
         for pair in pairs:
             vectors = [name for name in (pair.pair_bias, pair.norms, pair.bias) if name]
             if (largest := max(map(self._largest_of, vectors), default=0.0)) > MAX_CHANGE:
@@ -415,18 +400,6 @@ class AdapterFiles:
     def numbers(self, name: str, data: Bytes) -> npt.NDArray[np.float32]:
         """Returns a tensor's numbers; ``data`` are its bytes."""
         return self.bits(name, data, "float32").view(np.float32)
-
-    def virtual(self, model: ModelConfig, numbers: Mapping[str, Bytes], dtype: str) -> VirtualBits | None:
-        """Returns the adapter's virtual tokens, which fit the model, as bits of ``dtype``; None where it has none.
-        ``numbers`` are the bytes of all tensors, by name."""
-        if not isinstance(self.config, VirtualConfig):
-            return None
-        # Granite multiplies all inputs of its decoder; Gemma's embedding alone multiplies, so that trained rows are
-        # used as they are.
-        scale = model.embedding_scale if model.family.startswith("granite") and not self.config.kv else 1.0
-        values = self.bits(_VIRTUAL, numbers[_VIRTUAL], dtype, scale)
-        shape = (model.num_layers, 2, model.num_kv_heads, model.head_dim) if self.config.kv else (model.hidden_size,)
-        return VirtualBits(self.config.kv, values.reshape(-1, *shape))
 
     def _pair(
         self,
@@ -520,23 +493,6 @@ class AdapterFiles:
         if missing is not None:
             raise self._error(f"its config names {missing} as a target, for which {TENSORS_NAME} has no tensors")
 
-    def _check_virtual(self, config: VirtualConfig, model: ModelConfig) -> None:
-        for name in self._tensors:
-            if name != _VIRTUAL:
-                raise self._error(f"it has a tensor {name}: an adapter of virtual tokens has {_VIRTUAL} alone")
-        if model.layer_heads or model.kv_sources or model.token_inputs is not None:
-            raise self._error(f"{model.family} has no virtual tokens here: its layers differ, or read more of a token")
-        if config.kv and model.linear is not None:
-            raise self._error("its virtual tokens are keys and values, which leave nothing in this model's states")
-        if config.kv and model.latents is not None:
-            raise self._error("its virtual tokens are keys and values, and blocks of this model hold latents")
-        width = 2 * model.num_layers * model.num_kv_heads * model.head_dim if config.kv else model.hidden_size
-        wanted, found = (config.tokens, width), self._tensors.get(_VIRTUAL)
-        if found is None:
-            raise self._error(f"{TENSORS_NAME} has no {_VIRTUAL}")
-        if found.shape != wanted:
-            raise self._error(f"{_VIRTUAL} is {list(found.shape)}; config and model want {list(wanted)}")
-
     def _largest_of(self, name: str) -> float:
         kind = self._tensors[name].kind
         return float(widened(np.array([self._largest[name]], TYPES[kind][0]), kind)[0])
@@ -586,7 +542,6 @@ class AdapterFiles:
 
     def _halves(self) -> dict[str, dict[str, str]]:
         """Returns the names of each module's tensors, by what they are."""
-        assert isinstance(self.config, AdapterConfig)
         halves: dict[str, dict[str, str]] = {}
         config = self.config
         known = {_A, _B} | ({_PAIR_BIAS} if config.lora_bias else set()) | ({_NORMS} if config.dora else set())

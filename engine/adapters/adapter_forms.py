@@ -1,6 +1,6 @@
 """Carries an adapter from the process that reads it to its worker: its matrices as bits, and the form of a backend.
 
-    files --read_adapter--> AdapterBits --AdapterForm.pack--> what JSON can say, and bytes --a pipe--> the backend
+    files --read_adapter--> Layers --AdapterForm.pack--> what JSON can say, and bytes --a pipe--> the backend
 
 Imports no torch.
 """
@@ -46,34 +46,13 @@ class PairBits:
 Layers = Mapping[str, Sequence[PairBits]]
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualBits:
-    """Holds the virtual tokens of an adapter, which stand before each prompt.
-
-    Attributes:
-        kv: whether ``values`` are their keys and values, [tokens, layers, 2, KV heads, head_dim], keys already rotated;
-            else their embeddings, [tokens, hidden size].
-    """
-
-    kv: bool
-    values: Bits
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterBits:
-    """Holds an adapter as bits. One that has virtual tokens changes no layers, and the other way round."""
-
-    layers: Layers
-    virtual: VirtualBits | None = None
-
-
 class AdapterForm(Protocol):
     """Packs adapters in the form that a backend takes; :func:`described` sends this object to the process that reads
     them."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
+    def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
         """Packs an adapter; returns a list for JSON, and bytes. Raises ConfigError for an adapter that the
         backend cannot take."""
 
@@ -82,13 +61,12 @@ class AdapterForm(Protocol):
 class PlainForm:
     """Lays all matrices one after the other, for backends that take them as tensors."""
 
-    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
-        """Returns what the virtual tokens are, with their type and shape, or null, and of each pair its layer, first
-        output, type, and the shapes of its matrices and its affine; and the bytes of all of them."""
-        virtual, every = bits.virtual, bits.layers
-        about: list[Any] = [None if virtual is None else [virtual.kv, virtual.values.dtype.str, virtual.values.shape]]
-        matrices = [] if virtual is None else [virtual.values]
-        for name, pairs in every.items():
+    def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
+        """Returns of each pair its layer, first output, type, and the shapes of its matrices and its affine; and the
+        bytes of all of them."""
+        about: list[Any] = []
+        matrices: list[Bits] = []
+        for name, pairs in layers.items():
             for pair in pairs:
                 parts = [part for part in (pair.a, pair.b, pair.affine) if part is not None]
                 about.append([name, pair.first_output, pair.a.dtype.str, *(part.shape for part in parts)])
@@ -102,11 +80,10 @@ def _padded_bytes(numbers: npt.NDArray[Any]) -> Bytes:
     return np.pad(flat, (0, -len(flat) % 4))
 
 
-def plain_bits(about: list[Any], data: Bytes) -> AdapterBits:
+def plain_bits(about: list[Any], data: Bytes) -> Layers:
     """Returns the adapter that a :class:`PlainForm` packed, as views of its bytes."""
-    tokens, *pairs = about
     layers: dict[str, list[PairBits]] = {}
-    end, virtual = 0, None
+    end = 0
 
     def taken(kind: str, shape: Sequence[int]) -> npt.NDArray[Any]:
         nonlocal end
@@ -114,14 +91,11 @@ def plain_bits(about: list[Any], data: Bytes) -> AdapterBits:
         begin, end = end, end + size_bytes + -size_bytes % 4
         return data[begin : begin + size_bytes].view(kind).reshape(shape)
 
-    if tokens is not None:
-        kv, kind, shape = tokens
-        virtual = VirtualBits(kv, taken(kind, shape))
-    for name, first_output, kind, a, b, *affine in pairs:
+    for name, first_output, kind, a, b, *affine in about:
         first, second = taken(kind, a), taken(kind, b)
         own = taken("<f4", affine[0]) if affine else None
         layers.setdefault(name, []).append(PairBits(first_output, first, second, own))
-    return AdapterBits(layers, virtual)
+    return layers
 
 
 def described(thing: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have, or its virtual
-tokens. Imports no torch.
-"""
+"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_files import MAX_CHANGE, AdapterFiles, AdapterPair, rounded_bits
-from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Bits, Bytes, PairBits, VirtualBits
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Layers, PairBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
 from pillion.engine.adapters.base_weights import BaseWeights
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -76,7 +74,7 @@ def read_adapter(
     max_rank: int = 0,
     orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     model_folder: Path = Path(),
-) -> AdapterBits:
+) -> Layers:
     """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
     pairs = files.pairs(model, max_rank)
@@ -112,15 +110,7 @@ def read_adapter(
             of_experts[projection.layer, first].append(PairBits(first, a, b))
     for (name, first), each in of_experts.items():
         layers[name].append(_together(first, each))
-    virtual, order = files.virtual(model, numbers, dtype), own_orders.get("qkv")
-    if virtual is not None and virtual.kv and order is not None:
-        # Keys have the order of the outputs that give the model's own keys.
-        heads, keys = virtual.values[:, :, 0], model.num_kv_heads * model.head_dim
-        first = model.num_heads * model.head_dim
-        own = heads.reshape(*heads.shape[:2], keys)[:, :, order[first : first + keys] - first]
-        values = np.stack([own.reshape(heads.shape), virtual.values[:, :, 1]], 2)
-        virtual = VirtualBits(kv=True, values=values)
-    return AdapterBits(layers, virtual)
+    return layers
 
 
 def _by_expert(pair: AdapterPair, a: Bits, b: Bits) -> tuple[Bits, Bits]:

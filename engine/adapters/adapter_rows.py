@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from pillion.engine.adapters.adapter_weights import AdapterWeights
 
 
-def virtual_rows(slots: Int32, positions: Int32, virtual_tokens: Int32) -> Int32:
-    """Gives the numbers of the rows whose tokens are virtual: those at the first positions of a sequence whose adapter
-    has so many virtual tokens. ``slots`` and ``positions`` are [T], ``virtual_tokens`` are by slot."""
-    return np.flatnonzero((slots >= 0) & (positions < virtual_tokens[slots])).astype(np.int32)
-
-
 def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
     """Gives [T] the slot of each row's adapter. Raises Internal for slots that a backend of ``max_adapters`` lacks."""
     slots = batch.adapters

@@ -60,22 +60,20 @@ class AdapterCopier(AdapterJobs):
 
     def add(self, source: str, model_folder: str, max_rank: int, inside: str) -> tuple[list[Any], Bytes]:
         """Copies the adapter in a folder into the store, as :meth:`AdapterStore.add` does; with "" for ``inside`` the
-        folder may lie anywhere. Returns the copy's digest and rank, and how many virtual tokens it has."""
+        folder may lie anywhere. Returns the copy's digest and rank."""
         place, model = Path(inside) if inside else None, load_config(Path(model_folder))
         kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, inside=place)
-        return [kept.digest, kept.rank, kept.virtual_tokens], NO_BYTES
+        return [kept.digest, kept.rank], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """Describes a copy in the store. ``rank`` is the highest rank of its pairs of matrices, and 1 where it has none;
-    ``virtual_tokens`` stand before each prompt."""
+    """Describes a copy in the store. ``rank`` is the highest rank of its pairs of matrices, and 1 where it has none."""
 
     digest: str
     folder: Path
     rank: int
     size_bytes: int
-    virtual_tokens: int = 0
 
 
 class AdapterStore:
@@ -126,7 +124,7 @@ class AdapterStore:
             copied.check_changes(pairs)
             folder = self._keep(draft, digest)
         rank = max((pair.rank for pair in pairs), default=1)
-        return StoredAdapter(digest, folder, rank, copied.size_bytes, copied.virtual_tokens)
+        return StoredAdapter(digest, folder, rank, copied.size_bytes)
 
     def find(self, digest: str) -> Path:
         """Returns the folder of an adapter, which counts as used now. Raises NotFound where the store has no copy."""

@@ -12,21 +12,16 @@ from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_rows import LayerShape
 from pillion.engine.adapters.cpu_adapter_form import CpuAdapterForm
 from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT
-from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL
 from pillion.kernels.cpu.language.records import Words
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapter:
-    """Holds a packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``, as does
-    ``virtual``, an address with a number of bytes. It has that many ``embedded`` or ``prefixed`` virtual tokens."""
+    """Holds a packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``."""
 
     words: Words
     data: Bytes
-    virtual: tuple[int, int]
-    embedded: int
-    prefixed: int
 
     @property
     def nbytes(self) -> int:
@@ -41,9 +36,6 @@ class AdapterTable:
         form: describes how an adapter's matrices are packed for the model's kernels.
         slots: for each matrix that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
             SLOT.num_words].
-        virtual: for each adapter slot the record of its virtual tokens.
-        tokens: how many virtual tokens of each slot are embedded, and how many are keys and values, int32 [2,
-            max_adapters].
     """
 
     def __init__(
@@ -60,23 +52,17 @@ class AdapterTable:
         self.step = CpuStepRecord(ADAPTED)
         self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
         self.slots = dict(zip(shapes, self._words, strict=True))
-        self.virtual = np.zeros((max_adapters, VIRTUAL.num_words), np.int64)
-        self.tokens = np.zeros((2, max_adapters), np.int32)
 
     def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
         """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
-        records, (tokens, kv, begin, size) = about
-        words = np.array(records, np.int64)
+        words = np.array(about, np.int64)
         for field in SLOT.pointers:
             # In the packed records, pointers are still offsets; a record whose sizes are zero has no pair and stays
             # zero.
             slot = SLOT.place[field]
             words[:, slot] += np.where(words[:, slot + 1] > 0, data.ctypes.data, 0)
-        virtual = data.ctypes.data + begin, size
-        return CpuAdapter(words, data, virtual, embedded=0 if kv else tokens, prefixed=tokens if kv else 0)
+        return CpuAdapter(words, data)
 
     def place(self, number: int, packed: CpuAdapter) -> None:
         """Writes a packed adapter into a slot."""
         self._words[:, number] = packed.words
-        VIRTUAL.fill(self.virtual[number], {"values": packed.virtual, "prefixed": packed.prefixed})
-        self.tokens[:, number] = packed.embedded, packed.prefixed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_forms import AdapterBits, Bits, PairBits, VirtualBits
+from pillion.engine.adapters.adapter_forms import Bits, Layers, PairBits
 from pillion.engine.models import families
 from pillion.engine.models.layer_operations import LayerTensor, Share, tensors_of
 from pillion.engine.models.model_config import ModelConfig
@@ -40,19 +40,6 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class VirtualTokens:
-    """Holds the virtual tokens of an adapter, as :class:`pillion.engine.adapters.adapter_forms.VirtualBits` has them.
-
-    Attributes:
-        kv: whether ``values`` are keys and values [tokens, layers, 2, KV heads, head_dim], not embeddings [tokens,
-            hidden].
-    """
-
-    kv: bool
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """Holds an adapter for one model.
 
@@ -63,18 +50,15 @@ class AdapterWeights:
             "layers.3.gate_up" (gate before up), "layers.3.down", "layers.3.linear.in" (of a layer with a state),
             "layers.3.experts.gate_up" and "layers.3.experts.down" of all experts, "layers.3.router". Layers that the
             adapter does not change are missing. Outputs of the pairs of one layer do not overlap, and rise.
-        virtual: the virtual tokens that stand before each prompt.
     """
 
     digest: str
     rank: int
     layers: Mapping[str, tuple[LowRank, ...]]
-    virtual: VirtualTokens | None = None
 
 
-def weights_of(digest: str, bits: AdapterBits) -> AdapterWeights:
+def weights_of(digest: str, layers: Layers) -> AdapterWeights:
     """Returns an adapter's bits as tensors; nothing is copied."""
-    layers, virtual = bits.layers, bits.virtual
     rank = max((pair.a.shape[-2] for pairs in layers.values() for pair in pairs), default=1)
     found = {
         name: tuple(
@@ -88,13 +72,12 @@ def weights_of(digest: str, bits: AdapterBits) -> AdapterWeights:
         )
         for name, pairs in layers.items()
     }
-    tokens = None if virtual is None else VirtualTokens(virtual.kv, _tensor(virtual.values))
-    return AdapterWeights(digest, rank, found, tokens)
+    return AdapterWeights(digest, rank, found)
 
 
-def bits_of(weights: AdapterWeights) -> AdapterBits:
+def bits_of(weights: AdapterWeights) -> Layers:
     """Returns the bits of an adapter's tensors."""
-    layers = {
+    return {
         name: [
             PairBits(
                 pair.first_output,
@@ -106,8 +89,6 @@ def bits_of(weights: AdapterWeights) -> AdapterBits:
         ]
         for name, pairs in weights.layers.items()
     }
-    virtual = weights.virtual
-    return AdapterBits(layers, None if virtual is None else VirtualBits(virtual.kv, _bits(virtual.values)))
 
 
 def shard_adapter(
@@ -142,10 +123,7 @@ def shard_adapter(
             replace(same[0], a=torch.stack([one.a for one in same]), b=torch.stack([one.b for one in same]))
             for same in zip(*each, strict=True)
         )
-    virtual = weights.virtual
-    if virtual is not None and virtual.kv:
-        virtual = replace(virtual, values=virtual.values[:, :, :, shard.kv_heads.start : shard.kv_heads.stop])
-    return replace(weights, layers={name: pairs for name, pairs in layers.items() if pairs}, virtual=virtual)
+    return replace(weights, layers={name: pairs for name, pairs in layers.items() if pairs})
 
 
 def _share_of(

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.adapters.adapter_forms import (
-    LINE_BYTES,
-    AdapterBits,
-    Bits,
-    Bytes,
-    PairBits,
-    VirtualBits,
-    line_bytes,
-)
+from pillion.engine.adapters.adapter_forms import LINE_BYTES, Bits, Bytes, Layers, PairBits, line_bytes
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
@@ -31,7 +23,7 @@ MAX_EXPERT_PAIRS = 2
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapterForm:
-    """Packs an adapter as records of its layers, its virtual tokens, and the bytes that they point into.
+    """Packs an adapter as records of its layers, and the bytes that they point into.
 
     Attributes:
         shapes: (outputs, inputs, experts) of the layers that adapters may change; no experts where all rows pass a
@@ -59,15 +51,14 @@ class CpuAdapterForm:
         """Returns the number of a layer's inputs, with padding."""
         return padded(self.shapes[name][1], DEPTH_MULTIPLE)
 
-    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
-        """Packs an adapter as a record for each layer, of zeros for a layer without pairs, and as the number of its
-        virtual tokens, whether these are keys and values, and the place of their float32. Raises ConfigError for more
+    def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
+        """Packs an adapter as a record for each layer, of zeros for a layer without pairs. Raises ConfigError for more
         pairs in a layer than adapters have."""
         parts: list[tuple[int, Bits]] = []
         words = np.zeros((len(self.shapes), self.record_words), np.int64)
         end = 0
         for record, name in zip(words, self.shapes, strict=True):
-            pairs = bits.layers.get(name)
+            pairs = layers.get(name)
             if not pairs:
                 continue
             a, b, first_ranks = self._packed_layer(name, pairs)
@@ -80,16 +71,10 @@ class CpuAdapterForm:
                 end += padded(part.nbytes, LINE_BYTES)
             record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * (self.shapes[name][2] or 1))
             record[self.record["b_steps"]] = b.nbytes // len(first_ranks) // LINE_BYTES
-        virtual = [0, False, 0, 0]
-        if bits.virtual is not None:
-            rows = _virtual_rows(bits.virtual)
-            virtual = [len(rows), bits.virtual.kv, end, rows.nbytes]
-            parts.append((end, rows))
-            end += rows.nbytes
         data = line_bytes(end)
         for begin, part in parts:
             data[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
-        return [words.tolist(), virtual], data
+        return words.tolist(), data
 
     def _affine(self, name: str, pairs: Sequence[PairBits]) -> Bits:
         """Packs by what the outputs of a layer are multiplied, and what is added to them: [tiles, 2, 16] float32."""
@@ -172,13 +157,6 @@ def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
         b[first : first + len(pair.b), rank : rank + len(pair.a)] = pair.b
         rank += len(pair.a)
     return PairBits(begin, a, b, None)
-
-
-def _virtual_rows(virtual: VirtualBits) -> Bits:
-    """Returns the bits of float32 of each virtual token [tokens, values], with a multiple of 16 values."""
-    flat = virtual.values.reshape(len(virtual.values), -1)
-    wide = flat if flat.itemsize == 4 else flat.astype(np.uint32) << 16
-    return np.ascontiguousarray(np.pad(wide, ((0, 0), (0, -wide.shape[1] % TILE_COLUMNS))))
 
 
 def padded(count: int, multiple: int) -> int:

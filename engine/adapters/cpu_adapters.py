@@ -6,25 +6,21 @@ A slot holds no memory of its own: an adapter takes what its rank needs, and ``m
 program of steps with adapters, each product that they may change is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
-
-Steps with rows of virtual tokens have a program of their own, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm
-from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots, virtual_rows
+from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots
 from pillion.engine.adapters.adapter_table import AdapterTable, CpuAdapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
-from pillion.engine.adapters.cpu_adapter_form import padded
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Bytes, PackedAdapter
 from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations, plan_model
@@ -32,10 +28,6 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Mlp
 from pillion.kernels.cpu.adapters.low_rank import run_rows
-from pillion.kernels.cpu.adapters.virtual_rows import VirtualEmbed, VirtualWrite
-from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
-from pillion.kernels.cpu.rows.rotate import RotateWrite
-from pillion.kernels.cpu.rows.rows import Embed
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace
 from pillion.kernels.step import Int32, StepBatch
@@ -49,9 +41,9 @@ class AdapterRows:
     def __init__(self, max_adapters: int, most_rows: int) -> None:
         self._max_adapters, self._most_rows = max_adapters, most_rows
 
-    def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> Int32:
-        """Fills the record of a step, whose logits are computed for the rows ``sample_rows``. Returns each row's slot;
-        raises Internal for adapter slots that do not exist."""
+    def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> None:
+        """Fills the record of a step, whose logits are computed for the rows ``sample_rows``. Raises Internal for
+        adapter slots that do not exist."""
         slots = row_slots(batch, self._max_adapters)
         used = np.unique(slots)
         self._fill(step, "tokens", slots)
@@ -59,7 +51,6 @@ class AdapterRows:
         used = used[used >= 0]
         step.point("used_slots", used)
         step.count("num_used_slots", len(used))
-        return slots
 
     def _fill(self, step: CpuStepRecord, name: str, slots: Int32) -> None:
         rows, runs = adapted_runs(slots, self._most_rows)
@@ -70,13 +61,12 @@ class AdapterRows:
 
 
 class CpuAdapters(PlainAdapters):
-    """Holds the adapters of a backend, and the programs of those of its steps that use adapters: they cost other steps
+    """Holds the adapters of a backend, and the program of those of its steps that use adapters: they cost other steps
     nothing.
 
     Attributes:
         kernels: those of steps with and without adapters.
-        programs: those of steps with adapters, over the backend's workspace.
-        program: the one of them that runs the step which was filled in last.
+        program: that of steps with adapters, over the backend's workspace.
     """
 
     def __init__(self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int) -> None:
@@ -88,20 +78,11 @@ class CpuAdapters(PlainAdapters):
         self._model, self._table = model, adapter_table(model, self._inner_values, max_adapters, max_rank)
         self.kernels, operations = compile_with_adapters(model, self._table, log.info)
         self._rows = AdapterRows(max_adapters, run_rows(model.isa))
-        self.programs = tuple(Program(each, self.kernels, workspace) for each in operations)
-        self.program = self.programs[0]
+        self.program = Program(operations, self.kernels, workspace)
 
     def fill(self, batch: StepBatch, sample_rows: Int32) -> None:
         """Gives the kernels the adapters of a step. Raises Internal for adapter slots that do not exist."""
-        step, tokens = self._table.step, self._table.tokens
-        slots = self._rows.fill(step, batch, sample_rows)
-        self.program, *others = self.programs
-        if tokens.any():
-            embedded, prefixed = (virtual_rows(slots, batch.positions, most) for most in tokens)
-            step.point("embedded_rows", embedded)
-            step.count("num_embedded_rows", len(embedded))
-            if len(embedded) + len(prefixed):
-                (self.program,) = others
+        self._rows.fill(self._table.step, batch, sample_rows)
 
     def form(self) -> AdapterForm:
         """Returns the form of packed tiles for the kernels; a process with a part of the model gets adapters in the
@@ -132,9 +113,8 @@ def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
 
 def compile_with_adapters(
     model: CpuModel, table: AdapterTable, progress: Progress
-) -> tuple[CompiledKernels, tuple[Sequence[Operation], Sequence[Operation]]]:
-    """Returns the kernels of steps with and without adapters, and the operations of a step with them: without rows of
-    virtual tokens, and with such rows."""
+) -> tuple[CompiledKernels, Sequence[Operation]]:
+    """Returns the kernels of steps with and without adapters, and the operations of a step with them."""
     plan = plan_model(
         model.config,
         model.weights,
@@ -146,39 +126,7 @@ def compile_with_adapters(
         table,
         model.plan.ropes,
     )
-    virtual = tuple(_with_virtual_tokens(model, table, plan.operations))
-    return compile_operations((*model.plan.operations, *virtual), model, progress), (plan.operations, virtual)
-
-
-def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Sequence[Operation]) -> Iterator[Operation]:
-    """Yields the operations of a step, and those that give rows of virtual tokens what their adapters have."""
-    config = model.shard.local(model.config)
-    if config.layer_heads or config.kv_sources or config.token_inputs is not None:
-        # Adapters of virtual tokens are refused for such models.
-        yield from operations
-        return
-    both = {"virtual": table.virtual, "adapted": table.step.words}
-    layer_bytes = 2 * config.num_kv_heads * config.head_dim * 4
-    embedded, layer = None, model.shard.own_layers(model.config).start
-    for operation in operations:
-        # Virtual tokens of a model with states are embeddings.
-        if isinstance(operation.spec, RotateWrite) and config.linear is None:
-            where = {"token_bytes": config.num_layers * layer_bytes, "layer_begin": layer * layer_bytes}
-            spec = VirtualWrite(*(getattr(operation.spec, each.name) for each in fields(operation.spec)))
-            yield replace(operation, spec=spec, values={**operation.values, **both, **where})
-            layer += 1
-            continue
-        yield operation
-        if isinstance(operation.spec, Embed):
-            # Where ranks share the table, each has the embeddings after the next operation, their sum.
-            embedded = operation
-            if operation.spec.share:
-                continue
-        if embedded is not None:
-            hidden = operation.values["out" if embedded is not operation else "hidden"]
-            width = padded(config.hidden_size, TILE_COLUMNS)
-            yield Operation(VirtualEmbed(), {**both, "hidden": hidden, "width": width, "hidden_stride": hidden.stride})
-            embedded = None
+    return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
 
 
 def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:

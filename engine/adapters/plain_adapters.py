@@ -21,8 +21,7 @@ class PlainAdapter:
     @property
     def nbytes(self) -> int:
         pairs = (pair for layer in self.weights.layers.values() for pair in layer)
-        virtual = self.weights.virtual
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs) + (virtual.values.nbytes if virtual else 0)
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
 
 
 class PlainAdapters:

@@ -1,10 +1,8 @@
-"""Multiplies a step's rows by their adapters in plain torch, for the torch backend: the reference for all kernels.
-Virtual tokens are rows like others, but for their embeddings, or their keys and values, which the adapter has.
-"""
+"""Multiplies a step's rows by their adapters in plain torch, for the torch backend: the reference for all kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -18,12 +16,8 @@ from pillion.kernels.step import StepBatch
 class StepAdapters:
     """Holds the adapters of a step's rows, which the decoder applies layer by layer."""
 
-    def __init__(
-        self, row_slots: torch.Tensor, positions: torch.Tensor, adapters: Mapping[int, AdapterWeights]
-    ) -> None:
-        """Takes ``row_slots``, [T] the slot of each row's adapter, -1 for none; ``positions`` [T] of the rows' tokens;
-        and ``adapters`` by slot."""
-        self._positions = positions
+    def __init__(self, row_slots: torch.Tensor, adapters: Mapping[int, AdapterWeights]) -> None:
+        """Takes ``row_slots``, [T] the slot of each row's adapter, -1 for none, and ``adapters`` by slot."""
         self._row_slots = row_slots
         self._adapters = adapters
         slots = set(row_slots.tolist()) - {-1}
@@ -31,25 +25,7 @@ class StepAdapters:
 
     def of_rows(self, rows: torch.Tensor) -> StepAdapters:
         """Returns the adapters of some of the rows, by their numbers [R]."""
-        return StepAdapters(self._row_slots[rows], self._positions[rows], self._adapters)
-
-    def embed(self, hidden: torch.Tensor) -> None:
-        """Writes the embeddings of virtual tokens into the rows [T, hidden] that have them."""
-        for rows, values in self._virtual(kv=False):
-            hidden[rows] = values
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes a layer's keys and values of virtual tokens into the rows [T, KV heads, head_dim] that have them."""
-        for rows, both in self._virtual(kv=True):
-            keys[rows], values[rows] = both[:, layer].unbind(1)
-
-    def _virtual(self, *, kv: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the rows of virtual tokens of each adapter, and what the adapter has for them."""
-        for slot, rows in self._rows.items():
-            virtual = self._adapters[slot].virtual
-            if virtual is not None and virtual.kv is kv:
-                rows = rows[self._positions[rows] < len(virtual.values)]
-                yield rows, virtual.values[self._positions[rows]]
+        return StepAdapters(self._row_slots[rows], self._adapters)
 
     def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor, expert: int | None = None) -> None:
         """Adds to a fused layer's outputs [T, out], or to those of one ``expert``, the products of its inputs [T, in]
@@ -77,5 +53,5 @@ class TorchAdapters(PlainAdapters):
         """Returns the adapters of a step's rows."""
         placed = {at: one.weights for at, one in enumerate(self.placed) if isinstance(one, PlainAdapter)}
         assert batch.adapters is not None
-        slots, starts, positions = map(torch.from_numpy, (batch.adapters, batch.query_starts, batch.positions))
-        return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), positions.long(), placed)
+        slots, starts = map(torch.from_numpy, (batch.adapters, batch.query_starts))
+        return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), placed)

@@ -6,9 +6,7 @@ CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` i
 mixture. The matrices of routers and gates are float32, in slots of their own. The copy into a slot is queued behind the
 steps that were launched before it; the adapter's own memory on the device is free after it.
 
-Virtual tokens stay on the host, and only steps that have such rows, which run without a graph, copy what they need:
-blocks with virtual tokens are nearly always cached. Steps with rows whose adapter has biases, or norms of rows (DoRA),
-run without a graph, too: slots have no room for these.
+Steps with rows whose adapter has biases, or norms of rows (DoRA), run without a graph: slots have no room for these.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ import torch
 
 from pillion.engine.adapters.adapter_config import MERGE
 from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, VirtualTokens, shard_adapter
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import PackedAdapter, check_slot
 from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
-from pillion.engine.backends.gpu.pool_parts import PartRows
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.engine.models.model_config import ModelConfig
@@ -54,28 +51,16 @@ _RECORD_UNIT = 4
 @dataclass(frozen=True, slots=True)
 class GpuAdapter:
     """Holds a packed adapter: the contents of its slots, in the model's type and in float32, until they are placed, on
-    the device where it has room; and its virtual tokens, on the host. ``affine`` has, by the name of a layer, an output
-    and what the outputs from it on are multiplied by and get, on the device."""
+    the device where it has room. ``affine`` has, by the name of a layer, an output and what the outputs from it on are
+    multiplied by and get, on the device."""
 
     data: tuple[torch.Tensor, ...]
     affine: dict[str, list[tuple[int, torch.Tensor]]]
-    virtual: VirtualTokens | None = None
 
     @property
     def nbytes(self) -> int:
         vectors = sum(part.nbytes for parts in self.affine.values() for _, part in parts)
-        return sum(part.nbytes for part in self.data) + vectors + (self.virtual.values.nbytes if self.virtual else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _VirtualRows:
-    """Holds what the rows of one sequence's virtual tokens get: ``values`` [rows, ...] of an adapter, for the step's
-    rows ``begin`` to ``end``."""
-
-    kv: bool
-    values: torch.Tensor
-    begin: int
-    end: int
+        return sum(part.nbytes for part in self.data) + vectors
 
 
 class GpuAdapters(PlainAdapters):
@@ -127,9 +112,6 @@ class GpuAdapters(PlainAdapters):
         self._held: list[GpuAdapter | None] = [None] * max_adapters
         # For each slot with an affine that the step uses: its rows, and those of them that are sampled.
         self._scaled: list[tuple[GpuAdapter, torch.Tensor, torch.Tensor]] = []
-        self._rows: list[_VirtualRows] = []
-        # These are the step's rows in the pool without those of virtual tokens.
-        self._others: torch.Tensor | None = None
         self.clear()
         self._compile()
 
@@ -153,19 +135,14 @@ class GpuAdapters(PlainAdapters):
         layers = {name: pairs for name, pairs in weights.layers.items() if name in self._layers}
         for name, pairs in layers.items():
             self._lay_out(flats[self._layers[name].exact], name, pairs)
-        device, virtual = self._device.device, weights.virtual
-        if virtual is not None:
-            # A layer's keys and values of a run of tokens are one piece of memory.
-            values = virtual.values.transpose(0, 1).flatten(2) if virtual.kv else virtual.values
-            values = values.contiguous().pin_memory() if device.type == "cuda" else values.contiguous()
-            virtual = VirtualTokens(virtual.kv, values)
+        device = self._device.device
         affine = {
             name: [(pair.first_output, pair.affine) for pair in pairs if pair.affine is not None]
             for name, pairs in layers.items()
             if any(pair.affine is not None for pair in pairs)
         }
         if device.type != "cuda":
-            return GpuAdapter(flats, affine, virtual)
+            return GpuAdapter(flats, affine)
         if self._stream is None:
             # One stream for all adapters, because torch keeps the memory that each stream has freed for this stream.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -176,7 +153,7 @@ class GpuAdapters(PlainAdapters):
                 data = tuple(flat.to(device, non_blocking=True) for flat in data)
             affine = {name: [(first, part.to(device)) for first, part in parts] for name, parts in affine.items()}
         stream.synchronize()
-        return GpuAdapter(data, affine, virtual)
+        return GpuAdapter(data, affine)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
         """Queues a copy into the slot after the steps that were launched."""
@@ -197,57 +174,11 @@ class GpuAdapters(PlainAdapters):
         row_slots(batch, self.max_adapters)
 
     def needs_more(self, batch: StepBatch) -> bool:
-        """Says whether a step has rows of virtual tokens, or of adapters with an affine; notes what the former get."""
-        self._rows, self._others, self._scaled = [], None, []
-        if not any(held is not None and (held.virtual or held.affine) for held in self._held):
-            return False
+        """Says whether a step has rows of adapters with an affine."""
+        self._scaled = []
         assert batch.adapters is not None
-        firsts, affine = batch.positions[batch.query_starts[:-1]], False
-        for slot, first, *ends in zip(batch.adapters, firsts, batch.query_starts, batch.query_starts[1:], strict=False):
-            held = self._held[slot] if slot >= 0 else None
-            affine = affine or (held is not None and bool(held.affine))
-            virtual = None if held is None else held.virtual
-            tokens = 0 if virtual is None else virtual.values.shape[1 if virtual.kv else 0]
-            if virtual is not None and first < tokens:
-                count = min(tokens - first, ends[1] - ends[0])
-                run = slice(int(first), int(first + count))
-                values = virtual.values[:, run] if virtual.kv else virtual.values[run]
-                self._rows.append(_VirtualRows(virtual.kv, values, int(ends[0]), int(ends[0] + count)))
-        return affine or bool(self._rows)
-
-    def embed(self, residual: torch.Tensor) -> None:
-        """Writes the embeddings of virtual tokens into the rows [T, hidden] that have them."""
-        for rows in self._rows:
-            if not rows.kv:
-                residual[rows.begin : rows.end].copy_(rows.values, non_blocking=True)
-
-    def write(self, index: int, rows: torch.Tensor, parts: Sequence[PartRows]) -> torch.Tensor:
-        """Writes a layer's keys and values of virtual tokens into their places in the pool. Returns ``rows`` without
-        these places."""
-        if self._others is None:
-            self._others = rows.clone()
-            for one in self._rows:
-                if one.kv:
-                    self._others[one.begin : one.end] = -1
-        for one in self._rows:
-            if one.kv:
-                self._write(index, one.values[index], rows[one.begin : one.end], parts)
-        return self._others
-
-    def warm_up(self, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
-        """Compiles the kernels for virtual tokens over a bound pool. ``rows`` is -1."""
-        config = self._config
-        width = 2 * config.num_kv_heads * config.head_dim
-        self._write(0, torch.zeros(1, width, dtype=self._dtype), rows, parts)
-
-    def _write(self, index: int, values: torch.Tensor, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
-        """Writes keys and values of the host [T, 2 * KV heads * head_dim] into a layer of the pool's ``rows`` [T]."""
-        config = self._config
-        # Kernels take keys and values after queries, which are left as they are without a norm and a rotation.
-        qkv = self.slots[0].new_zeros(len(values), config.num_heads * config.head_dim + values.shape[1])
-        qkv[:, -values.shape[1] :].copy_(values, non_blocking=True)
-        for part in parts:
-            part.write(index, qkv, rows, None, None)
+        used = (self._held[slot] for slot in batch.adapters if slot >= 0)
+        return any(held is not None and bool(held.affine) for held in used)
 
     def clear(self) -> None:
         """Makes the next step one whose rows have no adapters."""

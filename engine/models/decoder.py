@@ -224,8 +224,6 @@ class LayerRun:
         both, wanted = self._queries_and_keys(), self.sample_rows
         if source == self.index:
             keys, values = both[:, heads:], self._values() if self.values is None else self.values
-            if self.adapters is not None:
-                self.adapters.write(self.index, keys, values)
             self.attention.write(self.index, keys, values)
         if self.mixers == 1 and wanted is not None and not len(wanted):
             self.ended = True
@@ -481,8 +479,6 @@ def run_decoder(
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
         hidden = hidden * weights.embedding_scale
-    if adapters is not None:
-        adapters.embed(hidden)
     if weights.positions is not None:
         hidden = hidden + weights.positions[rope_rows]
     beside = None if weights.token_inputs is None else weights.token_inputs.rows(token_ids, hidden)

@@ -400,12 +400,12 @@ class AdapterNames:
             raise Conflict(f"{name!r} is the name of a model")
         try:
             place, model = "" if inside is None else str(inside), str(self._models[parent])
-            (digest, rank, tokens), _ = self._process.run(
+            (digest, rank), _ = self._process.run(
                 LOAD_TIMEOUT_S, "add", str(folder), model, self._options.max_rank, place
             )
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
-        return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder), virtual_tokens=tokens)
+        return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder))
 
     def _use(self) -> None:
         for adapter in self.table.all():

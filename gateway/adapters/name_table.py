@@ -30,7 +30,6 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
         digest: SHA-256 of its content, hexadecimal (I2).
         rank: the largest rank of its matrices; 1 where it has none.
         path: the folder that it was loaded from.
-        virtual_tokens: how many virtual tokens stand before each prompt.
     """
 
     name: str
@@ -38,7 +37,6 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     rank: int
     path: str
-    virtual_tokens: int = 0
 
 
 class NameTable:

@@ -93,7 +93,7 @@ class _MarkedCall:
         self._counting = asyncio.gather(*counts, return_exceptions=True)
 
     async def places(
-        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...], virtual: int
+        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Returns how many tokens of the prompt stand before each breakpoint, as far as they are counted in time."""
         self.begun(call, asked, entry)
@@ -102,7 +102,7 @@ class _MarkedCall:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EPHEMERAL_WAIT_S):
                     found = await asyncio.shield(self._counting)
-        return tuple(_tokens_before(ids, prompt, virtual) for ids in found if not isinstance(ids, BaseException))
+        return tuple(_tokens_before(ids, prompt) for ids in found if not isinstance(ids, BaseException))
 
     async def new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
@@ -134,16 +134,16 @@ class _MarkedCall:
         self, call: HttpCall, point: Breakpoint, ids: tuple[int, ...] | None, entry: ModelEntry, reader: DeltaReader
     ) -> int:
         """Pins the prompt up to a breakpoint; returns how many tokens are pinned, 0 where nothing is pinned."""
-        prompt, virtual, placed = reader.first_prompt()
+        prompt, placed = reader.first_prompt()
         if placed is None:
             return 0
         most = min(len(prompt), len(placed.hashes) // HASH_BYTES * placed.block_size)
-        tokens = min(most, _tokens_before(ids, prompt, virtual))
+        tokens = min(most, _tokens_before(ids, prompt))
         tokens -= tokens % placed.block_size
         done = await self._pins.pin_ephemeral(placed, call.tenant, tokens, point.ttl_s, entry.name)
-        return max(0, tokens - virtual) if done else 0
+        return tokens if done else 0
 
 
-def _tokens_before(ids: tuple[int, ...] | None, prompt: tuple[int, ...], virtual: int) -> int:
-    """Returns how many tokens of a prompt, whose first ones are ``virtual``, stand before a breakpoint of these ids."""
-    return len(prompt) if ids is None else shared_tokens(prompt[:virtual] + ids, prompt)
+def _tokens_before(ids: tuple[int, ...] | None, prompt: tuple[int, ...]) -> int:
+    """Returns how many tokens of a prompt stand before a breakpoint of these ids."""
+    return len(prompt) if ids is None else shared_tokens(ids, prompt)

@@ -81,13 +81,13 @@ class DeltaReader:
 
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
         """Returns the token ids of a prompt of which a delta has come."""
-        return self._runners[prompt].admitted.own_prompt
+        return self._runners[prompt].admitted.prompt
 
-    def first_prompt(self) -> tuple[tuple[int, ...], int, PlacedPrefix | None]:
-        """Returns the first prompt's token ids, how many places for an adapter's virtual tokens they begin with, and
-        where the blocks of all of them are in the cluster. All are known after the first batch."""
+    def first_prompt(self) -> tuple[tuple[int, ...], PlacedPrefix | None]:
+        """Returns the first prompt's token ids, and where the blocks of all of them are in the cluster. Both are known
+        after the first batch."""
         runner = self._runners[0]
-        return runner.admitted.prompt, runner.admitted.virtual_tokens, runner.placed_prefix()
+        return runner.admitted.prompt, runner.placed_prefix()
 
     def usage(self) -> Usage:
         """Returns the token counts of all prompts so far."""
@@ -203,9 +203,8 @@ class AnswerWriter:
 
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=AskedCall)
-# Such a function returns after how many tokens of a call's first prompt, whose virtual tokens are counted, others are
-# expected to part from it.
-Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...], int], Awaitable[tuple[int, ...]]]
+# Such a function returns after how many tokens of a call's first prompt others are expected to part from it.
+Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
 # Such a function makes the writer of a call once its first deltas are there.
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 

@@ -107,8 +107,7 @@ class TextCall:
             waited = await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, served.block_size)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
-        virtual_tokens = 0 if self.model.adapter is None else self.model.adapter.virtual_tokens
-        all_tokens = sum(map(len, ids)) + virtual_tokens * len(ids)
+        all_tokens = sum(map(len, ids))
         steps = WeightedLimit(MAX_STEPS_AT_ONCE * self.gateway.cluster.text_step_tokens(served) or NO_BOUND_TOKENS)
         runners: dict[int, RequestRunner] = {}
 

@@ -183,7 +183,7 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> 
 def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleRequest:
     asked, sampling = admitted.asked, admitted.sampling
     texts: dict[str, Any] = {
-        "token_ids": admitted.own_prompt,
+        "token_ids": admitted.prompt,
         "messages": asked.messages,
         "grammar": admitted.grammar,
         "bad_words": admitted.bad_words,
@@ -198,8 +198,7 @@ def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleR
     return BundleRequest(
         operation=operation_of(admitted),
         label=admitted.request_id,
-        prompt_tokens=len(admitted.own_prompt),
-        virtual_tokens=admitted.virtual_tokens,
+        prompt_tokens=len(admitted.prompt),
         sampling=sampling,
         priority=admitted.priority,
         resumed_tokens=admitted.resumed_tokens,

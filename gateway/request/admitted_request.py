@@ -58,18 +58,18 @@ class PoolingRows:
         """Says whether cached prefixes are used: they have no rows but the last token's."""
         return self.pooling is Pooling.LAST
 
-    def positions(self, prompt: tuple[int, ...], first: int) -> range | None:
-        """Returns the positions of the rows in a prompt whose text begins at ``first``; None for the last one."""
+    def positions(self, prompt: tuple[int, ...]) -> range | None:
+        """Returns the positions of the rows in a prompt; None for the last one."""
         match self.pooling:
             case Pooling.MEAN:
-                return range(first, len(prompt))
+                return range(len(prompt))
             case Pooling.CLS:
-                return range(first, first + 1)
+                return range(1)
         last = len(prompt) - 1
-        while last > first and prompt[last] == self.padding_id:
+        while last > 0 and prompt[last] == self.padding_id:
             last -= 1
         # A text of padding alone has the row of its first token; transformers takes that one, too.
-        last = first if prompt[last] == self.padding_id else last
+        last = 0 if prompt[last] == self.padding_id else last
         return None if last == len(prompt) - 1 else range(last, last + 1)
 
 
@@ -87,11 +87,10 @@ class AdmittedRequest:
     client gave none. Without prefix caching, no other request has its ``cache_salt``. Every answer follows ``grammar``
     from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
     which it was made in ``grammar_s`` seconds. ``adapter`` is the digest of the adapter that answers are computed
-    with; "" for the model alone. ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its
-    ``virtual_tokens``. After ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody
-    waits for a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends
-    with a vector of its text. Ids of calls are made of ``answer_id``. No answer has the tokens of one of its
-    ``bad_words`` in their order. Workers know its tenant by its ``flow``.
+    with; "" for the model alone. ``adapter_rank`` is its largest rank. After ``kept_tokens`` of the prompt the client
+    expects other prompts to part from it. Nobody waits for a request in the ``background``, which is a batch's. A
+    ``pooled`` request generates nothing and ends with a vector of its text. Ids of calls are made of ``answer_id``. No
+    answer has the tokens of one of its ``bad_words`` in their order. Workers know its tenant by its ``flow``.
     """
 
     asked: GenerateRequest
@@ -114,7 +113,6 @@ class AdmittedRequest:
     original_tokens: int = 0
     adapter: str = ""
     adapter_rank: int = 0
-    virtual_tokens: int = 0
     background: bool = False
     pooled: PoolingRows | None = None
     kept_tokens: tuple[int, ...] = ()
@@ -144,15 +142,10 @@ class AdmittedRequest:
         return self.asked.resume
 
     @property
-    def own_prompt(self) -> tuple[int, ...]:
-        """Gives the tokens that the client sent."""
-        return self.prompt[self.virtual_tokens :]
-
-    @property
     def pooling_rows(self) -> range | None:
         """Gives the positions whose rows' mean is the vector; None where it is the last token's row alone, for which
         cached blocks are used, or where no vector is wanted."""
-        return None if self.pooled is None else self.pooled.positions(self.prompt, self.virtual_tokens)
+        return None if self.pooled is None else self.pooled.positions(self.prompt)
 
     @property
     def text_tokens(self) -> int:

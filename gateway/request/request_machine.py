@@ -110,8 +110,7 @@ class RequestMachine:
     A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. A
     machine that is ``resumed`` goes on after the tokens that another gateway has given; there ``cached_tokens`` of the
     prompt were found. ``scored_tokens`` log probabilities of the prompt have been given; None: this answer's client
-    wants none. The prompt begins with places for so many ``virtual_tokens`` of an adapter, which the client's usage
-    does not count.
+    wants none.
     """
 
     def __init__(
@@ -125,13 +124,11 @@ class RequestMachine:
         resumed: AnswerSoFar | None = None,
         cached_tokens: int = 0,
         scored_tokens: int | None = None,
-        virtual_tokens: int = 0,
     ) -> None:
         self.prompt = prompt
         # This many log probabilities of the prompt have been given, or are not wanted.
         most_scored = len(prompt) - 1
-        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens + virtual_tokens, most_scored)
-        self._virtual_tokens = virtual_tokens
+        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens, most_scored)
         self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
         self.attempt = 1
         self.emitted: list[int] = []
@@ -164,7 +161,7 @@ class RequestMachine:
         self.held = HeldKv()
         if resumed is not None:
             self.emitted.extend(resumed.token_ids)
-            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens + virtual_tokens
+            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens
             if resumed.finish_reason is not None:
                 self.state = RequestState.DONE
 
@@ -233,8 +230,7 @@ class RequestMachine:
     def usage(self) -> Usage:
         """Counts the tokens of prompt and answer so far."""
         drafted, accepted = self._timeline.draft_tokens
-        cached = max(0, self._timeline.cached_tokens - self._virtual_tokens)
-        found = Usage(len(self.prompt) - self._virtual_tokens, cached, len(self.emitted))
+        found = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
         return replace(found, guessed_tokens=drafted, accepted_tokens=accepted) if drafted else found
 
     def timings(self, now: float) -> Timings:

@@ -410,7 +410,6 @@ def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
         resumed=None if resume is None else resume.answers[index],
         cached_tokens=0 if resume is None else resume.origin.cached_tokens,
         scored_tokens=scored_tokens if scores else None,
-        virtual_tokens=admitted.virtual_tokens,
     )
 
 

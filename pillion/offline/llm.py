@@ -474,7 +474,7 @@ async def _answer(
     parsed = None if schema is None else ParsedAnswers(schema.parse)
     runner = await cluster.gateway.generate(request, entry=entry)
     try:
-        ids = list(runner.admitted.own_prompt)
+        ids = list(runner.admitted.prompt)
         text = request.text or (cluster.prompt_text(ids) if request.messages else None)
         sampling = request.sampling
         scored = sampling.prompt_logprobs is not None

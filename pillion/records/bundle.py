@@ -65,8 +65,8 @@ class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         operation: "chat", "text_completion" or "embeddings".
         label: the id by which the client knows the request, and the gateway's log names it.
-        prompt_tokens: the number of the prompt's tokens, without the ``virtual_tokens`` of its adapter.
-        token_ids: the prompt, without virtual tokens; () where it is not kept.
+        prompt_tokens: the number of the prompt's tokens.
+        token_ids: the prompt; () where it is not kept.
         messages, chat, tools: the conversation of which the gateway made the prompt, where it came as one and is kept.
         sampling: the sampling with the seed that was used, ``n``, ``best_of``, and the rules that end answers; its
             ``stop_token_ids`` have the model's own. Texts and lists of tokens are left out unless content is kept.
@@ -84,7 +84,6 @@ class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     messages: tuple[ChatMessage, ...] = ()
     chat: ChatOptions = ChatOptions()
     tools: ToolOptions = ToolOptions()
-    virtual_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
     priority: int = 0

@@ -133,8 +133,7 @@ def sent_grammar(text: str) -> str:
 
 def prompt_digest(bundle: Bundle, info: ModelInfo) -> bytes:
     """Returns the digest with which a stream's origin shows that the target reads the recorded prompt."""
-    ids = bundle.request.token_ids
-    return origin_digest(info.fingerprint, info.adapter, (), ids[:1] * bundle.request.virtual_tokens + ids)
+    return origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
 
 
 def times(bundle: Bundle, found: Replayed) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small random adapters, which PEFT makes, saves and runs: LoRA, and virtual tokens."""
+"""Small random adapters, which PEFT makes, saves and runs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.engine.models.model_config import ModelConfig
 
-# PEFT's methods with virtual tokens, by their names here.
-VIRTUAL: dict[str, tuple[Any, dict[str, Any]]] = {
-    "prefix": (PrefixTuningConfig, {}),
-    "projected prefix": (PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 24}),
-    "prompt": (PromptTuningConfig, {}),
-    "p-tuning": (PromptEncoderConfig, {"encoder_hidden_size": 24}),
-    "p-tuning lstm": (
-        PromptEncoderConfig,
-        {"encoder_hidden_size": 24, "encoder_reparameterization_type": "LSTM", "encoder_num_layers": 1},
-    ),
-}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -43,21 +32,6 @@ def make_adapter(
         for name, parameter in adapted.named_parameters():
             if "lora_" in name and parameter.dim() == 2:
                 parameter.copy_(torch.randn(parameter.shape) * strength / parameter.shape[1] ** 0.5)
-    adapted.save_pretrained(into)
-    return into
-
-
-def make_virtual(
-    model_folder: pathlib.Path, into: pathlib.Path, kind: str, tokens: int, *, seed: int = 0
-) -> pathlib.Path:
-    """Writes an adapter of so many random virtual tokens; ``kind`` is a key of VIRTUAL. Returns the folder."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    make, options = VIRTUAL[kind]
-    adapted = get_peft_model(model, make(task_type="CAUSAL_LM", num_virtual_tokens=tokens, **options))
-    with torch.no_grad():
-        for parameter in adapted.prompt_encoder.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * (0.5 if parameter.dim() > 1 else 0.1))
     adapted.save_pretrained(into)
     return into
 

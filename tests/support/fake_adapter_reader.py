@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_forms import AdapterBits, Bytes, PairBits
+from pillion.engine.adapters.adapter_forms import Bytes, Layers, PairBits
 from pillion.engine.adapters.adapter_reader import AdapterReader
 from pillion.errors import ConfigError
 
@@ -23,10 +23,10 @@ class FakeAdapterReader(AdapterReader):
         if AdapterFiles(pathlib.Path(folder)).digest() != digest:
             raise ConfigError(f"{folder} does not hold the adapter {digest}")
         own = np.array([[os.getpid()]], np.uint32), np.array([[os.getpriority(os.PRIO_PROCESS, 0)]], np.uint32)
-        return self.form.pack(AdapterBits({LAYER: [PairBits(0, *own)]}))
+        return self.form.pack({LAYER: [PairBits(0, *own)]})
 
 
-def packer_of(bits: AdapterBits) -> tuple[int, int]:
+def packer_of(layers: Layers) -> tuple[int, int]:
     """The process that read an adapter, and its niceness."""
-    (pair,) = bits.layers[LAYER]
+    (pair,) = layers[LAYER]
     return int(pair.a[0, 0]), int(pair.b[0, 0])

@@ -26,10 +26,8 @@ class Oracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> Expected:
-        """Step by step with a KV cache, ending after ``max_tokens`` or with a stop token, which is included. PEFT puts
-        virtual tokens before whatever it is given, so such a model gets the whole text in each step."""
+        """Step by step with a KV cache, ending after ``max_tokens`` or with a stop token, which is included."""
         ids, cache = torch.tensor([list(prompt)]), None
-        virtual = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
         tokens: list[int] = []
         gaps: list[float] = []
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.stop):
@@ -38,8 +36,6 @@ class Oracle:
             tokens.append(int(top.indices[0]))
             gaps.append(float(top.values[0] - top.values[1]))
             ids, cache = top.indices[:1].view(1, 1), out.past_key_values
-            if virtual:
-                ids, cache = torch.tensor([[*prompt, *tokens]]), None
         return Expected(tuple(tokens), tuple(gaps))
 
 

@@ -148,7 +148,7 @@ class CpuBackend(HostBackend):
 
     def _programs(self) -> tuple[Program, ...]:
         """Returns all programs that use the backend's workspace."""
-        return (self._program,) if self.adapters is None else (self._program, *self.adapters.programs)
+        return (self._program,) if self.adapters is None else (self._program, self.adapters.program)
 
     def _rows(self, buffer: Buffer, count: int, width: int) -> npt.NDArray[Any]:
         """Returns the first ``count`` rows of a buffer, a view [count, width]."""

@@ -267,8 +267,6 @@ class GpuBackend:
             bound.states.record.clear()
         if self._model.adapters is not None:
             self._model.adapters.clear()
-            parts = [part for part in bound.parts if isinstance(part, PartRows)]
-            self._model.adapters.warm_up(bound.record.rows[:1], parts)
         with torch.inference_mode():
             if isinstance(self._memory, DividedPool):
                 # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, which
@@ -500,7 +498,7 @@ def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
         return "no step runs in a CUDA graph: " + ("--enforce-eager" if eager else "ranks share a GPU")
     few = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
     samples = f"with more than {limits.max_samples} sampled rows" if limits.max_scored else ""
-    adapted = "with virtual tokens, biases or DoRA of adapters" if model.adapters is not None else ""
+    adapted = "with biases or DoRA of adapters" if model.adapters is not None else ""
     left = [words for words in (few, samples, adapted, "that give vectors of texts") if words]
     return "steps leave their CUDA graph: those " + ", those ".join(left)
 

@@ -33,7 +33,7 @@ from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
-from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
+from pillion.engine.gpu_adapters.gpu_adapters import MixtureAdapters
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
 from pillion.engine.models.layer_operations import (
@@ -163,8 +163,6 @@ class GpuDecoder:
             model.tokens,
         )
         self._sum(residual)
-        if shape.more:
-            self._adapters.embed(residual)
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
         """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
@@ -251,7 +249,7 @@ class GpuDecoder:
         shape: StepShape,
     ) -> None:
         """Writes a layer's keys and values, and attends its queries; ``step`` goes on with the results."""
-        self._write_kv(index, step.rows, norm, rotary, shape)
+        self._write_kv(index, step.rows, norm, rotary)
         if self._ends(index, step, shape):
             return
         sinks = operation.sinks
@@ -317,21 +315,13 @@ class GpuDecoder:
         if shape.adapters:
             # After its attention, the last layer computes the sampled rows alone.
             sampled = self._is_last(index, shape) and name not in _BEFORE_ATTENTION
-            self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
+            assert self._model.adapters is not None
+            self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
-    @property
-    def _adapters(self) -> GpuAdapters:
-        assert self._model.adapters is not None
-        return self._model.adapters
-
-    def _write_kv(
-        self, index: int, qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, shape: StepShape
-    ) -> None:
+    def _write_kv(self, index: int, qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None) -> None:
         """Writes the layer's KV of projections [T, ...], whose queries are normed and rotated there or in a part's own
         rows."""
         rows = self._record.rows[: len(qkv)]
-        if shape.more:
-            rows = self._adapters.write(index, rows, self._parts)
         for part in self._parts:
             part.write(self._places[index], qkv, rows, norm, rotary)
 
@@ -478,7 +468,8 @@ class GpuDecoder:
         summed = self._model.ranks is not None or not any(isinstance(one, AddToResidual) for one in following)
         adapters = None
         if shape.adapters:
-            adapters = MixtureAdapters(self._adapters, f"layers.{index}.", self._is_last(index, shape))
+            assert self._model.adapters is not None
+            adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._is_last(index, shape))
         found = self._experts.run(layer, operation, step.rows, step.count, summed=summed, adapters=adapters)
         if isinstance(found, PairResults):
             step.results = found

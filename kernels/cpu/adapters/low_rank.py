@@ -63,9 +63,8 @@ ADAPTED = RecordLayout(
         "samples_adapted",
         "samples_runs",
         "used_slots",  # used_slots are int32 [U]: the slots that the step uses
-        "embedded_rows",  # embedded_rows are int32: the rows of virtual tokens whose adapter has their embeddings
     ),
-    numbers=("num_tokens_runs", "num_samples_runs", "num_used_slots", "num_embedded_rows"),
+    numbers=("num_tokens_runs", "num_samples_runs", "num_used_slots"),
 )
 SLOT_BYTES = WORD_BYTES * SLOT.num_words
 # A run of rows has three words: its slot, the place of its first row in the list of rows, and its number of rows.

@@ -95,14 +95,10 @@ class RotateWrite(KernelSpec):
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
-                self.write(call, writer, row, head)
-
-    def write(self, call: KernelCall, writer: RowWriter, row: StepRow, head: Int) -> None:
-        """Writes what a row has of one KV head: its queries, its key and its value."""
-        writer.write_queries(row, head)
-        if not self.queries_only:
-            writer.write_keys(row, head)
-            writer.write_values(row, head)
+                writer.write_queries(row, head)
+                if not self.queries_only:
+                    writer.write_keys(row, head)
+                    writer.write_values(row, head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ _LATER = (
     "test_stages.py",
     "test_states_cluster.py",
     "test_texts.py",
-    "test_virtual_tokens.py",
     "test_weights.py",
 )
 # Sections with a place of their own, and those that come after the search of constants. Others are new.

@@ -63,8 +63,11 @@ def test_a_good_one(adapter, model_folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported: only LORA, PREFIX_TUNING"),
-        ({"peft_type": "IA3"}, "P_TUNING are served; PEFT's merge_and_unload makes a model of it that can be served"),
+        (
+            {"peft_type": "IA3"},
+            "peft_type = 'IA3' is not supported: only LORA is served; PEFT's merge_and_unload",
+        ),
+        ({"peft_type": "PREFIX_TUNING"}, r"peft_type = 'PREFIX_TUNING' is not supported: only LORA is served"),
         ({"use_dora": True}, "o_proj.lora_A.weight and no lora_magnitude_vector of model.layers.0.self_attn.o_proj"),
         ({"bias": "some"}, "bias = 'some' is not supported: it is one of none, all and lora_only"),
         ({"lora_bias": True}, "o_proj.lora_A.weight and no lora_B of model.layers.0.self_attn.o_proj"),
