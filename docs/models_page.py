@@ -48,7 +48,8 @@ LEFT_OUT = {
     "fixed positions, ALiBi, or a rule of its own for scores": """
         biogpt bloom cpmant ctrl mpt openai-gpt xglm""",
     "nothing: its checkpoints are of `gpt2`": "gpt-sw3",
-    "what went with release 0.3, because nobody serves them": "codegen fuyu gpt_bigcode gpt_neo persimmon",
+    "what went with release 0.3, because nobody serves them": """
+        codegen falcon fuyu gpt_bigcode gpt_neo gpt_neox gptj nanochat nemotron olmo persimmon phi phimoe stablelm""",
     "an encoder, or attention to another text": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
         ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
@@ -154,13 +155,11 @@ def _layer_of(family: ModelFamily) -> dict[str, object]:
 def options(family: ModelFamily) -> str:
     """Returns what a family's layers do otherwise than those of Llama."""
     layer, said = _layer_of(family), []
-    if family.norm.startswith("layer"):
+    if family.norm == "layer":
         said.append(
             "LayerNorm" + (" with biases" if family.biases.norm else "") + (", or RMS" if family.rms_eps else "")
         )
-    if family.norm == "bare":
-        said.append("norms without weights, also of embeddings")
-    if family.norm.endswith("offset"):
+    if family.norm == "offset":
         said.append("norms by 1 + w")
     norms = layer.get("norms", PRE_NORMS)
     assert isinstance(norms, tuple)
@@ -203,8 +202,6 @@ def options(family: ModelFamily) -> str:
         said.append("a norm of all experts' sum (not on GPUs)")
     if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
-    if "router_jitter_noise" in family.defaults:
-        said.append("sparse mixer")
     if layer.get("sinks"):
         said.append("attention sinks")
     if "expert_selection_fn" in family.defaults:
@@ -213,16 +210,13 @@ def options(family: ModelFamily) -> str:
         said.append(STATES[family.linear.__name__])
     if projections.gated or projections.gate:
         said.append("gated attention")
-    if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
-        said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
+    if family.parallel:
+        said.append("attention beside the MLP")
     if not family.gated:
-        activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
-        curve = {"gelu": ", by gelu with erf (not on GPUs)", "xielu": ", by xIELU (not on GPUs)"}.get(activation, "")
-        said.append("ungated MLP" + curve)
+        bends = family.defaults.get("hidden_act") == "xielu"
+        said.append("ungated MLP" + (", by xIELU (not on GPUs)" if bends else ""))
     if family.first_position is not None:
         said.append("learned positions (not on GPUs)")
-    if family.biases.head is True or "lm_head_bias" in family.defaults:
-        said.append("a bias of logits" + ("" if family.biases.head is True else ", by a key") + " (not on GPUs)")
     if "global_head_dim" in family.defaults:
         said.append("pre- and post-norms")
         said.append("queries, keys and values normed by head")

@@ -67,11 +67,7 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # PEFT may give these modules adapters, which Pillion does not serve.
 _REFUSED = (
     ("lm_head", "the head has no adapters here"),
-    ("embed_out", "the head has no adapters here"),
-    *(
-        (name, "embeddings have no adapters here")
-        for name in ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings")
-    ),
+    *((name, "embeddings have no adapters here") for name in ("embed_tokens", "wte", "wpe")),
     *(
         (name, "convolutions have no adapters here")
         for name in ("conv.conv", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d")

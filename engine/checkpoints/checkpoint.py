@@ -97,8 +97,6 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]
     if family.first_position is not None:
         rows = config.max_position_embeddings + family.first_position
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
-    if config.head_bias and not config.labels:
-        wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)
     if config.token_inputs is not None:
         width, tokens = config.token_inputs.width, config.token_inputs.vocab_size
         every, name = config.num_layers * width, "model.per_layer_model_projection.weight"
@@ -165,15 +163,6 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
     if before or behind:
         (names,) = tensor.checkpoint_names
         return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
-    if tensor.by_head and "{}" in tensor.checkpoint_names[0][0]:
-        return tuple(
-            tuple(
-                CheckpointTensor(name.format(head) + suffix, tensor.shape[1:])
-                for name, piece in zip(names, tensor.rows, strict=True)
-                for head in range(piece.size)
-            )
-            for names in tensor.checkpoint_names
-        )
     # A norm of whole projections has one row for all heads of queries, and one for those of keys.
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns

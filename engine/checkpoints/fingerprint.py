@@ -30,9 +30,9 @@ _ALWAYS_WRITTEN = {
     "MatrixScheme": "kind group rows symmetric ordered activations row_codes row_zeros",
     "Quantization": "schemes weights row_codes",
 }
-# In 0.2.0 layers of these families could not norm queries and keys, and ``qk_norm``, which meant nothing there, had its
+# In 0.2.0 layers of this family could not norm queries and keys, and ``qk_norm``, which meant nothing there, had its
 # default, true. Now it may be false or true, and false is what they were.
-_ONCE_WITHOUT_QK_NORM = frozenset({"cohere", "stablelm"})
+_ONCE_WITHOUT_QK_NORM = "cohere"
 # The first bytes of a safetensors file say how long its header is, and no header is longer than the format's limit.
 _HEADER_LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -45,7 +45,7 @@ def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str
     rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
     digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
     written = _written(config)
-    if config.family in _ONCE_WITHOUT_QK_NORM:
+    if config.family == _ONCE_WITHOUT_QK_NORM:
         written["qk_norm"] = "by head" if config.qk_norm else True
     digest.update(json.dumps(written, sort_keys=True).encode() + b"\n")
     for path in weights:

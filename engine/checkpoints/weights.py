@@ -39,7 +39,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
         return Linear(plain(weight, dtype), bias, row_codes=row_codes_of([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
-        embedding = load_embedding(checkpoint, config, dtype)
+        embedding = checkpoint.take("embedding", dtype)
         return ModelWeights(
             embedding=embedding,
             embedding_scale=embedding_scale(config, dtype),
@@ -47,7 +47,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
             layers=tuple(load_layer(checkpoint, config, dtype, index, linear) for index in range(config.num_layers)),
             final_norm=load_final_norm(checkpoint, config, dtype),
             positions=load_positions(checkpoint, config, dtype),
-            lm_head=linear(load_head(checkpoint, config, dtype, embedding), load_head_bias(checkpoint, dtype)),
+            lm_head=linear(load_head(checkpoint, config, dtype, embedding), None),
             token_inputs=load_token_inputs(checkpoint, config, dtype),
         )
 
@@ -79,15 +79,6 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     return embedding if same else head
 
 
-def load_embedding(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
-    """Loads the embeddings of tokens [vocab, hidden], normed where the family norms them."""
-    found = checkpoint.take("embedding", dtype)
-    if not FAMILIES[config.family].normed_embedding:
-        return found
-    weight = torch.ones_like(found[0], dtype=torch.float32)
-    return RmsNorm(weight, config.rms_norm_eps, wide=True)(found)
-
-
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
     """Loads the embeddings of positions [positions, hidden], or returns None for a model that has none."""
     first = FAMILIES[config.family].first_position
@@ -101,11 +92,6 @@ def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torc
     embedding, projection = (checkpoint.take(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
     weight = checkpoint.take("token_inputs.norm", torch.float32)
     return TokenInputWeights(embedding, projection, RmsNorm(weight, config.rms_norm_eps, wide=True))
-
-
-def load_head_bias(checkpoint: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:
-    """Loads the bias of the logits; None for a model without one."""
-    return checkpoint.take("lm_head.bias", dtype) if checkpoint.has("lm_head.bias") else None
 
 
 def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
@@ -156,11 +142,11 @@ def _norm(
     kind = dtype if config.norm == "plain" else torch.float32
     shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
     weight = in_order(checkpoint.take(key, kind) if tensor.checkpoint_names else torch.ones(shape, dtype=kind), tensor)
-    if config.norm.endswith("offset"):
+    if config.norm == "offset":
         weight = weight + 1.0
     if tensor.factor != 1.0:
         weight = weight * tensor.factor
-    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
+    if config.norm != "layer" or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
         return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
     bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
     return LayerNorm(weight, config.rms_norm_eps, bias)
@@ -200,13 +186,9 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
         return _gates_first(tensor)
     if tensor.groups:
         return _ungrouped(tensor.rows, tensor.groups)
-    if not tensor.grouped and not any(piece.rotated for piece in tensor.rows):
+    if not any(piece.rotated for piece in tensor.rows):
         return None
-    order = torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
-    if not tensor.grouped:
-        return order
-    keys = tensor.rows[1]
-    return _ungrouped(tensor.rows, keys.size // keys.head)[order]
+    return torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
 
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     layers = read_layers(name, raw, options, heads, slides)
     full_dim = layers["layer_heads"][slides.index(False)].head_dim if layers else 0
     ropes, layer_ropes = _ropes(raw, options, family, (head_dim, full_dim), has_rope, slides)
-    qkv_bias, o_bias, mlp_bias, head_bias = _biases(options, family.biases)
+    qkv_bias, o_bias, mlp_bias = _biases(options, family.biases)
     return ModelConfig(
         family=name,
         vocab_size=size(raw, "vocab_size"),
@@ -144,7 +144,6 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        head_bias=head_bias,
         labels=labels,
         learned_positions=family.first_position is not None,
         activation=_activation(name, family, raw, options),
@@ -153,9 +152,8 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         norm_bias=family.biases.norm,
         qk_norm=bool(options.get("use_qk_norm", True)),
         post_norm=bool(options.get("use_post_norm", True)),
-        parallel=bool(options.get("use_parallel_residual", family.parallel)),
+        parallel=family.parallel,
         attention_scale=_attention_scale(options, head_dim) if latents is None else _latent_scale(latents, ropes[0]),
-        shared_norm=bool(options.get("shared_norm", True)),
         query_growth=_query_growth(raw, options, family, ropes),
         attention_softcap=above_zero(options, "attn_logit_softcapping", 0.0),
         logit_softcap=above_zero(options, "final_logit_softcapping", 0.0),
@@ -174,8 +172,8 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
 
 
 def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
-    """Yields whether there are biases of queries, keys and values, of attention's results, of MLPs and of logits."""
-    for one in (said.qkv, said.o, said.mlp, said.head):
+    """Yields whether there are biases of queries, keys and values, of attention's results and of MLPs."""
+    for one in (said.qkv, said.o, said.mlp):
         yield bool(options.get(one)) if isinstance(one, str) else one
 
 
@@ -415,7 +413,7 @@ def _ropes(
         return parse_global_and_local(raw, *head_dims), tuple(int(slide) for slide in slides)
     rope = parse_rope(raw, head_dim, partial=family.rope.partial, query_growth=family.rope.query_growth == "all")
     interleaved = bool(options.get("rope_interleave", family.rope.interleaved))
-    rope = replace(rope, interleaved=interleaved, backwards=family.rope.backwards)
+    rope = replace(rope, interleaved=interleaved)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
     # A layer whose base is 0 has no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
@@ -486,7 +484,6 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         clamped=_clamped(options),
         group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
-        sparse=2 * number(options, "router_jitter_noise", 0.0) if "router_jitter_noise" in options else None,
         shared=_shared(options, inner),
         beside="enable_moe_block" in options,
         either_way=bool(raw.get(EITHER_WAY)),

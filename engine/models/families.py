@@ -42,7 +42,6 @@ from pillion.engine.models.llama_layer import (
     ExpertNames,
     Projections,
     QkNorm,
-    falcon_layer,
     llama_layer,
 )
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
@@ -63,14 +62,12 @@ class Biases:
         qkv: the projections of queries, keys and values.
         o: the projection of attention's results.
         mlp: the matrices of MLPs.
-        head: the logits.
         norm: the norms of the residual stream, of which no key speaks.
     """
 
     qkv: str | bool = "attention_bias"
     o: str | bool = "attention_bias"
     mlp: str | bool = "mlp_bias"
-    head: str | bool = "lm_head_bias"
     norm: bool = False
 
 
@@ -81,7 +78,6 @@ class RopeRules:
     Attributes:
         partial: whether a part of each head may be rotated.
         interleaved: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
-        backwards: whether values are rotated the other way round (``RopeConfig.backwards``).
         local: whether layers with a window have a rotary embedding of their own.
         nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
         query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
@@ -90,7 +86,6 @@ class RopeRules:
 
     partial: bool = False
     interleaved: bool = False
-    backwards: bool = False
     local: bool = False
     nope_if_full: bool = False
     query_growth: str = ""
@@ -111,9 +106,8 @@ class ModelFamily:
         norm, gated: those of ``ModelConfig``.
         rms_eps: the key that, where a config has it, makes RMS norms of the family's norms, and is their smallest
             variance; "" for none.
-        parallel: whether attention and MLP are parallel, where no key says so.
+        parallel: that of ``ModelConfig``.
         scaled_embedding: whether embeddings are multiplied by the root of their width.
-        normed_embedding: whether embeddings are normed, which loading does.
         first_position: the row of the first position, in a family that adds embeddings of positions to those of tokens;
             None for others.
         window_pattern: where neither a config nor another default says which layers have the window: of so many layers
@@ -147,7 +141,6 @@ class ModelFamily:
     gated: bool = True
     parallel: bool = False
     scaled_embedding: bool = False
-    normed_embedding: bool = False
     first_position: int | None = None
     window_pattern: int = 0
     full_first: bool = False
@@ -339,59 +332,10 @@ _HUNYUAN_IGNORED = (
 )  # fmt: skip
 _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "dense_list": [4096, 0]}
 
-# These are the keys of GPT-2 and its kin, and those of heads that they have for other tasks.
-_GPT_KEYS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "activation_function": "hidden_act",
-}
-_GPT_NAMES = (
-    ("model.layers.", "transformer.h."),
-    ("model.embed_tokens", "transformer.wte"),
-    ("model.norm.", "transformer.ln_f."),
-    ("input_layernorm", "ln_1"),
-)
-_SUMMARIES = (
-    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "gradient_checkpointing", "predict_special_tokens",
-)  # fmt: skip
-_PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
-
 
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
-
-
-def _phimoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Phi-MoE, whose rotary scaling has factors of cosines and sines under keys of its own.
-    Raises ConfigError where they depend on the length of the text, and for more or fewer experts for a token."""
-    if raw["num_experts_per_tok"] != 2:
-        raise ConfigError(
-            f"phimoe: config.json has num_experts_per_tok = {raw['num_experts_per_tok']}; it may say 2 alone"
-        )
-    found = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = raw.get(key)
-        if isinstance(scaling, Mapping) and "short_mscale" in scaling:
-            short, long = (scaling.get(f"{length}_mscale") for length in ("short", "long"))
-            if short != long:
-                raise ConfigError(
-                    f"phimoe: short_mscale = {short!r} and long_mscale = {long!r} differ, not supported here"
-                )
-            left = {one: value for one, value in scaling.items() if not one.endswith("_mscale")}
-            found[key] = {**left, "attention_factor": short}
-    return found
-
-
-def _nanochat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ConfigError for a tied head, which would be the embedding without its norm."""
-    if raw.get("tie_word_embeddings"):
-        raise ConfigError("nanochat: config.json has tie_word_embeddings = True, which is not supported")
-    return {}
 
 
 def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -542,19 +486,6 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows from Falcon's options: its new architecture overrules two of them."""
-    is_new, parallel = raw["new_decoder_architecture"], bool(raw["parallel_attn"])
-    heads = raw.get("num_kv_heads") or raw["num_attention_heads"] if is_new or not raw["multi_query"] else 1
-    if not is_new and not raw["multi_query"]:
-        heads = raw["num_attention_heads"]
-    return {
-        "num_key_value_heads": heads,
-        "use_parallel_residual": parallel or bool(is_new),
-        "shared_norm": not is_new or raw["num_ln_in_parallel_attn"] == 1,
-    }
-
-
 def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the width of LFM2's MLPs, two thirds of which its configs may mean, rounded up."""
     width = raw["block_ff_dim"] or raw["intermediate_size"]
@@ -609,7 +540,6 @@ _COHERE = ModelFamily(
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
-    layer=partial(llama_layer, shared_norm=True),
     norm="layer",
     parallel=True,
     rope=RopeRules(interleaved=True),
@@ -1061,19 +991,6 @@ FAMILIES: dict[str, ModelFamily] = {
     "arcee": ModelFamily(
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **_NO_BIAS, "hidden_act": "relu2"}, gated=False
     ),
-    "nemotron": ModelFamily(
-        {
-            "max_position_embeddings": 4096,
-            "norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            **_NO_BIAS,
-            "hidden_act": "relu2",
-        },
-        norm="layer_offset",
-        biases=Biases(norm=True),
-        gated=False,
-        rope=RopeRules(partial=True),
-    ),
     "jais2": ModelFamily(
         {
             "max_position_embeddings": 8192,
@@ -1109,36 +1026,10 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
-    "stablelm": ModelFamily(
-        {
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 32,
-            "layer_norm_eps": 1e-5,
-            "use_qkv_bias": False,
-            "use_parallel_residual": False,
-            "qk_layernorm": False,
-            "partial_rotary_factor": 0.25,
-        },
-        layer=partial(
-            llama_layer,
-            shared_norm=True,
-            qk_norm=QkNorm(
-                kind="layer_by_head", names=("self_attn.q_layernorm.norms.{}", "self_attn.k_layernorm.norms.{}")
-            ),
-        ),
-        keys={"qk_layernorm": "use_qk_norm"},
-        biases=Biases(qkv="use_qkv_bias", norm=True),
-        norm="layer",
-        rope=RopeRules(partial=True),
-    ),
-    "olmo": ModelFamily(
-        {"max_position_embeddings": 2048, "attention_bias": False, "layer_norm_eps": 1e-5},
-        norm="layer_bare",
-    ),
     "cohere": replace(
         _COHERE,
         defaults={**_COHERE.defaults, "rope_theta": 500_000.0, "use_qk_norm": False},
-        layer=partial(llama_layer, shared_norm=True, qk_norm=QkNorm(kind="layer_by_head")),
+        layer=partial(llama_layer, qk_norm=QkNorm(kind="layer_by_head")),
     ),
     "cohere2": replace(
         _COHERE,
@@ -1456,138 +1347,6 @@ FAMILIES: dict[str, ModelFamily] = {
         window_pattern=1,
         ignored=(*_DRAFTING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
-    "gpt_neox": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "layer_norm_eps": 1e-5,
-            "attention_bias": True,
-            "use_parallel_residual": True,
-            "rotary_pct": 0.25,
-            "hidden_act": "gelu",
-        },
-        layer=partial(
-            llama_layer,
-            mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-            projections=Projections(grouped="self_attn.query_key_value"),
-        ),
-        biases=Biases(mlp=True, norm=True),
-        norm="layer",
-        gated=False,
-        rope=RopeRules(partial=True),
-        keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-        derived=_one_kv_head_each,
-        names=(
-            ("model.", "gpt_neox."),
-            ("embed_tokens", "embed_in"),
-            ("gpt_neox.norm.", "gpt_neox.final_layer_norm."),
-            ("self_attn.o_proj", "attention.dense"),
-            ("self_attn.", "attention."),
-            ("lm_head", "embed_out"),
-        ),
-        model_names=(("embed_out", "lm_head"),),
-    ),
-    "phi": ModelFamily(
-        {**_PHI, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
-        layer=partial(llama_layer, mlp=("mlp.fc1", "mlp.fc2"), shared_norm=True),
-        biases=Biases(qkv=True, o=True, mlp=True, head=True, norm=True),
-        norm="layer",
-        gated=False,
-        parallel=True,
-        rope=RopeRules(partial=True),
-        names=(("model.norm.", "model.final_layernorm."), ("self_attn.o_proj", "self_attn.dense")),
-    ),
-    "falcon": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "layer_norm_epsilon": 1e-5,
-            "num_ln_in_parallel_attn": None,
-            "num_kv_heads": None,
-            "new_decoder_architecture": False,
-            "multi_query": True,
-            "parallel_attn": True,
-            "bias": False,
-            "ffn_hidden_size": None,
-            "activation": "gelu",
-            "tie_word_embeddings": True,
-        },
-        layer=falcon_layer,
-        biases=Biases(qkv="bias", o="bias", mlp="bias", norm=True),
-        norm="layer",
-        gated=False,
-        keys={"ffn_hidden_size": "intermediate_size", "activation": "hidden_act", "n_embed": "hidden_size"},
-        derived=_falcon,
-        names=(
-            ("model.layers.", "transformer.h."),
-            ("model.embed_tokens", "transformer.word_embeddings"),
-            ("model.norm.", "transformer.ln_f."),
-            ("self_attn.o_proj", "self_attention.dense"),
-            ("self_attn.", "self_attention."),
-        ),
-        # transformers reads the width itself, which stands beside the factor.
-        ignored=("ff_factor",),
-    ),
-    "gptj": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "n_positions": None,
-            "layer_norm_epsilon": 1e-5,
-            "rotary_dim": 64,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-        },
-        layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
-        biases=Biases(mlp=True, head=True, norm=True),
-        norm="layer",
-        gated=False,
-        parallel=True,
-        rope=RopeRules(partial=True, interleaved=True),
-        keys=_GPT_KEYS,
-        derived=_one_kv_head_each,
-        names=(
-            *_GPT_NAMES,
-            ("self_attn.o_proj", "attn.out_proj"),
-            ("self_attn.", "attn."),
-        ),
-        # transformers rotates by its own base.
-        ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
-    ),
-    "phimoe": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "lm_head_bias": False,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 2,
-            "router_jitter_noise": 0.01,
-        },
-        norm="layer",
-        biases=Biases(norm=True),
-        derived=_phimoe,
-        ignored=("input_jitter_noise",),
-        fixed={"norm_topk_prob": False},
-    ),
-    "nanochat": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "hidden_act": "relu2",
-            "final_logit_softcapping": 15.0,
-        },
-        layer=partial(
-            llama_layer,
-            mlp=("mlp.fc1", "mlp.fc2"),
-            qk_norm=QkNorm(names=(), after_rotation=True),
-        ),
-        norm="bare",
-        gated=False,
-        rope=RopeRules(backwards=True),
-        normed_embedding=True,
-        derived=_nanochat,
-    ),
     "gemma4_text": _GEMMA4_TEXT,
     "gemma4_unified_text": replace(
         _GEMMA4_TEXT,
@@ -1611,11 +1370,21 @@ FAMILIES: dict[str, ModelFamily] = {
         biases=Biases(qkv=True, o=True, mlp=True, norm=True),
         norm="layer",
         gated=False,
-        keys=_GPT_KEYS,
+        keys={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "n_inner": "intermediate_size",
+            "activation_function": "hidden_act",
+        },
         fused=("self_attn.qkv_proj",),
         derived=_one_kv_head_each,
         names=(
-            *_GPT_NAMES,
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.norm.", "transformer.ln_f."),
+            ("input_layernorm", "ln_1"),
             ("model.embed_positions", "transformer.wpe"),
             ("self_attn.qkv_proj", "attn.c_attn"),
             ("self_attn.o_proj", "attn.c_proj"),
@@ -1623,7 +1392,12 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         turned=True,
         first_position=0,
-        ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
+        # The second half of these is about heads for other tasks.
+        ignored=(
+            *("n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing", "predict_special_tokens"),
+            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+            "summary_first_dropout",
+        ),
         fixed={"scale_attn_weights": True},
     ),
     "opt": ModelFamily(
@@ -2192,8 +1966,11 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 # Checkpoints of these types are of another type in all but their name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-# These were served until release 0.2; the second is of text and pictures, and its text model was of the last one.
-REMOVED = ("codegen", "fuyu", "gpt_bigcode", "gpt_neo", "persimmon")
+# These were served until release 0.2.
+REMOVED = (
+    *("codegen", "falcon", "fuyu", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nanochat", "nemotron", "olmo"),
+    *("persimmon", "phi", "phimoe", "stablelm"),
+)
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:

@@ -82,8 +82,7 @@ class LayerTensor:
             stands for its number. A norm without checkpoint names has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
         by_head: whether a norm over each head subtracts the mean first (LayerNorm), and checkpoints have a weight of
-            its own for each head: in one tensor for each piece
-            of ``rows``, or in one for each head, whose number {} stands for.
+            its own for each head, in one tensor for each piece of ``rows``.
         experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
         stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
             of their biases is called NAME_bias.
@@ -92,7 +91,6 @@ class LayerTensor:
         alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
             other...
         eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
-        grouped: whether checkpoints have the queries of each KV head, its key and its value in turn.
         suffix: how a norm's names in checkpoints end.
         factor: the factor of a norm's weight.
         groups: where checkpoints have so many groups, each with its part of every piece of ``rows``; 0 elsewhere.
@@ -115,7 +113,6 @@ class LayerTensor:
     transposed: bool | None = False
     alternating: bool = False
     eps: float = 0.0
-    grouped: bool = False
     suffix: str = ".weight"
     factor: float = 1.0
     groups: int = 0
@@ -394,9 +391,6 @@ class Experts:
             read.
         expert_scales: a factor of the scores for each expert.
         gated: whether experts have gates; where they do not, ``gate_up`` makes what the activation alone is applied to.
-        sparse: where it is set, experts are chosen one after the other, each the best of those left (sparse mixer,
-            Phi-MoE). The score of one is its softmax among those of them whose product p lies within this limit of its
-            own b: (b - p) / max(|p|, b).
     """
 
     router: LayerTensor
@@ -418,7 +412,6 @@ class Experts:
     router_norm: LayerTensor | None = None
     expert_scales: LayerTensor | None = None
     gated: bool = True
-    sparse: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,6 @@ def route(
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
     if biases.change is not None:
         biases.change(rows, logits, first)
-    if how.sparse is not None:
-        return _one_by_one(logits, how.per_token, how.sparse)
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
     choices = every if choice_bias is None else every + choice_bias.view(-1)
     if how.groups > 1:
@@ -206,18 +204,6 @@ def route(
     if biases.scales is not None:
         scores = scores * biases.scales[chosen]
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
-
-
-def _one_by_one(logits: torch.Tensor, count: int, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts as :attr:`Experts.sparse` says; returns their scores [T, count] and their numbers."""
-    scores, chosen, left = [], [], logits
-    for _ in range(count):
-        best, expert = left.max(-1, keepdim=True)
-        far = (best - logits) / torch.maximum(logits.abs(), best) > limit
-        scores.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert))
-        chosen.append(expert)
-        left = left.scatter(-1, expert, -torch.inf)
-    return torch.cat(scores, -1), torch.cat(chosen, -1)
 
 
 def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:

@@ -64,8 +64,7 @@ class QkNorm:
     Attributes:
         kind: RMS over each "head" or over the whole "projection"; "layer_by_head" for a LayerNorm of each head, without
             biases, whose weights are each head's own.
-        names: the names in checkpoints, in which {} stands for the number of a head where each has a tensor; () for
-            norms over each head without weights.
+        names: the names in checkpoints; () for norms over each head without weights.
         after_rotation: whether the rotary embedding stands before the norm.
         if_rotated: whether layers without a rotary embedding have no such norm.
     """
@@ -81,12 +80,10 @@ class Projections:
     """Describes how checkpoints have the matrices that make queries, keys and values, where not as Llama's do.
 
     Attributes:
-        grouped: the name of one matrix that has the queries of each KV head, its key and its value in turn.
         gated: whether a gate of attention's results stands behind each head's query in the matrix of queries.
         gate: the name of such a gate's own matrix; "" for none.
     """
 
-    grouped: str = ""
     gated: bool = False
     gate: str = ""
 
@@ -127,7 +124,6 @@ def llama_layer(
     qk_norm: QkNorm | None = None,
     projections: Projections = _LLAMA_PROJECTIONS,
     sinks: bool = False,
-    shared_norm: bool = False,
     experts: ExpertNames = _QWEN_EXPERTS,
     mixer: Layer = (),
 ) -> Layer:
@@ -136,10 +132,9 @@ def llama_layer(
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
         sinks: whether attention has a sink for each head.
-        shared_norm: whether the MLP reads what attention reads, where the two are parallel.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
     """
-    before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms, shared=shared_norm)
+    before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms)
     attention = mixer or _attention(config, index, projections, qk_norm, sinks)
     attended = Norm(before_attention), *attention
     projection = () if mixer else (Multiply(output(config)),)
@@ -154,11 +149,11 @@ def llama_layer(
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
 
 
-def _norms(config: ModelConfig, norms: Norms, *, shared: bool) -> Iterator[LayerTensor | None]:
-    """Yields the norms before and after attention and before and after the MLP, None where the layer has none. With
-    ``shared``, the MLP's of a parallel layer is attention's, if the config says so."""
+def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
+    """Yields the norms before and after attention and before and after the MLP, None where the layer has none. The
+    MLP's of a parallel layer is attention's."""
     before, after, before_mlp, after_mlp = norms if config.post_norm else (norms[0], "", norms[2], "")
-    if shared and config.parallel and config.shared_norm:
+    if config.parallel:
         before_mlp = before
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     for name, stacked in zip(names, (before, after, before_mlp, after_mlp), strict=True):
@@ -196,18 +191,9 @@ def _attention(config: ModelConfig, index: int, projections: Projections, qk_nor
 
 def norm(config: ModelConfig, name: str, stacked: str) -> LayerTensor:
     """Describes the weight of a norm of the residual stream."""
-    checkpoint_names = () if config.norm.endswith("bare") else ((stacked,),)
     return LayerTensor(
-        name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=checkpoint_names, bias=config.norm_bias
+        name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=((stacked,),), bias=config.norm_bias
     )
-
-
-def falcon_layer(config: ModelConfig, index: int) -> Layer:
-    """Returns the operations of a layer of Falcon, whose norms have other names where attention and MLP, which are
-    parallel, have one each."""
-    norms = ("ln_attn", "", "ln_mlp", "") if config.parallel and not config.shared_norm else PRE_NORMS
-    mlp, grouped = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), Projections(grouped="self_attn.query_key_value")
-    return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, projections=grouped)
 
 
 def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTensor:
@@ -223,9 +209,8 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
         role=Role.MATRIX,
         rows=(*gates, queries, keys, values),
         inputs=_hidden(config),
-        checkpoint_names=((form.grouped,),) if form.grouped else checkpoint_names,
+        checkpoint_names=checkpoint_names,
         bias=config.qkv_bias,
-        grouped=bool(form.grouped),
         gated=form.gated,
     )
 
@@ -410,7 +395,6 @@ def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Exper
         kept_groups=moe.kept_groups,
         group_best=moe.group_best,
         scaled_inputs=moe.scaled_inputs,
-        sparse=moe.sparse,
     )
 
 

@@ -20,7 +20,7 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs, sparse: those of
+        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         beside: whether layers with experts have their dense MLP, too.
@@ -43,7 +43,6 @@ class MoeConfig:
     group_best: int = 2
     clamped: ClampedSwiglu | None = None
     scaled_inputs: bool = False
-    sparse: float | None = None
     shared: int = 0
     beside: bool = False
     either_way: bool = False
@@ -181,20 +180,17 @@ class ModelConfig:
         token_inputs: what layers read of a token beside the residual stream; None for nothing.
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
-        head_bias: whether logits have a bias.
         labels: how many labels a classifier tells apart, which has a head for these and none for tokens; else 0.
         headless: whether the config names a class without a head, whose files may lack one.
         learned_positions: whether embeddings of positions are added to those of tokens.
         gated: whether MLPs have a gate.
         activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
         norm: an RMS norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight
-            of 1 + w; "bare" has none. A LayerNorm: "layer", "layer_offset" with a weight of 1 + w, "layer_bare" without
-            weights.
+            of 1 + w. "layer" is a LayerNorm.
         norm_bias: whether the norms of the residual stream have biases.
         qk_norm: whether queries and keys are normed, where a family's layers can have that.
         post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.
-        parallel: whether attention and MLP read the same residual stream, and both are added to it.
-        shared_norm: whether they read it by the same norm, where a family's layers can have that.
+        parallel: whether attention and MLP read the same normed residual stream, and both are added to it.
         attention_scale: factor of the attention scores.
         query_growth: how queries grow with their position; None where they do not.
         attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
@@ -232,7 +228,6 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    head_bias: bool = False
     labels: int = 0
     headless: bool = False
     learned_positions: bool = False
@@ -243,7 +238,6 @@ class ModelConfig:
     qk_norm: bool = True
     post_norm: bool = True
     parallel: bool = False
-    shared_norm: bool = True
     attention_scale: float
     query_growth: QueryGrowth | None = None
     attention_softcap: float = 0.0

@@ -104,8 +104,6 @@ def growth_table(config: ModelConfig, max_model_len: int) -> torch.Tensor | None
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
     """Makes one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
     frequencies, scale = _frequencies(config, max_model_len)
-    if config.backwards:
-        frequencies = -frequencies
     still = (head_dim - config.rotary_dim) // 2
     return Rope(
         torch.cat((frequencies, torch.zeros(still))),

@@ -39,7 +39,6 @@ class RopeConfig:
         kind: one of ROPE_KINDS, or "proportional"; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: how many values of a head are rotated, from its first on.
         interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
-        backwards: whether values are rotated by the negative angles.
         head_dim: the number of values of a head, where layers differ in that; 0 elsewhere.
         turning: how many pairs of a head turn in the kind "proportional"; the others have frequency 0.
         original_max_position: longest text of the training before scaling, in tokens.
@@ -50,7 +49,6 @@ class RopeConfig:
     theta: float = 10_000.0
     rotary_dim: int
     interleaved: bool = False
-    backwards: bool = False
     head_dim: int = 0
     turning: int = 0
     factor: float = 1.0
@@ -205,7 +203,6 @@ def _parse(
         theta=theta,
         rotary_dim=rotary_dim,
         interleaved=False,
-        backwards=False,
         head_dim=0,
         turning=0,
         factor=above_zero(rope, "factor", max_position / original),

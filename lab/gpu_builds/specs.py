@@ -537,7 +537,6 @@ def expert_specs() -> list[BuildSpec]:
             {"CHOICE_BIAS": True},
         ),
         ("qwen3_next", RouteOptions(512, 10, True), 2048, "bf16", {}),
-        ("sparse", RouteOptions(16, 2, False, sparse=0.02), 4096, "bf16", {}),
         ("qwen3_fp32", RouteOptions(128, 8, True), 2048, "fp32", {}),
         ("qwen3_adapted", RouteOptions(128, 8, True), 2048, "bf16", {"ADDED": True}),
     )
@@ -582,7 +581,7 @@ def _route_spec(
     constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
     rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
     pointers = [rows, rows, wide, wide, wide, wide, whole, wide, whole, wide, whole]
-    numbers = ["i32", "i32", "i32:16", "fp32", "fp32", "i32", "i32"]
+    numbers = ["i32", "i32", "i32:16", "fp32", "i32", "i32"]
     return BuildSpec(
         name=f"route-{name}",
         kernel=expert_routing._route,

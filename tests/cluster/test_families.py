@@ -53,7 +53,7 @@ WORKER = "decode-0"
 SHOWN_LINES = 40
 # These families are rows of the table, and have positions, places or layers of kinds that its other rows lack. What
 # workers keep and compute again for those other rows, they do for the families beside the table, too.
-OTHER_STATE = ("gpt2", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "gpt-neox")
+OTHER_STATE = ("gpt2", "gpt-oss", "deepseek-v3", "llama4", "gemma4")
 CASES = {**FAMILIES, **HYBRIDS}
 HYBRIDS_FIRST = {options["model_type"]: name for name, options in reversed(HYBRIDS.items())}
 # Of those that are no rows, these have windows, layers without positions, norms or experts of their own.

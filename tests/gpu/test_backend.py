@@ -58,7 +58,6 @@ INTERPRETED = (
             "gemma2",
             "olmo2",
             "cohere",
-            "nemotron",
             "glm4",
             "youtu",
         )
@@ -406,13 +405,11 @@ def test_a_layer_without_a_kernel_is_refused():
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
     config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
     check_operations(parse_config({**config, "model_type": "llama"}))
-    check_operations(parse_config({**config, "model_type": "phimoe", "num_key_value_heads": 4}))
-    config["rotary_pct"] = 0.5
-    for name, words in (("phi", "no bias of logits"), ("gpt_neox", "no gelu"), ("gpt2", "no learned positions")):
-        own = {key: value for key, value in config.items() if name == "gpt_neox" or key != "rotary_pct"}
+    for name, activation, words in (("starcoder2", "gelu", "no gelu"), ("gpt2", "gelu_new", "no learned positions")):
         with pytest.raises(ConfigError, match=f"{name}: the GPU kernels have {words}; use --device cpu"):
-            check_operations(parse_config({**own, "model_type": name}))
-    del config["rotary_pct"]
+            check_operations(
+                parse_config({**config, "model_type": name, "hidden_act": activation, "num_key_value_heads": 4})
+            )
     mixed = parse_config({**config, "model_type": "axk1", "num_key_value_heads": 4, "first_k_dense_replace": 0})
     with pytest.raises(ConfigError, match="axk1: the GPU kernels have no norms of sums; use --device cpu"):
         check_operations(mixed)

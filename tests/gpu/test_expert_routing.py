@@ -29,7 +29,6 @@ CASES = {
     "one expert": RouteOptions(16, 1, False, sigmoid=True, exact=True),
     "groups": RouteOptions(12, 3, True, exact=True, groups=4, kept_groups=2),
     "groups by their best": RouteOptions(60, 4, False, groups=5, kept_groups=3, group_best=1, scale=16.0),
-    "sparse": RouteOptions(6, 2, False, sparse=0.2),
 }
 
 
@@ -62,7 +61,7 @@ def routed(rows, router, how, count=None, **options):
 
 
 def experts_of(how: RouteOptions):
-    names = ("sigmoid", "scale", "groups", "kept_groups", "group_best", "exact", "sparse")
+    names = ("sigmoid", "scale", "groups", "kept_groups", "group_best", "exact")
     return replace(mixed(how.per_token, how.normalize), **{name: getattr(how, name) for name in names})
 
 

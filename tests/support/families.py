@@ -108,15 +108,6 @@ LATENTS = {
 }
 V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
 
-# With this noise some experts are near others and some are not.
-PHIMOE = {
-    "model_type": "phimoe",
-    "num_local_experts": 6,
-    "intermediate_size": 48,
-    "router_jitter_noise": 0.2,
-    "tie_word_embeddings": False,
-}
-
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -219,14 +210,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {"model_type": "glm", "tie_word_embeddings": False, "pad_token_id": 2},
     "glm4": {"model_type": "glm4", "attention_bias": False, "head_dim": 32, "pad_token_id": 2},
     "arcee": {"model_type": "arcee", "mlp_bias": True, "attention_bias": True},
-    "nemotron": {"model_type": "nemotron", "tie_word_embeddings": False},
     "jais2": {"model_type": "jais2"},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 24},
     "starcoder2-plain": {"model_type": "starcoder2", "use_bias": False, "hidden_size": 40},
-    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
-    "stablelm-parallel": {"model_type": "stablelm", "use_parallel_residual": True, "tie_word_embeddings": False},
-    "stablelm-norms": {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True},
-    "olmo": {"model_type": "olmo", "attention_bias": True},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5, "attention_bias": True},
     "cohere-norms": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True},
     "cohere2": {"model_type": "cohere2", **WINDOWS, "num_hidden_layers": 4, "logit_scale": 2.0},
@@ -392,45 +378,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "attn_temperature_tuning": False,
     },
-    "gpt-neox": {"model_type": "gpt_neox", "tie_word_embeddings": False, "rotary_pct": 0.5},
-    "gpt-neox-sequential": {"model_type": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
-    "phi": {"model_type": "phi", "tie_word_embeddings": False},
-    "falcon": {"model_type": "falcon", "without": ("head_dim",)},
-    "falcon-new": {
-        "model_type": "falcon",
-        "without": ("head_dim",),
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "bias": True,
-    },
-    "falcon-one-norm": {
-        "model_type": "falcon",
-        "without": ("head_dim",),
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "num_ln_in_parallel_attn": 1,
-        "ffn_hidden_size": 144,
-    },
-    "falcon-sequential": {
-        "model_type": "falcon",
-        "without": ("head_dim",),
-        "multi_query": False,
-        "parallel_attn": False,
-    },
-    "gptj": {"model_type": "gptj", "without": ("head_dim",), "tie_word_embeddings": False, "rotary_dim": 8},
-    "phimoe": {**PHIMOE, "attention_bias": True, "lm_head_bias": True},
-    "phimoe-longrope-short": {
-        **PHIMOE,
-        "sliding_window": 24,
-        "rope_parameters": {
-            **ONE_SET,
-            "long_factor": FACTORS[::-1],
-            "short_mscale": 1.2,
-            "long_mscale": 1.2,
-            "original_max_position_embeddings": 100,
-        },
-    },
-    "nanochat": {"model_type": "nanochat", "tie_word_embeddings": False},
     # The last two layers see keys and values of earlier ones, and have MLPs of twice the width.
     "gemma4": {
         **GEMMA4,

@@ -370,7 +370,6 @@ class LayerEmitter:
             "bias": None if bias is None else builder.weights.tensors[prefix + bias.name],
             "stride": routing.stride,
             "scale": operation.scale,
-            "limit": operation.sparse or 0.0,
         }
         spec = RouteToExperts(
             count,
@@ -380,7 +379,6 @@ class LayerEmitter:
             operation.sigmoid,
             bias is not None,
             *(operation.groups, operation.kept_groups, operation.group_best),
-            sparse=operation.sparse is not None,
         )
         yield Operation(spec, route, builder.when)
         if scales is not None:

@@ -151,7 +151,7 @@ class OperationBuilder:
             "out_stride": out.stride,
             "eps": eps or self.config.rms_norm_eps,
         }
-        kind = "layer" if self.config.norm.startswith("layer") else "rms"
+        kind = "layer" if self.config.norm == "layer" else "rms"
         spec = NormRows("none" if weight is None else kind, out.dtype == "uint16", self.rows_of, bias is not None)
         return Operation(spec, values, self.when)
 

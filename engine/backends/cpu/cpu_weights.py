@@ -23,10 +23,8 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, pac
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import (
     DTYPES,
-    load_embedding,
     load_final_norm,
     load_head,
-    load_head_bias,
     load_layer,
     load_positions,
     load_token_inputs,
@@ -212,7 +210,7 @@ class MatrixPacker:
         tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            embedding = load_embedding(checkpoint, config, dtype)
+            embedding = checkpoint.take("embedding", dtype)
             self.writer.tensor("embedding", embedding[rows])
             positions = load_positions(checkpoint, config, dtype)
             if positions is not None:
@@ -228,8 +226,7 @@ class MatrixPacker:
             if not checkpoint.chooses_tokens:
                 return
             head = load_head(checkpoint, config, dtype, embedding)
-            bias = load_head_bias(checkpoint, dtype)
-            self.linear("lm_head", Linear.plain(select_rows(head, rows), None if bias is None else bias[rows]))
+            self.linear("lm_head", Linear.plain(select_rows(head, rows)))
 
     def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
         """Packs all tensors of a layer whose linear layers are plain."""

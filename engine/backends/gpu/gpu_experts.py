@@ -45,7 +45,6 @@ def route_options(how: Experts) -> RouteOptions:
         groups=how.groups,
         kept_groups=how.kept_groups,
         group_best=how.group_best,
-        sparse=how.sparse,
     )
 
 

@@ -181,8 +181,6 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
-    if config.head_bias:
-        raise ConfigError(f"{config.family}: the GPU kernels have no bias of logits; use --device cpu")
     if config.learned_positions:
         raise ConfigError(f"{config.family}: the GPU kernels have no learned positions; use --device cpu")
     if config.activation in ("gelu", "relu", "xielu"):

@@ -32,7 +32,6 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, pac
 from pillion.engine.checkpoints.weights import (
     DTYPES,
     embedding_scale,
-    load_embedding,
     load_final_norm,
     load_head,
     load_layer,
@@ -133,7 +132,7 @@ class GpuWeights(dict[str, torch.Tensor]):
     @property
     def norm_is_centered(self) -> bool:
         """Says whether the model's norms are LayerNorms."""
-        return self.config.norm.startswith("layer")
+        return self.config.norm == "layer"
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
         """Copies all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
@@ -280,7 +279,7 @@ def _named_tensors(
     mine = slice(tokens.start, tokens.stop)
     head = embedding = None
     if own.start == 0:
-        embedding = load_embedding(checkpoint, config, dtype)
+        embedding = checkpoint.take("embedding", dtype)
         yield "embedding", embedding[mine]
         if shard.gives_logits:
             head = load_head(checkpoint, config, dtype, embedding)

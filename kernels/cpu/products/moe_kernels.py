@@ -32,11 +32,10 @@ class RouteToExperts(KernelSpec):
     chosen experts sum up to 1. ``scale`` multiplies them at last. Of experts with equal scores the first wins.
     ``biased``: experts are chosen by the sum of their scores and ``bias`` [experts] float32. With several ``groups`` of
     experts, only those of the best ``kept_groups`` are chosen, by the sum of each group's best ``group_best``, 1 or 2.
-    ``sparse``: they are chosen one by one, and scored among those within ``limit`` of each, without any of the above.
     """
 
     layout = RecordLayout(
-        "route", pointers=("logits", "scores", "experts", "bias"), numbers=("stride",), reals=("scale", "limit")
+        "route", pointers=("logits", "scores", "experts", "bias"), numbers=("stride",), reals=("scale",)
     )
 
     experts: int
@@ -48,7 +47,6 @@ class RouteToExperts(KernelSpec):
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
-    sparse: bool = False
 
     def emit(self, call: KernelCall) -> None:
         assert self.chosen <= self.experts // self.groups * self.kept_groups
@@ -58,9 +56,6 @@ class RouteToExperts(KernelSpec):
         stride = args.number("stride")
         with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             row_scores, row_experts = scores + row * (self.chosen * 4), experts + row * (self.chosen * 4)
-            if self.sparse:
-                self._one_by_one(call, logits + row * stride, row_scores, row_experts)
-                return
             if self.sigmoid:
                 total = self._sigmoids(k, logits + row * stride, call.scratch)
             else:
@@ -85,27 +80,7 @@ class RouteToExperts(KernelSpec):
     @property
     def _lowest(self) -> float:
         """Gives a number that no expert's score has, below all of them."""
-        return -math.inf if self.biased or self.sparse else -1.0
-
-    def _one_by_one(self, call: KernelCall, logits: Ptr, scores: Ptr, experts: Ptr) -> None:
-        """Chooses the best expert of those left, again and again, and scores each among those near it."""
-        k, left, count, lowest = call.k, call.scratch, call.k.int(self.experts), call.k.vector(self._lowest)
-        with k.range(vectors_of(count)) as i:
-            at = i * VECTOR_BYTES
-            k.store(left + at, k.select(k.below(i * LANES, count), k.load(logits + at), lowest))
-        with k.range(self.chosen) as choice:
-            best, expert = self._best(k, left, self.experts)
-            total = k.variable(k.vector(0.0))
-            with k.range(vectors_of(count)) as i:
-                value = k.load(left + i * VECTOR_BYTES)
-                size = k.larger(k.larger(value, value * -1.0), best)
-                far = (best - value) / size > call.args.real("limit")
-                # What is not left, and what follows the last expert, adds 0.
-                power = k.exp2((value - best) * LOG2E)
-                total.value = total.value + k.select(far, k.vector(0.0), power)
-            k.store_first(scores + choice * 4, k.vector(1.0) / k.sum(total.value))
-            k.store_int(experts + choice * 4, expert, 32)
-            k.store_first(left + expert * 4, lowest)
+        return -math.inf if self.biased else -1.0
 
     @property
     def _room(self) -> int:

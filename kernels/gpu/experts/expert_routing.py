@@ -52,8 +52,6 @@ class RouteOptions:
         scale: the factor of the scores.
         groups, kept_groups, group_best: the number of groups of neighbouring experts, of which a row's best
             ``kept_groups`` are left, by the sum of the best ``group_best`` scores of each.
-        sparse: where it is set, experts are chosen one by one, and each is scored among those left that are near it:
-            (best - product) / max(|product|, best) is at most this. Nothing of the above is then applied.
     """
 
     experts: int
@@ -65,7 +63,6 @@ class RouteOptions:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
-    sparse: float | None = None
 
     @property
     def group_columns(self) -> int:
@@ -140,18 +137,16 @@ def _of_best_groups(
 # fmt: off
 @triton.jit
 def _choose(
-    products, expert, real, choice_bias, limit,
+    products, expert, real, choice_bias,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
-    PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, CHOICE_BIAS: tl.constexpr,
+    PLACES: tl.constexpr, SIGMOID: tl.constexpr, CHOICE_BIAS: tl.constexpr,
 ):
     # fmt: on
     """Returns the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [ROWS, COLUMNS] are -inf
     where no expert is ``real``."""
     column, place = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PLACES)[None, :]
-    if SPARSE:
-        every = products
-    elif SIGMOID:
+    if SIGMOID:
         every = tl.sigmoid(products)
     else:
         every = tl.exp(products - tl.max(products, 1)[:, None])
@@ -167,14 +162,7 @@ def _choose(
     for turn in tl.static_range(PER_TOKEN):
         best, at = tl.max(choices, 1, return_indices=True)
         here = column == at[:, None]
-        if SPARSE:
-            # A product that is -inf adds 0: that of an expert which was chosen, or of none.
-            far = (best[:, None] - products) / tl.maximum(tl.abs(products), best[:, None]) > limit
-            score = 1.0 / tl.sum(tl.where(far, 0.0, tl.exp(choices - best[:, None])), 1)
-        elif CHOICE_BIAS:
-            score = tl.sum(tl.where(here, every, 0.0), 1)
-        else:
-            score = best
+        score = tl.sum(tl.where(here, every, 0.0), 1) if CHOICE_BIAS else best
         number = at // GROUP_COLUMNS * (EXPERTS // GROUPS) + at % GROUP_COLUMNS
         scores = tl.where(place == turn, score[:, None], scores)
         numbers = tl.where(place == turn, number[:, None], numbers)
@@ -185,10 +173,10 @@ def _choose(
 # fmt: off
 @triton.jit
 def _settle(
-    mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane, limit, scale,
+    mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane, scale,
     own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
-    PLACES: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
+    PLACES: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
@@ -208,15 +196,14 @@ def _settle(
         products += tl.load(added + row.to(tl.int64)[:, None] * EXPERTS + expert, mask=counted & real, other=0.0)
     products = tl.where(real, products, float("-inf"))
     found, numbers = _choose(
-        products, expert, real, choice_bias, limit, row.shape[0], COLUMNS, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS,
-        GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, CHOICE_BIAS,
+        products, expert, real, choice_bias, row.shape[0], COLUMNS, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS,
+        GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, CHOICE_BIAS,
     )  # fmt: skip
     if NORMALIZE:
         found = found / tl.sum(found, 1)[:, None]
     if FACTORS:
         found *= tl.load(factors + numbers)
-    if not SPARSE:
-        found *= scale
+    found *= scale
     place = tl.arange(0, PLACES)[None, :]
     kept = (row < tokens)[:, None] & (place < PER_TOKEN)
     at = row.to(tl.int64)[:, None] * PER_TOKEN + place
@@ -229,10 +216,10 @@ def _settle(
 @triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end"])
 def _route(
     rows, router, bias, choice_bias, factors, added, count, parts, tickets, scores, chosen, tokens, first, hidden,
-    limit, scale, own_begin, own_end,
+    scale, own_begin, own_end,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
-    SIGMOID: tl.constexpr, SPARSE: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
     CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
     SHARED: tl.constexpr, ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -271,8 +258,8 @@ def _route(
             tl.store(tickets + tile, 0)
         _settle(
             mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS,
-            limit, scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
-            KEPT_GROUPS, GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, SPARSE, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
+            scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
+            KEPT_GROUPS, GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
             ADDED, PARTS if SHARED else 1,
         )  # fmt: skip
 
@@ -346,7 +333,7 @@ class ExpertRouter:
         flags = {name: tensor is not None for name, tensor in optional.items()}
         outs = self._parts, self._tickets, scores, chosen
         own = range(how.experts) if own is None else own
-        numbers = tokens, first, hidden, how.sparse or 0.0, how.scale, own.start, own.stop
+        numbers = tokens, first, hidden, how.scale, own.start, own.stop
         _route[(tiles, parts, blocks) if shared else (tiles,)](
             rows, router, *given, count, *outs, *numbers, **constants, **flags
         )
@@ -356,10 +343,9 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
     """Returns the kernel's constants, without those that say which vectors there are."""
     use = tuned("route_experts", arch, bytes=item_bytes)
     parts, depth = parts_of(hidden)
-    sparse = how.sparse is not None
     return {
         "EXPERTS": how.experts,
-        "GROUPS": 1 if sparse else how.groups,
+        "GROUPS": how.groups,
         "GROUP_COLUMNS": how.group_columns,
         "COLUMNS": how.columns,
         "KEPT_GROUPS": how.kept_groups,
@@ -367,8 +353,7 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "PER_TOKEN": how.per_token,
         "PLACES": int(triton.next_power_of_2(how.per_token)),
         "SIGMOID": how.sigmoid,
-        "SPARSE": sparse,
-        "NORMALIZE": how.normalize and not sparse,
+        "NORMALIZE": how.normalize,
         "EXACT": how.exact,
         "PARTS": parts,
         "DEPTH": depth,

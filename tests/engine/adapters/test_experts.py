@@ -71,7 +71,6 @@ MIXTURES = (
     "flint",
     "hunyuan-moe",
     "mellum",
-    "phimoe",
     "mistral4",
     "axk1",
     "glm4-moe-lite",

@@ -50,7 +50,6 @@ MODELS = (
     "ernie4-5",
     "glm",
     "cohere",
-    "stablelm-parallel",
     "starcoder2",
     "arcee",
     "hunyuan-dense",
@@ -60,12 +59,6 @@ MODELS = (
     "qwen2-moe",
     # Modules with names of their own, one matrix of queries, keys and values, and matrices the other way round.
     "gpt2",
-    "gpt-neox",
-    "gpt-neox-sequential",
-    "phi",
-    "falcon",
-    "falcon-new",
-    "gptj",
     "opt",
 )
 CONFIGS = {
@@ -136,7 +129,6 @@ DIFFERENT = (
     "gemma2",
     "granite",
     "gpt2",
-    "falcon-new",
 )
 
 
@@ -277,9 +269,9 @@ def test_what_makes_keys_of_latents_has_no_adapters(tmp_path):
     ("family", "module", "words"),
     [
         ("gpt2", "h.0.attn.q_proj", "h.0.attn.q_proj, which a gpt2 model does not have"),
-        ("phi", "layers.0.self_attn.o_proj", "self_attn.o_proj, which a phi model does not have"),
+        ("opt", "layers.0.self_attn.o_proj", "self_attn.o_proj, which a opt model does not have"),
         ("gpt2", "wte", "wte, which cannot be served: embeddings have no adapters here"),
-        ("gpt-neox", "embed_out", "embed_out, which cannot be served: the head has no adapters here"),
+        ("gpt2", "lm_head", "lm_head, which cannot be served: the head has no adapters here"),
     ],
 )
 def test_modules_that_a_family_does_not_have_are_refused(family, module, words, tmp_path):
@@ -371,10 +363,6 @@ VECTORS = {
     "dora-own-biases": ("qwen2-bias", {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "o_proj"]}),
     "no-biases": ("llama-gqa-tied", {"bias": "all"}),
     "dora-turned": ("gpt2", {"use_dora": True, "bias": "lora_only", "target_modules": ["c_attn", "c_fc"]}),
-    "dora-grouped": (
-        "gpt-neox",
-        {"use_dora": True, "bias": "lora_only", "target_modules": ["query_key_value", "dense"]},
-    ),
 }
 
 

@@ -12,7 +12,7 @@ from tests.support.families import FAMILIES, FIRST, OF_LATENTS, make_model, toke
 from tests.support.torch_model import BackendDriver
 
 # `make test` runs the families that write latents, and one of each way on after the attention.
-SHORT = {*OF_LATENTS, "llama-gqa-tied", "gemma4", "phi", "gpt-oss", "qwen2-moe"}
+SHORT = {*OF_LATENTS, "llama-gqa-tied", "gemma4", "cohere", "gpt-oss", "qwen2-moe"}
 CASES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in {*FIRST.values(), *OF_LATENTS}]
 
 

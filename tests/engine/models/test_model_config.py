@@ -36,8 +36,6 @@ INNER = {**BASE, "model_type": "gemma3_text"}
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "gptj": {"rotary_dim": 4},
     # With their own values other keys would count for nothing in models this small.
     "lfm2": {"block_multiple_of": 1},
     "falcon_h1": {"mamba_d_ssm": None},
@@ -159,8 +157,6 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     shape = {**BASE, "num_attention_heads": 8}
     given = {key: shape[key] for key in required if not name.startswith("gemma")} | {"model_type": name}
     given |= REQUIRED.get(name, {})
-    if name == "stablelm":
-        given["num_attention_heads"] = 4  # It rotates a quarter of each head.
     if name == "lfm2":
         given["block_auto_adjust_ff_dim"] = False  # It is another width where it is adjusted.
     latents = "kv_lora_rank" in FAMILIES[name].defaults
@@ -169,8 +165,6 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         "qwen3",
         "exaone4",
         "helium",
-        "stablelm",
-        "nemotron",
         "dots1",
         "exaone_moe",
         "qwen2_moe",
@@ -182,17 +176,16 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ.
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
-    # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-J and Falcon have their own.
-    widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_hidden_size", "ffn_dim") if hasattr(theirs, key)]
+    # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-2 and OPT have their own.
+    widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_dim") if hasattr(theirs, key)]
     wanted = getattr(theirs, *widths or ["intermediate_size"])
     assert ours.intermediate_size == (wanted or 4 * theirs.hidden_size)
-    assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
+    assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OPT has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     row = theirs.kv_lora_rank + theirs.qk_rope_head_dim if latents else getattr(theirs, "head_dim", None)
     assert ours.head_dim == (row or 64 // given["num_attention_heads"])
-    heads = 1 if name == "falcon" else theirs.num_attention_heads  # Falcon's own key means something with others alone.
-    assert ours.num_kv_heads == (1 if latents else getattr(theirs, "num_key_value_heads", heads))
+    assert ours.num_kv_heads == (1 if latents else getattr(theirs, "num_key_value_heads", theirs.num_attention_heads))
     rope = getattr(theirs, "rope_parameters", {"rope_theta": 10_000.0})
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
@@ -213,7 +206,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         assert ours.moe.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
         assert ours.moe.experts_per_token == theirs.num_experts_per_tok
         assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", name not in ("llama4_text", "phimoe"))
+        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", name != "llama4_text")
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -222,7 +215,6 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     if "kv_lora_rank" in FAMILIES[name].defaults:
         del given["head_dim"]
         given["num_key_value_heads"] = 4
-    given = {key: value for key, value in given.items() if (name, key) != ("falcon", "head_dim")}
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
     plain = dataclasses.asdict(parse_config(given))
@@ -293,10 +285,6 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     of_text = {"bos_token_id", "eos_token_id"}
     ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
     others = {"mlp_only_layers": [1], "rotary_dim": 8}
-    if name in ("gpt_neox", "gptj"):
-        others |= {"num_attention_heads": 8, "n_head": 8}
-    if name == "falcon":
-        ignored |= {"num_kv_heads", "num_ln_in_parallel_attn"}  # Its new architecture alone reads them.
     for key in fields.keys() - ignored - set(FAMILIES[name].ignored):
         now = base.get(key, fields[key])
         other = not now if isinstance(now, bool) else now + 1 if isinstance(now, int | float) else "strange"
@@ -342,15 +330,6 @@ def test_a_quantization_that_only_another_file_names_is_read(name, method, refus
 def test_other_names_of_a_type():
     shape = {**BASE, "num_key_value_heads": 4}
     assert parse_config({**shape, "model_type": "kimi_k2"}) == parse_config({**shape, "model_type": "deepseek_v3"})
-
-
-def test_the_scaling_of_phi_moe():
-    """Its factor of cosines and sines has a key of its own for short and for long texts."""
-    scaling = {"rope_type": "longrope", **SETS, "short_mscale": 1.25, "long_mscale": 1.25}
-    config = parse_config({**BASE, "model_type": "phimoe", "num_key_value_heads": 4, "rope_scaling": scaling})
-    assert config.ropes[0].attention_factor == 1.25
-    with pytest.raises(ConfigError, match=r"short_mscale = 1\.25 and long_mscale = 1\.5 differ"):
-        parse_config({**BASE, "model_type": "phimoe", "rope_scaling": {**scaling, "long_mscale": 1.5}})
 
 
 def test_which_layers_have_experts():
@@ -422,14 +401,13 @@ def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
         parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
 
 
-def test_options_of_models_with_learned_positions_or_normed_embeddings():
+def test_options_of_models_with_learned_positions():
     for change, words in (
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
         ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights = False"),
-        ({"model_type": "nanochat", "tie_word_embeddings": True}, "nanochat: .*tie_word_embeddings = True"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_config({**BASE, "model_type": "opt", **change})
@@ -443,18 +421,6 @@ def test_options_of_models_with_learned_positions_or_normed_embeddings():
 def test_families_that_were_removed_are_named_as_such(name):
     with pytest.raises(ConfigError, match=f"{name}' is not supported: it was removed in this release"):
         parse_config({**BASE, "model_type": name})
-
-
-def test_falcon():
-    config = {**BASE, "model_type": "falcon", "num_kv_heads": 2}
-    plain = parse_config(config)
-    assert (plain.num_kv_heads, plain.parallel, plain.shared_norm, plain.intermediate_size) == (1, True, True, 256)
-    assert parse_config({**config, "multi_query": False}).num_kv_heads == 4
-    new = parse_config({**config, "new_decoder_architecture": True, "parallel_attn": False})
-    assert (new.num_kv_heads, new.parallel, new.shared_norm) == (2, True, False)
-    assert parse_config({**config, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}).shared_norm
-    with pytest.raises(ConfigError, match=r"falcon: config\.json has alibi = True"):
-        parse_config({**config, "alibi": True})
 
 
 def test_llama_4():
@@ -523,19 +489,18 @@ def test_what_gemma_4_refuses(change, words):
 
 
 def test_keys_of_published_configs_that_change_nothing():
-    """These keys stand in configs of GPT-NeoX 20B, Dolly, GPT-2 XL, Falcon 2, Galactica and Llama 4."""
+    """These keys stand in configs of Dolly, GPT-2 XL, Galactica and Llama 4."""
     dropout = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "custom_pipelines": {"a": {"b": "c"}}}
     for name, found in (
-        ("gpt_neox", dropout),
+        ("starcoder2", dropout),
         ("gpt2", {"output_past": True, "predict_special_tokens": True}),
-        ("falcon", {"ff_factor": 4}),
         ("opt", {"learned_embeddings": True, "scale_embeddings": False}),
         ("llama4_text", {"no_rope_layers": []}),
     ):
         base = {**BASE, "model_type": name, "num_key_value_heads": 4}
         assert parse_config({**base, **found}) == parse_config(base), name
-    neox = {**BASE, "model_type": "gpt_neox"}
-    assert parse_config({**neox, "hidden_act": "gelu_fast"}) == parse_config({**neox, "hidden_act": "gelu_new"})
+    coder = {**BASE, "model_type": "starcoder2"}
+    assert parse_config({**coder, "hidden_act": "gelu_fast"}) == parse_config({**coder, "hidden_act": "gelu_new"})
     with pytest.raises(ConfigError, match=r"opt: config\.json has scale_embeddings = True"):
         parse_config({**BASE, "model_type": "opt", "scale_embeddings": True})
 

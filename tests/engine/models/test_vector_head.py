@@ -29,7 +29,7 @@ from tests.support.torch_model import BackendDriver
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 TOLERANCE = 1e-4
-LONG = ("llama-gqa-tied", "mistral-sliding", "gemma2", "phi3", "mixtral", "gpt2", "gpt-neox", "starcoder2")
+LONG = ("llama-gqa-tied", "mistral-sliding", "gemma2", "phi3", "mixtral", "gpt2", "starcoder2")
 NAMES = ["qwen3-qk-norm", *(pytest.param(name, marks=pytest.mark.long) for name in LONG if name in FAMILIES)]
 TEXT = tokens_of(40, 3)
 
