@@ -10,7 +10,6 @@
     gguf_blocks.py                the blocks of GGUF's types -> quantized matrices
     quantizer.py                  plain matrices and folders -> quantized ones, for --quantization
     shards.py                     writes such a folder's weights
-    accuracy.py                   what quantized weights cost in accuracy
 
 Read quantization.py first. Only the modules about configs and gguf_files import no torch at their top.
 """

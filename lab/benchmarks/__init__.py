@@ -26,7 +26,8 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
 - Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow),
   `warm_restart` (how long a killed component takes until it is ready), `pauses` (what clients see of killed and
   stopped components), `replays` (recorded requests of every kind, again at another cluster).
-- Shared code: `report` (results and the machine), `plot` (charts), `traces` and `mooncake` (made request traces).
+- Shared code: `report` (results and the machine), `plot` (charts), `traces` and `mooncake` (made request traces),
+  `accuracy` (how well weights predict a text).
 
 Those that take seconds at their smallest size run so in `make test-long`
 (tests/lab/benchmarks/test_every_benchmark.py). Open `report` first. Modules here import `pillion`, `lab.testbed` and

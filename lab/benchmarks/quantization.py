@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from lab.benchmarks.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
 from lab.benchmarks.report import save, show_table
 from lab.benchmarks.shuffled_model import save_shuffled_model
 from lab.testbed.plain_model import plain_folder
@@ -23,7 +24,6 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.quantized.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 

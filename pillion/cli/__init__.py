@@ -10,7 +10,6 @@
     events_command.py    events
     drill_command.py     drill; the drill itself is :mod:`pillion.drill`
     certs.py, keys.py    certificates for development, API keys
-    accuracy_table.py    the table of prepare --quantization
     adapters_command.py  adapters
     cache_command.py     cache
     cache.py             prompts that are computed ahead, and pins

@@ -199,24 +199,15 @@ def keeper(socket: str) -> None:
 @cli.command()
 @takes_model
 @flag_options(PrepareFlags)
-@click.option(
-    "--measure/--no-measure",
-    default=None,
-    help="Print what --quantization costs in accuracy, measured on the CPU. Default: on a terminal.",
-)
-def prepare(measure: bool | None, **values: Any) -> None:
+def prepare(**values: Any) -> None:
     """Make MODEL ready in the cache, so that components start at once."""
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
-    from pillion.cli.accuracy_table import show_accuracy
     from pillion.engine.load_model import make_ready
 
     flags = with_model(PrepareFlags, values)
     prepared = make_ready(flags, click.echo)
-    measure = sys.stdout.isatty() if measure is None else measure
-    if measure and flags.quantization != "none":
-        show_accuracy(flags)
     click.echo(f"{prepared.name} {PREPARED} {prepared.folder}")
 
 

@@ -64,10 +64,11 @@ GONE: dict[str, tuple[type, str]] = {
     "verify_blocks": (config.KVNodeFlags, "the checksum of every block that comes from elsewhere is checked"),
     "keep_pool": (config.ServeFlags, "a pool in host memory outlives its KV node, always"),
     "max_waiting_seqs": (config.DecodeFlags, "1,024 sequences may wait on a decode worker"),
+    "measure": (config.PrepareFlags, "`python -m lab.benchmarks.quantization` shows what quantized weights cost"),
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
 }
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
-GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool")
+GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure")
 
 # In a file these flags may be tables.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")

@@ -42,7 +42,7 @@ GROUPS = {
 }
 OTHERS = "Others"
 # These options of commands are no flags of :mod:`pillion.config`, and so have no field there.
-_NO_FLAGS = ("help", "measure")
+_NO_FLAGS = ("help",)
 OPTIONS = "Options"
 
 

@@ -6,29 +6,21 @@ Every token of a window but the first is predicted from those before it, by both
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pillion.config import WorkerFlags
-from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.load_model import load_model
 from pillion.errors import ConfigError
 from pillion.kernels.step import StepBatch
 
 WINDOW_TOKENS = 256
 # These words name the text that is predicted, which is installed with Python.
 TEXT = "Python's documentation of its language (pydoc_data)"
-# These bound a comparison: the most windows, and the time after which no new one begins.
-MAX_WINDOWS = 16
-MEASURE_S = 60.0
 
 
 class TextScorer:
@@ -98,20 +90,6 @@ def windows(ids: Sequence[int], window_tokens: int = WINDOW_TOKENS) -> Iterator[
         yield list(ids[begin : begin + window_tokens])
 
 
-def compare(exact: TextScorer, other: TextScorer, texts: Iterable[list[int]], seconds: float) -> list[Accuracy]:
-    """Returns the accuracies of the exact model and of the other one, over as many windows as fit into ``seconds``, and
-    at least one."""
-    end = time.monotonic() + seconds
-    found = [Accuracy(), Accuracy()]
-    for ids in texts:
-        wanted = exact.score(ids)
-        found[0].add(ids, wanted, wanted)
-        found[1].add(ids, wanted, other.score(ids))
-        if time.monotonic() > end:
-            break
-    return found
-
-
 def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_TOKENS) -> list[list[int]]:
     """Returns at most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
     try:
@@ -121,18 +99,3 @@ def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_T
     ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
     whole = list(windows(ids, window_tokens))
     return whole[:: max(1, len(whole) // count)][:count]
-
-
-def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy]:
-    """Returns the accuracies of plain weights and of quantized ones, by the flags of two workers on the CPU, on windows
-    of TEXT. Raises ConfigError."""
-    with contextlib.ExitStack() as stack:
-        scorers = []
-        for flags in (plain, quantized):
-            loaded = load_model(flags, thread_count(flags))
-            stack.callback(loaded.backend.close)
-            assert isinstance(loaded.backend, HostBackend)
-            window_tokens = min(WINDOW_TOKENS, loaded.prepared.max_model_len)
-            scorers.append(TextScorer(loaded.backend, window_tokens))
-        tokenizer = Tokenizer.from_file(str(loaded.prepared.folder / "tokenizer.json"))
-        return compare(scorers[0], scorers[1], text_windows(tokenizer, MAX_WINDOWS, window_tokens), MEASURE_S)
