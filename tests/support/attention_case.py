@@ -16,7 +16,6 @@ import torch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
-from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.step import StepBatch
@@ -24,7 +23,7 @@ from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_attention
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows
 from tests.support.kernel_runner import batch_step, padded, stride
-from tests.support.plain_pools import unpack_pool
+from tests.support.plain_pools import pack_pool, unpack_pool
 
 LAYERS, LAYER = 2, 1
 KV_HEADS = 2

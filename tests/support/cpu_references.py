@@ -9,7 +9,6 @@ from torch.nn.functional import gelu, silu
 
 from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu
 from pillion.engine.models.layers import clamped_swiglu, xielu
-from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.products.gemm import GATED
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import unpack
@@ -18,7 +17,7 @@ from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.step import StepBatch
 from pillion.kernels.torch.reference import paged_attention
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
-from tests.support.plain_pools import unpack_pool, write_kv
+from tests.support.plain_pools import pack_pool, unpack_pool, write_kv
 
 # The numbers of "gated_clamped" in tests of products, whose values are about 1.
 CLAMPED = ClampedSwiglu(alpha=1.3, limit=0.8)

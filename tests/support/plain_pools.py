@@ -1,10 +1,11 @@
-"""Pools in the plain layout, for tests: writes keys and values, and turns the layout of the CPU kernels back."""
+"""Pools in the plain layout, for tests: writes keys and values, and turns them into the layout of the CPU kernels and
+back."""
 
 from __future__ import annotations
 
 import torch
 
-from pillion.kernels.cpu.attention.kv_layout import LANES, _pair, _turned
+from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.step import StepBatch
 
 
@@ -19,7 +20,28 @@ def write_kv(pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tenso
             pool[slot, layer, 1, :, offset] = values[row]
 
 
+def pack_pool(pool: torch.Tensor) -> torch.Tensor:
+    """Converts a pool in the plain layout [..., 2, kv_heads, block_size, head_dim] to the layout of the CPU kernels, of
+    the same shape and type."""
+    pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
+    return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
+
+
 def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
-    """Converts a pool in this layout back to the plain one, as the inverse of :func:`pack_pool`."""
+    """Converts a pool in the layout of the CPU kernels back to the plain one, as the inverse of :func:`pack_pool`."""
     pair, (block_size, head_dim) = _pair(packed), packed.shape[-2:]
     return _turned(packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair))
+
+
+def _pair(pool: torch.Tensor) -> int:
+    """Returns how many neighbouring values lie together in a lane: two bfloat16, or one float32."""
+    return 2 if pool.dtype == torch.bfloat16 else 1
+
+
+def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
+    """Views K and V in the shapes ``keys`` and ``values``, and exchanges the two dimensions before a key's pair, and
+    the last two dimensions of V."""
+    k, v = pool.unbind(-4)
+    lead = k.shape[:-2]
+    turned = (k.reshape(*lead, *keys).transpose(-3, -2), v.reshape(*lead, *values).transpose(-2, -1))
+    return torch.stack([part.reshape(k.shape) for part in turned], -4)

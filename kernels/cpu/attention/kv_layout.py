@@ -21,8 +21,6 @@ bytes in K as in V.
 
 from __future__ import annotations
 
-import torch
-
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -46,24 +44,3 @@ def lines_bytes(head_dim: int, kind: str) -> int:
 def group_bytes(head_dim: int, kind: str, scales: int = 1) -> int:
     """Returns how many bytes 16 tokens take in K, and as many in V, with so many scales of each where they have any."""
     return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES * scales if _VALUE_BYTES[kind] == 1 else 0)
-
-
-def pack_pool(pool: torch.Tensor) -> torch.Tensor:
-    """Converts a pool in the plain layout [..., 2, kv_heads, block_size, head_dim] to this layout, of the same shape
-    and type."""
-    pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
-    return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
-
-
-def _pair(pool: torch.Tensor) -> int:
-    """Returns how many neighbouring values lie together in a lane: two bfloat16, or one float32."""
-    return 2 if pool.dtype == torch.bfloat16 else 1
-
-
-def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
-    """Views K and V in the shapes ``keys`` and ``values``, and exchanges the two dimensions before a key's pair, and
-    the last two dimensions of V."""
-    k, v = pool.unbind(-4)
-    lead = k.shape[:-2]
-    turned = (k.reshape(*lead, *keys).transpose(-3, -2), v.reshape(*lead, *values).transpose(-2, -1))
-    return torch.stack([part.reshape(k.shape) for part in turned], -4)
