@@ -70,7 +70,6 @@ CLUSTERS = (
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (
-    "tests/lab/benchmarks/test_gpu_visit.py",
     "tests/lab/benchmarks/test_gpu.py",
     "tests/lab/simulator/test_campaign.py",
     "tests/cluster/test_pages.py",

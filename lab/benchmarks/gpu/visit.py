@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.gpu.result import RESULTS, device, smi, table
-from lab.benchmarks.gpu.visit_parts import FOLDER, ROOT, ROWS, SECONDS, VisitPart, batches, in_order, visit_parts
+from lab.benchmarks.gpu.visit_parts import FOLDER, ROOT, ROWS, SECONDS, TESTS, VisitPart, batches, in_order, visit_parts
 
 KNOWN = RESULTS / "gpu-visit.json"
 # What `make gpu-cache` has compiled.
@@ -134,8 +134,8 @@ class Visit:
     def _dry_words(self, part: VisitPart) -> list[str]:
         if not self.dry:
             return []
-        # The suite runs these tests; a dry run only collects them.
-        return ["--collect-only"] if "pytest" in part.command else ["--smoke"]
+        # The suite runs the tests; a dry run only collects all of them.
+        return ["--collect-only", TESTS] if "pytest" in part.command else ["--smoke"]
 
     def log(self, name: str, text: str) -> None:
         """Adds to the visit's log."""
@@ -218,6 +218,10 @@ def main() -> int:
     """Visits. Returns 1 where a dry run failed somewhere; what a GPU's parts give is in the results."""
     args = arguments()
     every = visit_parts()
+    if args.dry:
+        # One part finds the tests of all.
+        tests = [part for part in every if "pytest" in part.command]
+        every = [part for part in every if part not in tests[1:]]
     visit = Visit(every, args.out, args.known, args.time_s, dry=args.dry)
     wanted = [part for part in every if not args.parts or any(word in part.name for word in args.parts)]
     pending = in_order(wanted, visit.parts)

@@ -1,4 +1,4 @@
-"""The GPU's benchmark and tuner, tiny, in Triton's interpreter, without what only the servers need."""
+"""The GPU's benchmark, tuner and visits, tiny, in Triton's interpreter, without what only the servers need."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from hypothesis import strategies as st
 
 from lab.benchmarks.gpu.__main__ import run_section
 from lab.benchmarks.gpu.bench import Row
+from lab.benchmarks.gpu.e2e import POLICIES
 from lab.benchmarks.gpu.result import merged, page
 from lab.benchmarks.gpu.search import dump, put
 from lab.benchmarks.gpu.section import SECTIONS
+from lab.benchmarks.gpu.tunables import TUNABLES
+from lab.benchmarks.gpu.visit_parts import visit_parts
 from tests.support.examples import examples
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -66,19 +70,75 @@ def bare(tmp_path: pathlib.Path) -> dict[str, str]:
     return environment
 
 
-def run(bare: dict[str, str], *words: str, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *words, "--smoke"]
-    return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=timeout_s, check=False)
+def run(environment: dict[str, str], *words: str, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def visit(environment: dict[str, str], folder: pathlib.Path, *words: str, time_s: int) -> tuple[int, dict[str, Any]]:
+    """Returns the status of a dry run, and its parts."""
+    words = ("lab.benchmarks.gpu.visit", *words, "--dry", "--time-s", str(time_s), "--out", str(folder))
+    done = run(environment, *words, timeout_s=time_s + 50)
+    print(done.stdout, done.stderr, (folder / "visit.log").read_text()[-4000:])
+    return done.returncode, json.loads((folder / "visit.json").read_text())["parts"]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1000)
-def test_every_section_runs_where_only_torch_and_triton_are(bare, tmp_path):
-    done = run(bare, "lab.benchmarks.gpu", "--out", str(tmp_path), timeout_s=900)
+@pytest.mark.timeout(1800)
+def test_a_visit_runs_once_where_only_torch_and_triton_are(bare, tmp_path):
+    """All sections, tiny, and the search of all constants."""
+    _, found = visit(bare, tmp_path, time_s=1700)
+    parts = visit_parts()
+    # Files of tests need other packages; the test below finds all of them.
+    tests = {each.name for each in parts if "pytest" in each.command}
+    found = {name: part for name, part in found.items() if name not in tests}
+    assert set(found) == {each.name for each in parts if "pytest" not in each.command}
+    for name, part in found.items():
+        if name.startswith("end to end"):
+            assert part["error"].startswith("not measured: needs click, google.rpc"), "another test runs clusters"
+        else:
+            assert not part["error"], name
+            assert part["rows"]
+            assert all(row["value"] is None or row["value"] > 0 for row in part["rows"])
+    assert "never ran" not in (tmp_path / "visit.md").read_text()
+    constants, known = (
+        json.loads((folder / "sm_90.json").read_text()) for folder in (tmp_path, ROOT / "kernels/gpu/tuning")
+    )
+    assert set(constants) == set(known)
+    for tunable in TUNABLES.values():
+        entry = next(entry for entry in constants[tunable.kernel] if entry["when"] == tunable.facts)
+        times = {each["us"]: each["use"] for each in entry["measured"]["of"]}
+        assert entry["use"] == times[min(times)]
+        assert entry["measured"]["us"] == min(times)
+    assert constants["fp8_rows"] == known["fp8_rows"]
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.timeout(700)
+def test_a_visit_measures_clusters_and_finds_tests_where_the_servers_can_run(tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("the driver that stands for the device needs a C compiler")
+    status, found = visit(dict(os.environ), tmp_path, "end to end", "tests: ", time_s=600)
+    assert status == 0
+    rows = {row["name"]: row for part in found.values() for row in part["rows"]}
+    assert rows.pop("tests")["more"]["tests collected"] > 300
+    assert set(rows) == {f"end to end, {policy}" for policy in POLICIES}
+    assert all(row["value"] > 0 and row["more"]["requests"] == 1 for row in rows.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_result_has_the_rows_of_its_sections(bare, tmp_path):
+    """Sections of which a visit measures a part, and one of which nothing can be measured here."""
+    sections = ("small", "attention", "e2e")
+    done = run(bare, "lab.benchmarks.gpu", *sections, "--smoke", "--out", str(tmp_path), timeout_s=350)
     assert done.returncode == 0, done.stdout + done.stderr
     path = next(tmp_path.glob("gpu-cpu-*.json"))
     result = json.loads(path.read_text())
-    assert set(result["sections"]) == set(SECTIONS)
+    assert set(result["sections"]) == set(sections)
     for name, section in result["sections"].items():
         assert not section["error"]
         assert section["rows"], name
@@ -87,41 +147,11 @@ def test_every_section_runs_where_only_torch_and_triton_are(bare, tmp_path):
     assert "not measured: needs click, google.rpc" in result["sections"]["e2e"]["rows"][0]["note"]
 
 
-@pytest.mark.long
-@pytest.mark.cluster
-@pytest.mark.timeout(400)
-def test_end_to_end_is_measured_where_the_servers_can_run(tmp_path):
-    if shutil.which("cc") is None:
-        pytest.skip("the driver that stands for the device needs a C compiler")
-    done = run(dict(os.environ), "lab.benchmarks.gpu", "e2e", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(next(tmp_path.glob("*.json")).read_text())["sections"]["e2e"]["rows"]
-    assert row["name"] == "end to end, colocated"
-    assert row["value"] > 0
-    assert row["more"]["requests"] == 1
-
-
 def test_every_section_can_be_imported_where_only_torch_and_triton_are(bare):
     """This is the short suite's part of the test above: a section that cannot begin there is seen at once."""
     code = "".join(f"import lab.benchmarks.gpu.{section}\n" for section in SECTIONS)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.long
-def test_a_tuned_kernel_says_what_was_tried(bare, tmp_path):
-    done = run(bare, "lab.benchmarks.gpu.tune", "gated", "attention_decode_fp8", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "sm_90.json").read_text())
-    known = json.loads((ROOT / "kernels/gpu/tuning/sm_90.json").read_text())
-    assert set(found) == set(known)
-    for kernel, when in (("gated", {}), ("attention_decode", {"head_dim": 128, "kv": "fp8_e4m3", "bytes": 2})):
-        entry = next(entry for entry in found[kernel] if entry["when"] == when)
-        tried = entry["measured"]["of"]
-        assert len(tried) == 2
-        assert entry["measured"]["us"] == min(each["us"] for each in tried)
-        assert entry["use"] in [each["use"] for each in tried]
-    assert found["embed"] == known["embed"]
 
 
 @pytest.mark.long
