@@ -7,20 +7,12 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pillion.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Overloaded,
-    PermissionDenied,
-    PillionError,
-    Unauthenticated,
-    Unavailable,
-)
+from pillion import errors
 from pillion.records.bundle import Bundle, key_for, read
 from pillion.records.canary import CanaryOutcome, CanaryTally, TokenPace, is_in_share
 from pillion.records.comparison import first_difference, logprob_distance
@@ -36,17 +28,19 @@ REPLAY_TIMEOUT_S = 600.0
 FOLLOW_INTERVAL_S = 0.5
 # A target that takes so many replays in a row not at all ends the canary: it says nothing of the next version.
 MAX_UNTAKEN = 50
-# After a refusal for load the target gets a pause of so long, or as it says, at most a minute.
-RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# After a refusal for load the target gets a pause of so long.
+RETRY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryPlan:
-    """Says what is replayed, where and how fast.
+@dataclass(slots=True, kw_only=True)
+class Canary:
+    """Replays bundles of a folder at one target until the rule of a tally decides.
 
     Attributes:
         folder: the gateways' --record-path.
         reach: the arguments of :class:`pillion.AsyncClient` for the target.
+        tally: counts what came of the replays.
+        say: prints a line.
         model: what the target calls the model; "": as the bundles do.
         share: how much of the full bundles is replayed, from 0 to 1.
         without: tenants whose bundles are not replayed.
@@ -55,10 +49,13 @@ class CanaryPlan:
         existing: replay the bundles that are there, and end; else those that are written from now on.
         key_file: the deployment's key; "": the one in the folder.
         metrics_file: gets the figures for Prometheus after each replay; None: nowhere.
+        left_out: how many bundles were not replayed, by the reason.
     """
 
     folder: Path
     reach: dict[str, Any]
+    tally: CanaryTally
+    say: Callable[[str], None]
     model: str = ""
     share: float = 1.0
     without: tuple[str, ...] = ()
@@ -67,86 +64,70 @@ class CanaryPlan:
     existing: bool = False
     key_file: str = ""
     metrics_file: Path | None = None
-
-
-async def run_canary(plan: CanaryPlan, tally: CanaryTally, say: Callable[[str], None]) -> int:
-    """Replays bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there were
-    too few. Raises PillionError where the target does not answer."""
-    async with replay_client(**plan.reach) as client:
-        canary = Canary(plan, tally, client, await client.models(), say, TokenPace(plan.tokens_per_s))
-        bundles, turn = canary.bundles(), asyncio.Lock()
-        tasks = [asyncio.create_task(canary.work(bundles, turn)) for _ in range(plan.concurrency)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-    for why, count in sorted(canary.left_out.items()):
-        say(f"not replayed: {count} {why}")
-    promote = tally.verdict()
-    broken = "; ".join(tally.broken())
-    if promote is None:
-        say(f"undecided: {tally.all.requests} of {tally.wanted} requests were replayed{broken and f'; {broken}'}")
-        return UNDECIDED
-    say("promote" if promote else f"stop: {broken or f'{tally.all.different} requests differ'}")
-    return PROMOTE if promote else STOP
-
-
-@dataclass(slots=True)
-class Canary:
-    """Replays bundles of a folder at one target.
-
-    Attributes:
-        models: what the target serves.
-        say: prints a line.
-        left_out: how many bundles were not replayed, by the reason.
-    """
-
-    plan: CanaryPlan
-    tally: CanaryTally
-    client: ReplayClient
-    models: Sequence[ModelInfo]
-    say: Callable[[str], None]
-    pace: TokenPace
     left_out: Counter[str] = field(default_factory=Counter)
+    _models: list[ModelInfo] = field(default_factory=list)
     _untaken: int = 0
 
-    async def bundles(self) -> AsyncIterator[Bundle]:
+    async def run(self) -> int:
+        """Replays bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there
+        were too few. Raises PillionError where the target does not answer."""
+        async with replay_client(**self.reach) as client:
+            self._models = await client.models()
+            shared = (client, TokenPace(self.tokens_per_s), self._bundles(), asyncio.Lock())
+            tasks = [asyncio.create_task(self._work(*shared)) for _ in range(self.concurrency)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        for why, count in sorted(self.left_out.items()):
+            self.say(f"not replayed: {count} {why}")
+        tally, promote, broken = self.tally, self.tally.verdict(), "; ".join(self.tally.broken())
+        if promote is None:
+            words = f"{tally.all.requests} of {tally.wanted} requests were replayed"
+            self.say(f"undecided: {words}{broken and f'; {broken}'}")
+            return UNDECIDED
+        self.say("promote" if promote else f"stop: {broken}")
+        return PROMOTE if promote else STOP
+
+    async def _bundles(self) -> AsyncIterator[Bundle]:
         """Yields the bundles to replay, as they are written, until the rule has decided."""
-        seen = set() if self.plan.existing else set(_listed(self.plan.folder))
+        seen = set() if self.existing else set(_listed(self.folder))
         while self.tally.verdict() is None:
-            listed = _listed(self.plan.folder)
+            listed = _listed(self.folder)
             for name in listed:
                 if name not in seen and self.tally.verdict() is None:
-                    bundle = await asyncio.to_thread(self._wanted, self.plan.folder / name)
+                    bundle = await asyncio.to_thread(self._wanted, self.folder / name)
                     if bundle is not None:
                         yield bundle
             # The recorder takes old bundles away, so what is remembered is bounded by what the folder may hold.
             seen = set(listed)
-            if self.plan.existing:
+            if self.existing:
                 return
             await asyncio.sleep(FOLLOW_INTERVAL_S)
 
     def _wanted(self, path: Path) -> Bundle | None:
         """Reads a bundle; None for one that is not to be replayed, or was taken away."""
-        if not is_in_share(path.stem, self.plan.share) or not path.exists():
+        if not is_in_share(path.stem, self.share) or not path.exists():
             return None
         try:
-            bundle, _ = read(path, key_for(path, self.plan.key_file))
+            bundle, _ = read(path, key_for(path, self.key_file))
             refuse(bundle)
-            model_of(bundle, self.models, self.plan.model, any_model=True)
-        except ConfigError as error:
+            model_of(bundle, self._models, self.model, any_model=True)
+        except errors.ConfigError as error:
             if not self.left_out["that cannot be"]:
                 self.say(f"{error.message}; further ones are only counted")
             self.left_out["that cannot be"] += 1
             return None
         is_replay = bundle.request.label.startswith(LABEL)
-        if not is_replay and bundle.tenant not in self.plan.without:
+        if not is_replay and bundle.tenant not in self.without:
             return bundle
         self.left_out["that are replays" if is_replay else "of tenants left out"] += 1
         return None
 
-    async def work(self, bundles: AsyncIterator[Bundle], turn: asyncio.Lock) -> None:
+    async def _work(
+        self, client: ReplayClient, pace: TokenPace, bundles: AsyncIterator[Bundle], turn: asyncio.Lock
+    ) -> None:
         """Replays bundles, one after the other, as long as there are some. Raises PillionError."""
         while True:
             async with turn:
@@ -154,36 +135,35 @@ class Canary:
                 if bundle is None:
                     return
                 tokens = bundle.request.prompt_tokens + sum(answer.tokens for answer in bundle.answers)
-                await asyncio.sleep(self.pace.spend(tokens, time.monotonic()))
-            outcome = await self._replayed(bundle)
+                await asyncio.sleep(pace.spend(tokens, time.monotonic()))
+            outcome = await self._replayed(client, bundle)
             if outcome is None:
                 self.left_out["that the target did not take"] += 1
                 continue
             self.tally.note(bundle, outcome)
             if outcome.name != "equal":
                 self.say(f"{bundle.id} {outcome.name}: {outcome.words}")
-            if self.plan.metrics_file is not None:
-                write_metrics(self.plan.metrics_file, self.tally)
+            if self.metrics_file is not None:
+                write_metrics(self.metrics_file, self.tally)
 
-    async def _replayed(self, bundle: Bundle) -> CanaryOutcome | None:
+    async def _replayed(self, client: ReplayClient, bundle: Bundle) -> CanaryOutcome | None:
         """Replays a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
         where it does not answer any more."""
         try:
-            info = model_of(bundle, self.models, self.plan.model, any_model=True)
+            info = model_of(bundle, self._models, self.model, any_model=True)
             request = request_of(bundle, info, priority=MAX_PRIORITY)
-            found = await self.client.answer(
+            found = await client.answer(
                 request, bundle.answers, prompt_digest(bundle, info), timeout_s=REPLAY_TIMEOUT_S
             )
-        except (Overloaded, Unavailable, DeadlineExceeded) as error:
+        except (errors.Overloaded, errors.Unavailable, errors.DeadlineExceeded):
             self._untaken += 1
             if self._untaken >= MAX_UNTAKEN:
                 raise
-            asked_s = getattr(error, "retry_after_ms", 0) / 1000
-            await asyncio.sleep(min(max(asked_s, RETRY_S), MAX_RETRY_S))
+            await asyncio.sleep(RETRY_S)
             return None
-        except (Unauthenticated, PermissionDenied):
+        except (errors.Unauthenticated, errors.PermissionDenied):
             raise
-        except PillionError as error:
+        except errors.PillionError as error:
             return CanaryOutcome(name="error", words=error.message)
         self._untaken = 0
         if not found.same_prompt:
@@ -212,7 +192,7 @@ def _listed(folder: Path) -> list[str]:
                     if one.name.endswith(".json"):
                         found.append((one.stat().st_mtime_ns, one.name))
     except OSError as error:
-        raise ConfigError(f"--record-path {folder}: {error.strerror}") from None
+        raise errors.ConfigError(f"--record-path {folder}: {error.strerror}") from None
     return [name for _, name in sorted(found)]
 
 

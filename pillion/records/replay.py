@@ -82,7 +82,9 @@ def model_of(bundle: Bundle, models: Sequence[ModelInfo], name: str, any_model: 
     same = [one for one in models if (one.fingerprint, one.adapter) == (recorded.fingerprint, recorded.adapter)]
     named = [one for one in (models if name or not same else same) if one.name == called]
     if not named and (name or not same):
-        raise ConfigError(f"the target serves no model {called!r}, but {', '.join(one.name for one in models)}")
+        raise ConfigError(
+            f"the target serves no model {called!r}, but {', '.join(one.name for one in models) or 'none'}"
+        )
     chosen = (named or same)[0]
     if chosen not in same and not any_model:
         raise ConfigError(

@@ -83,14 +83,15 @@ def canary(record_path: str, record_key_file: str, rule: str, requests: int, **v
 
     from pillion.cli.console import table_console
     from pillion.records.canary import CanaryTally, parse_rule
-    from pillion.records.canary_run import CanaryPlan, run_canary, table_rows
+    from pillion.records.canary_run import Canary, table_rows
 
     if not record_path:
         raise ConfigError("--record-path is the folder of the bundles that are replayed")
     reach, tally = pop_reach(values), CanaryTally(parse_rule(rule), requests)
-    plan = CanaryPlan(folder=Path(record_path), key_file=record_key_file, reach=reach, **values)
+    folder = Path(record_path)
+    run = Canary(folder=folder, reach=reach, tally=tally, say=click.echo, key_file=record_key_file, **values)
     try:
-        return decided(run_canary(plan, tally, click.echo))
+        return decided(run.run())
     finally:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for title in ("model", "kind", "replayed", "equal", "differ", "prompt", "error", "first", "distance", "time"):

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError
-from pillion.records.bundle import Bundle, BundleAnswer, BundleModel, BundleRequest
+from pillion.records.bundle import Bundle, BundleAnswer, BundleRequest
 from pillion.records.canary import CanaryOutcome, CanaryRule, CanaryTally, TokenPace, is_in_share, kind_of, parse_rule
 from pillion.types import SamplingParams
+from tests.pillion.records.test_bundle import bundle_of
 
 
 def bundle(operation: str = "chat", temperature: float = 0.0, answers: int = 1, grammar: str = "") -> Bundle:
@@ -24,18 +25,7 @@ def bundle(operation: str = "chat", temperature: float = 0.0, answers: int = 1, 
         sampling=SamplingParams(temperature=temperature),
         grammar=grammar,
     )
-    return Bundle(
-        id="0" * 24,
-        created_unix_ms=0,
-        reason="share",
-        tenant="",
-        content="full",
-        version="1",
-        model=BundleModel(name="toy", fingerprint="ab"),
-        request=request,
-        answers=(BundleAnswer(tokens=1),) * answers,
-        story=(),
-    )
+    return bundle_of(request=request, answers=(BundleAnswer(tokens=1),) * answers)
 
 
 EQUAL, OTHER = CanaryOutcome(name="equal"), CanaryOutcome(name="differs", position=3)

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from lab.testbed.conditions import until
 from lab.testbed.recorded_requests import KINDS, TEMPLATE, ask, bundles_in, bundles_of, recorded_model, replayed
 from pillion.engine.backends import host_backend
 from pillion.errors import ConfigError
 from pillion.records import bundle as bundles
 from pillion.records.canary import CanaryTally, parse_rule
-from pillion.records.canary_run import PROMOTE, STOP, UNDECIDED, CanaryPlan, run_canary
+from pillion.records.canary_run import PROMOTE, STOP, UNDECIDED, Canary
 from pillion.records.replay import sent_grammar
 from tests.support.components import Components, running_components
 
@@ -38,6 +39,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
             model={"model": str(model), "dtype": "float32", "max_model_len": 512, **LORA},
             gateway={**edge, "lora_modules": (f"red={adapter}",)},
         ) as running:
+            await until("the gateway to know the worker's model", running.client.models)
             yield running
 
 
@@ -113,8 +115,16 @@ async def canary(
 ) -> tuple[int, CanaryTally, list[str]]:
     lines: list[str] = []
     tally = CanaryTally(parse_rule(rule), more.pop("wanted", len(KINDS)))
-    plan = CanaryPlan(folder=recorded, reach={"target": target}, existing=True, tokens_per_s=1e6, **more)
-    return await run_canary(plan, tally, lines.append), tally, lines
+    run = Canary(
+        folder=recorded,
+        reach={"target": target},
+        tally=tally,
+        say=lines.append,
+        existing=True,
+        tokens_per_s=1e6,
+        **more,
+    )
+    return await run.run(), tally, lines
 
 
 async def test_the_same_version_is_promoted(
@@ -161,6 +171,7 @@ async def test_other_weights_are_told_with_the_margin(recorded: pathlib.Path, tm
         async with running_components(
             pathlib.Path(name), model={"model": str(model), "dtype": "float32", "max_model_len": 512}
         ) as running:
+            await until("the gateway to know the worker's model", running.client.models)
             target = running.gateway.grpc_address
             for path in bundles_in(recorded):
                 bundle, _ = bundles.read(path, None)
