@@ -76,6 +76,7 @@ NOT_RUN = {
     "pillion events": "it goes on until it is killed; tests/kvstore/events/test_followers.py runs it",
     "pillion explain": "the cluster here records nothing; tests/pillion/records explains bundles",
     "pillion replay": "the cluster here records nothing; tests/pillion/records replays bundles",
+    "pillion drill": "it kills components of the cluster; tests/cluster/test_drill.py runs it",
     "pillion canary": "it goes on until it has decided; tests/pillion/records/test_canary.py runs it",
     "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
     "python -m lab.fleets": "a minute of computing; tests/lab/fleets/test_command.py runs it small",
