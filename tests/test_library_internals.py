@@ -107,7 +107,7 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
         lambda: torch.ops.mkldnn,
         ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight"),
     ),
-    ("triton", "interpreter", interpreter, ("_LangPatchScope", "_patch_lang", "GridExecutor")),
+    ("triton", "interpreter", interpreter, ("_LangPatchScope", "_patch_lang", "GridExecutor", "_get_np_dtype")),
     ("triton", "GridExecutor", lambda: interpreter().GridExecutor, ("_restore_args_dev",)),
     ("triton", "cache", lambda: pytest.importorskip("triton.runtime.cache"), ("triton_key",)),
     ("triton", "runtime.driver", lambda: pytest.importorskip("triton").runtime.driver, ("set_active",)),

@@ -40,7 +40,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--metrics-file", "Write metrics for Prometheus's text file collector there.", type=FILE, metavar="PATH")
 @talks_to_gateway
 def drill(**values: Any) -> int:
-    """Kill one component of each kind in turn, and compare the cost with a contract.
+    """Kill one component of each kind, and compare the cost to a contract.
 
     The drill streams answers meanwhile. It refuses to begin where a kind has one component and nothing starts it again.
     The exit status is 0 where the contract was kept, 1 where it was broken, 2 where the drill was refused.
