@@ -27,7 +27,7 @@ class StrikeCost:
     Attributes:
         longest_pause_ms: the longest time without a token of a stream that had begun.
         recomputed_tokens: tokens of prompts and answers that were computed once more.
-        lost_blocks: blocks that KV nodes had before the strike, and not in their first heartbeat after it.
+        lost_blocks: blocks that KV nodes had before the strike, and had fewer after it; new ones make up for lost ones.
         lost_streams: streams that ended with an error.
         full_strength_s: time until as many components of each kind served as before; infinite where they never did.
     """

@@ -9,6 +9,7 @@ What is counted is what clients and operators see: the streams of the drill's ow
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -27,6 +28,8 @@ from pillion.types import ClusterStatus, ComponentStatus
 
 # The status and the streams are looked at so often.
 LOOK_EVERY_S = 0.25
+# A KV node has this long to recover the blocks of its last life, once all streams have ended that the strike met.
+RECOVERED_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +116,11 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
     # Streams that began while something was lacking may be lost as well.
     touched = [one for one in load.streams if one.asked_s < whole_s and id(one) not in over]
     _until(plan.within_s, lambda: all(one.over for one in touched))
+    had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
+    _until(RECOVERED_WITHIN_S, lambda: _recovered(plan, had, blocks))
     under_way = [one for one in touched if one.asked_s < began_s]
     pauses, _ = pauses_of(under_way, began_s, BEGINS_WITHIN_S + struck_s - began_s)
     lost = [one.error or f"it had not ended {plan.within_s:g} s later" for one in touched if one.error or not one.over]
-    had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
     cost = StrikeCost(
         longest_pause_ms=round(max(pauses, default=0.0) * 1000, 1),
         recomputed_tokens=sum(one.recomputed_tokens for one in touched),
@@ -155,17 +159,29 @@ def _status(plan: DrillPlan) -> ClusterStatus:
 
 def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
     """Returns whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
-    Notes how many blocks each KV node had at its first heartbeat in ``blocks``."""
+    Notes how many blocks each KV node has in ``blocks``."""
     since_ms = (time.monotonic() - struck_s) * 1000
     try:
         status = _status(plan)
     except PillionError:
         return False
     fresh = [one for one in status.components if one.heartbeat_age_ms < since_ms and not one.trouble]
-    for one in fresh:
-        if one.role == "kvnode":
-            blocks.setdefault(one.component_id, one.committed_blocks)
+    _note_blocks(fresh, blocks)
     return status.index_available and _strength(fresh) >= _strength(before.components)
+
+
+def _recovered(plan: DrillPlan, had: dict[str, int], blocks: dict[str, int]) -> bool:
+    """Returns whether each KV node was seen with as many blocks as it ``had``."""
+    with contextlib.suppress(PillionError):
+        _note_blocks(_status(plan).components, blocks)
+    return all(blocks.get(name, 0) >= count for name, count in had.items())
+
+
+def _note_blocks(components: Sequence[ComponentStatus], blocks: dict[str, int]) -> None:
+    """Notes the most blocks that each KV node was seen with: a node recovers those of its last life bit by bit."""
+    for one in components:
+        if one.role == "kvnode":
+            blocks[one.component_id] = max(blocks.get(one.component_id, 0), one.committed_blocks)
 
 
 def _strength(components: Sequence[ComponentStatus]) -> Counter[tuple[str, str]]:
