@@ -206,7 +206,11 @@ async def test_on_a_phone_stop_and_send_stand_side_by_side(browser: Browser, opt
         running_fake_cluster(ui=True) as fakes,
         seen_page(browser, fakes.gateway.http_address, **options) as seen,
     ):
-        stop, send = [await seen.page.locator(f"#{name}").bounding_box() for name in ("stop", "send")]
+        buttons = [seen.page.locator(f"#{name}") for name in ("stop", "send")]
+        for button in buttons:
+            # A button has no box before the page is laid out.
+            await button.wait_for()
+        stop, send = [await button.bounding_box() for button in buttons]
         assert stop is not None
         assert send is not None
         assert stop["y"] == send["y"]

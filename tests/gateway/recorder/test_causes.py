@@ -19,8 +19,8 @@ from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL
 from tests.gateway.recorder.test_recorder import PROMPT, ask, recorded, recording
 from tests.support.fake_components import FakeCluster, knows
 
-# What is held up is held up for this long: all else would have to take some twenty times as long to hide it.
-HELD_S = 0.5
+# What is held up is held up for this long: all else would have to take some sixty times as long to hide it.
+HELD_S = 1.5
 
 
 def told(bundle: Bundle, *parts: str) -> str:
@@ -58,7 +58,9 @@ async def test_a_line_at_the_gateway(tmp_path: pathlib.Path) -> None:
         fakes.decode.gate.clear()
         first = asyncio.create_task(ask(fakes))
         await until("a stream", lambda: fakes.decode.submits)
-        second, third = (asyncio.create_task(ask(fakes, f"{number} and more")) for number in range(2))
+        second = asyncio.create_task(ask(fakes, "0 and more"))
+        await until("one in line", lambda: admission.waiting == 1)
+        third = asyncio.create_task(ask(fakes, "1 and more"))
         await until("two in line", lambda: admission.waiting == 2)
         await asyncio.sleep(HELD_S)
         fakes.decode.go_on()
