@@ -139,7 +139,7 @@ class DraftModel:
         tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
         for row, chain in zip(tables, chains, strict=True):
             row[: chain.num_blocks] = chain.table()
-        # Of the draft model's blocks, these are the first that begin in the slots.
+        # These are the draft model's blocks that begin first in each slot of the pool.
         blocks = -(-tables * self._slot_bytes // layout.block_bytes)
         return replace(batch, block_tables=blocks.astype(np.int32))
 

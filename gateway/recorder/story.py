@@ -33,12 +33,12 @@ from pillion.records.bundle import GAP_BOUNDS_MS, Reason, StoryEvent, TokenTimes
 from pillion.types import Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
-# Of a request that moves and waits without end, so many events are kept.
+# A story keeps at most this many events, for a request may move and wait without end.
 MAX_MOMENTS = 4096
 
 _GAP_BOUNDS_S = tuple(bound / 1000 for bound in GAP_BOUNDS_MS)
 # How each event and action is told, and whose work it is: that of the plan's decode or prefill worker, or its node's.
-# Of actions, those are told that begin something which takes time.
+# The only actions that a story tells are those which begin something that takes time.
 _TOLD: Mapping[type, tuple[str, str]] = {
     ev.LookUp: ("retry", ""),
     ev.PlanMade: ("planned", "decode"),

@@ -46,7 +46,8 @@ def drill(**values: Any) -> int:
     The exit status is 0 where the contract was kept, 1 where it was broken, 2 where the drill was refused.
     """
     from pillion.drill.drill import choose_victims, run_drill
-    from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of, write_whole
+    from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of
+    from pillion.observability.metrics_file import write_whole
 
     for name in ("json", "metrics_file"):
         if values[name] and not values[name].parent.is_dir():

@@ -26,7 +26,7 @@ from pillion.drill.strikes import Striker, refusals, victims, with_sockets
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.types import ClusterStatus, ComponentStatus
 
-# The status and the streams are looked at so often.
+# A drill looks at the status and at its streams at this interval.
 LOOK_EVERY_S = 0.25
 # A KV node has this long to recover the blocks of its last life, once all streams have ended that the strike met.
 RECOVERED_WITHIN_S = 5.0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from pillion.drill.contract import FIGURES, StrikeCost
+from pillion.observability.metrics_file import GaugeSeries, gauge_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +69,13 @@ def as_json(reports: Sequence[StrikeReport]) -> str:
 def as_metrics(reports: Sequence[StrikeReport], now_s: float) -> str:
     """Returns the reports in Prometheus's text format: a metric for each figure, with a series for each kind of
     component. ``now_s`` is Unix time."""
-    series = {name: {one.kind: float(getattr(one.cost, name)) for one in reports} for name in FIGURES}
-    series["contract_kept"] = {one.kind: float(not one.broken) for one in reports}
-    lines = []
-    for name, values in series.items():
-        lines.append(f"# TYPE pillion_drill_{name} gauge")
-        for kind, value in values.items():
-            shown = f"{value:.10g}" if math.isfinite(value) else "+Inf"
-            lines.append(f'pillion_drill_{name}{{kind="{kind}"}} {shown}')
-    name = "pillion_drill_last_run_timestamp_seconds"
-    return "\n".join([*lines, f"# TYPE {name} gauge", f"{name} {now_s:.0f}", ""])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader never sees a part of it. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    figures: dict[str, dict[tuple[str, ...], float]] = {
+        name: {(one.kind,): float(getattr(one.cost, name)) for one in reports} for name in FIGURES
+    }
+    figures["contract_kept"] = {(one.kind,): float(not one.broken) for one in reports}
+    gauges = {
+        f"pillion_drill_{name}": GaugeSeries(f"The drill's {name.replace('_', ' ')}.", ("kind",), values)
+        for name, values in figures.items()
+    }
+    last_run = GaugeSeries("Unix time of the drill's end.", (), {(): round(now_s)})
+    return gauge_page({**gauges, "pillion_drill_last_run_timestamp_seconds": last_run})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion import errors
+from pillion.observability.metrics_file import GaugeSeries, gauge_page, write_whole
 from pillion.records.bundle import Bundle, key_for, read
 from pillion.records.canary import CanaryOutcome, CanaryTally, TokenPace, is_in_share
 from pillion.records.comparison import first_difference, logprob_distance
@@ -144,7 +145,7 @@ class Canary:
             if outcome.name != "equal":
                 self.say(f"{bundle.id} {outcome.name}: {outcome.words}")
             if self.metrics_file is not None:
-                write_metrics(self.metrics_file, self.tally)
+                write_whole(self.metrics_file, as_metrics(self.tally))
 
     async def _replayed(self, client: ReplayClient, bundle: Bundle) -> CanaryOutcome | None:
         """Replays a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
@@ -196,27 +197,27 @@ def _listed(folder: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def write_metrics(path: Path, tally: CanaryTally) -> None:
-    """Writes the figures so far as a page for Prometheus, whole or not at all. Raises OSError."""
-    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
-
-    registry = CollectorRegistry()
-
-    def gauge(name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(f"pillion_canary_{name}", about, labels, registry=registry)
-
-    requests = gauge("requests", "Replays by outcome.", "model", "kind", "outcome")
-    distance = gauge("logprob_distance", "Mean difference of log probabilities.", "model", "kind")
-    slower = gauge("time_ratio", "Median of the replays' times by the requests'.", "model", "kind")
-    for row, figures in tally.rows.items():
-        for outcome, count in figures.counts.items():
-            requests.labels(*row, outcome).set(count)
-        for one, value in ((distance, figures.mean_distance), (slower, figures.median_slower)):
-            if value is not None:
-                one.labels(*row).set(value)
-    verdict = tally.verdict()
-    gauge("promote", "1: promote, 0: stop, -1: not decided.").set(-1 if verdict is None else verdict)
-    write_to_textfile(str(path), registry)
+def as_metrics(tally: CanaryTally) -> str:
+    """Returns the figures so far in Prometheus' text format."""
+    rows, verdict = tally.rows, tally.verdict()
+    counts: dict[tuple[str, ...], float] = {
+        (*row, outcome): count for row, one in rows.items() for outcome, count in one.counts.items()
+    }
+    distances: dict[tuple[str, ...], float] = {
+        row: one.mean_distance for row, one in rows.items() if one.mean_distance is not None
+    }
+    ratios: dict[tuple[str, ...], float] = {
+        row: one.median_slower for row, one in rows.items() if one.median_slower is not None
+    }
+    kinds, promote = ("model", "kind"), -1 if verdict is None else int(verdict)
+    return gauge_page(
+        {
+            "pillion_canary_requests": GaugeSeries("Replays by outcome.", (*kinds, "outcome"), counts),
+            "pillion_canary_logprob_distance": GaugeSeries("Mean difference of log probabilities.", kinds, distances),
+            "pillion_canary_time_ratio": GaugeSeries("Median of the replays' times by the requests'.", kinds, ratios),
+            "pillion_canary_promote": GaugeSeries("1: promote, 0: stop, -1: not decided.", (), {(): promote}),
+        }
+    )
 
 
 def table_rows(tally: CanaryTally) -> list[tuple[str, ...]]:

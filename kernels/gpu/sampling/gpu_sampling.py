@@ -104,7 +104,7 @@ def _drawn(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Draws the token of a row, all of whose pointers are those of the row; writes its cut."""
+    """Draws the token of one row and writes its cut. All pointers point at this row's values."""
     groups = tl.arange(0, GROUPS)
     there = groups < num_groups
     largest = tl.load(maxima + groups, mask=there, other=float("-inf"))

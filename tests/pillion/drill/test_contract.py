@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from pillion.drill.contract import FIGURES, KINDS, Contract, StrikeCost, read_contract
-from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of, write_whole
+from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of
 from pillion.drill.streams import StreamTimes, pauses_of
 from pillion.errors import ConfigError
+from pillion.observability.metrics_file import write_whole
 
 COST = StrikeCost(longest_pause_ms=812.5, recomputed_tokens=40, lost_blocks=0, lost_streams=0, full_strength_s=2.5)
 

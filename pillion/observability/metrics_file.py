@@ -1,0 +1,35 @@
+"""Writes gauges of commands that end, such as drills and canaries, as a page that Prometheus' node exporter reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class GaugeSeries(NamedTuple):
+    """Holds a gauge's description, its labels, and its value for each tuple of the labels' values."""
+
+    about: str
+    labels: Sequence[str]
+    values: Mapping[tuple[str, ...], float]
+
+
+def gauge_page(gauges: Mapping[str, GaugeSeries]) -> str:
+    """Returns gauges by name in Prometheus' text format."""
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+    for name, one in gauges.items():
+        gauge = Gauge(name, one.about, one.labels, registry=registry)
+        for row, value in one.values.items():
+            (gauge.labels(*row) if row else gauge).set(value)
+    return generate_latest(registry).decode()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader never sees a part of it. Raises OSError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
