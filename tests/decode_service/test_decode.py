@@ -447,6 +447,8 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
 
         monkeypatch.setattr(WorkerEpoch, "positions", counted)
         await until("a question without an answer", lambda: unanswered)
+        # What the worker has said before is here when it has said this.
+        await (await connection.submit(submit_of(4, tickets[0], (), prompt_tokens=0))).ended()
         before = [len(one.queued) for one in others]
         await until("further ones", lambda: len(unanswered) >= 4)
         assert [len(one.queued) for one in others] == before

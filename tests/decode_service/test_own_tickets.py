@@ -62,10 +62,11 @@ def calls_of(workers: Workers) -> list[str]:
 
 
 async def waiting(workers: Workers, connection: Connection, key: int = 1, **other: object) -> Answer:
-    """A stream that waits for memory."""
+    """A stream that waits for memory, or whose wait is over already."""
     line = len(workers.kvnode.pool.waiting)
     answer = await alone(connection, key, **other)  # type: ignore[arg-type]
-    await until("the stream to wait for memory", lambda: len(workers.kvnode.pool.waiting) == line + 1)
+    books = workers.kvnode.pool
+    await until("the stream to wait for memory", lambda: len(books.waiting) == line + 1 or answer.over.is_set())
     return answer
 
 

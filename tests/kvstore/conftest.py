@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Iterator
 
@@ -10,16 +9,31 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S
 from lab.testbed.redis import RedisServer, running_redis
+from pillion.kvstore.exchange import peers
+from pillion.kvstore.node import node_directory
+from pillion.kvstore.pool_survival import keeper_client, surviving_pool
+from pillion.kvstore.prefix_pins import pin_records
+from pillion.kvstore.tiers.disk_tier import disk
+from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
+from tests.support.patient_calls import patient_calls
+
+# A machine that stands still for so long is broken.
+PATIENT_S = WITHIN_S / 2
 
 
 @pytest.fixture(autouse=True)
-def patient_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes wait for each other and for workers on a machine that stands still for seconds, but where a test says
-    otherwise."""
-    for place in ("pool_survival.surviving_pool.PATIENCE_S", "exchange.peers.STREAM_STALL_S"):
-        # A room that is gone has no bound.
-        with contextlib.suppress(ImportError):
-            monkeypatch.setattr(f"pillion.kvstore.{place}", WITHIN_S / 2)
+def patient_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nodes wait for each other, for workers, for their disks and for Redis on a machine that stands still for seconds,
+    but where a test says otherwise."""
+    monkeypatch.setattr(surviving_pool, "PATIENCE_S", PATIENT_S)
+    monkeypatch.setattr(keeper_client, "KEEPER_TIMEOUT_S", PATIENT_S)
+    monkeypatch.setattr(peers, "STREAM_STALL_S", PATIENT_S)
+    monkeypatch.setattr(node_directory, "TWIN_TIMEOUT_S", PATIENT_S)
+    monkeypatch.setattr(pin_records, "RECORD_DEADLINE_MS", PATIENT_S * 1000)
+    monkeypatch.setattr(disk, "LATE_S", PATIENT_S)
+    monkeypatch.setitem(NixlPlane.__init__.__kwdefaults__, "stall_timeout_s", PATIENT_S)
+    with patient_calls():
+        yield
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis_nodes import Chain, found, node_record, until_found
+from tests.support.redis_nodes import TTL_MS, Chain, found, node_record, until_found
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -34,7 +34,7 @@ async def announcing(
     heartbeat_s: float = 0.05,
     record: Callable[[int], ComponentRecord] = lambda boot: node_record("a", boot),
 ) -> AsyncIterator[Announcer]:
-    announcer = Announcer(url, heartbeat_s=heartbeat_s, ttl_ms=5000, record=record, hashes=lambda: list(have))
+    announcer = Announcer(url, heartbeat_s=heartbeat_s, ttl_ms=TTL_MS, record=record, hashes=lambda: list(have))
     task = asyncio.create_task(announcer.run())
     try:
         yield announcer
@@ -69,7 +69,7 @@ async def test_what_others_wait_for_does_not_wait_for_the_next_heartbeat(redis: 
     def record(boot: int) -> ComponentRecord:
         return msgspec.structs.replace(node_record("a", boot), fenced_components=tuple(fenced))
 
-    registry = Registry(redis.url, 5000)
+    registry = Registry(redis.url, TTL_MS)
 
     async def named() -> list[tuple[str, ...]]:
         return [one.fenced_components for one in await registry.components()]

@@ -291,6 +291,7 @@ async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(mo
     await link.aclose()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(300))

@@ -29,7 +29,7 @@ from pillion.kvstore.index.index import Index, PrefixHit
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from tests.kvstore.index.conftest import lengthen_deadlines
-from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_record, until_found
+from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, node_record, until_found
 
 # What docs/index.md says that Pillion needs.
 ACL = (
@@ -152,7 +152,7 @@ async def test_a_shard_that_was_emptied_is_told_again(
     chain = Chain(range(40 * SEGMENT_BLOCKS))
     index = Index(url)
     announcer = Announcer(
-        url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=chain.pairs
+        url, heartbeat_s=0.05, ttl_ms=TTL_MS, record=lambda boot: node_record("a", boot), hashes=chain.pairs
     )
 
     async def elsewhere(_: IndexWriter, place: SweepPlace, live: object) -> tuple[SweepPlace, dict[bytes, bytes]]:

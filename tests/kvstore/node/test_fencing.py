@@ -85,6 +85,8 @@ async def running(folder: str, **more: object) -> AsyncIterator[Fixture]:
         node_listen=f"unix:{folder}/node.sock",
         attach_socket=f"{folder}/attach.sock",
         kv_pool_bytes=SLOTS * BLOCK_BYTES,
+        # The node fences nobody by the real clock.
+        heartbeat_timeout_ms=600_000,
         **more,  # type: ignore[arg-type]
     )
     node = await start_kvnode(flags)
@@ -235,11 +237,11 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
         return (await line.client.status()).waiting_tickets
 
     await until("the worker to wait", waits)
-    # Its last word was a minute ago.
-    seen_s = line.node.pool.ledger.holders[old].seen_s
+    pool = line.node.pool
+    seen_s = pool.ledger.holders[old].seen_s
     assert seen_s is not None
-    line.node.pool.ledger.holders[old].seen_s = seen_s - 60.0
-    line.node.pool.judge_silence(60.0)
+    pool.ledger.holders[old].seen_s = seen_s - 2 * pool._timeout_s
+    pool.judge_silence(60.0)
     with pytest.raises(Cancelled):
         await waiting
     books = await line.books()

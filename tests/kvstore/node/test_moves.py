@@ -30,7 +30,7 @@ async def test_the_registry_follows_a_node_that_moves(
     async def listed(address: str) -> bool:
         return [record.address for record in await registry.components()] == [address]
 
-    wild = {"node_listen": "0.0.0.0:0", "insecure_internal": True, "node_id": "kv-0", "heartbeat_timeout_ms": 600_000}
+    wild = {"node_listen": "0.0.0.0:0", "insecure_internal": True, "node_id": "kv-0"}
     async with running(short_folder, redis_url=redis.url, **wild) as line:
         first = line.node.address
         second = f"127.0.0.2:{first.rpartition(':')[2]}"

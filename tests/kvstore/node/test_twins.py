@@ -10,9 +10,18 @@ from lab.testbed.redis import RedisServer
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
 from pillion.kvstore.assemble import start_kvnode
+from pillion.kvstore.index import redis_url
+from pillion.kvstore.index import registry as registry_module
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
-from tests.support.redis_nodes import patient
+from tests.support.redis_nodes import PATIENT_DEADLINE_MS, patient
+
+
+@pytest.fixture(autouse=True)
+def _patient_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that starts asks the registry once who has its name."""
+    monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
+    monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", PATIENT_DEADLINE_MS)
 
 
 def flags_of(folder: str, redis: RedisServer, node_id: str, host: str) -> KVNodeFlags:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.testbed.conditions import WITHIN_S, loop_turns
+from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -24,6 +24,7 @@ from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 from tests.support.examples import examples
+from tests.support.loop_clock import turn_clock
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 24
@@ -74,6 +75,10 @@ class FakeSource:
         self.released.append(ticket_id)
 
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+        # A cancelled read ends only when nothing writes to its slots any more.
+        await until_over(self._read(ticket_id, remote, local))
+
+    async def _read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
         self.reads.append(len(remote))
         await self.gate.wait()
         if len(self.reads) > self.fail_after:
@@ -124,7 +129,7 @@ class ListedTier:
 class FetchingNode:
     """A pool of 24 slots whose fetcher meets the fakes."""
 
-    def __init__(self, tier: ListedTier | None = None, timeout_s: float = 5.0) -> None:
+    def __init__(self, tier: ListedTier | None = None, timeout_s: float = WITHIN_S) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         self.gateway = self.ledger.attach("g", SESSION)
@@ -158,6 +163,14 @@ class FetchingNode:
     async def bring(self, ticket_id: int, *sources: str, hashes: list[bytes] = PROMPT, **more: float) -> int:
         brought = await self.fetcher.bring(self.gateway, ticket_id, hashes, sources, **more)  # type: ignore[arg-type]
         return brought.blocks
+
+    async def bring_late(self, ticket_id: int, source: FakeSource) -> int:
+        """Brings from a source whose gate is shut, and turns the clock to the end of the fetch once the read is under
+        way."""
+        bringing = asyncio.create_task(self.bring(ticket_id, source.node_id))
+        await until("a read to be under way", lambda: source.reads)
+        await turn_clock(WITHIN_S)
+        return await bringing
 
     def check(self) -> None:
         """The books add up, nothing is left, and every block holds what its hash stands for."""
@@ -278,11 +291,11 @@ async def test_no_slots_no_blocks():
 
 
 async def test_a_late_read_keeps_its_slots_until_it_ends():
-    node = FetchingNode(timeout_s=0.05)
+    node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
-    assert await node.bring(ticket_id, "a") == 0
+    assert await node.bring_late(ticket_id, source) == 0
     node.ledger.release(node.gateway, [ticket_id])
     assert node.ledger.status().leased_blocks == 10
     check_integrity(node.ledger)
@@ -295,15 +308,16 @@ async def test_a_late_read_keeps_its_slots_until_it_ends():
 
 
 async def test_a_late_read_keeps_its_slots_and_no_ticket():
-    node = FetchingNode(timeout_s=0.05)
-    node.add("a", 10).gate.clear()
+    node = FetchingNode()
+    source = node.add("a", 10)
+    source.gate.clear()
     ticket_id = node.ticket()
-    assert await node.bring(ticket_id, "a") == 0
+    assert await node.bring_late(ticket_id, source) == 0
     node.ledger.release(node.gateway, [ticket_id])
     assert not node.ledger.tickets
     assert (node.fetcher.late_blocks, node.ledger.status().leased_blocks, node.ledger.reserved) == (10, 10, 0)
     check_integrity(node.ledger)
-    node.sources["a"].gate.set()
+    source.gate.set()
     await node.fetcher.close()
     await loop_turns(1)
     assert node.fetcher.late_blocks == 0
@@ -314,24 +328,17 @@ async def test_a_late_read_keeps_its_slots_and_no_ticket():
 async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, bound: str, most: int):
     """However many requests come and go, what late reads keep of the pool stays within its bound."""
     monkeypatch.setattr(fetch_module, bound, most)
-    node = FetchingNode(timeout_s=0.05)
+    node = FetchingNode()
     source = node.add("a", 10)
-    read = source.read
-
-    async def deaf(*words: tuple[int, ...]) -> None:
-        await until_over(read(*words))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(source, "read", deaf)
     source.gate.clear()
-    for _ in range(5):
+    for call in range(5):
         ticket_id = node.ticket()
-        assert await node.bring(ticket_id, "a") == 0
+        assert await (node.bring(ticket_id, "a") if call else node.bring_late(ticket_id, source)) == 0
         node.ledger.release(node.gateway, [ticket_id])
         assert node.ledger.status().leased_blocks == 10
         check_integrity(node.ledger)
     source.gate.set()
     await node.fetcher.close()
-    node.fetcher._timeout_s = WITHIN_S
     assert await node.bring(node.ticket(), "a") == 10
     node.check()
 
@@ -448,10 +455,11 @@ async def test_the_time_is_for_all_sources_together():
 
 
 async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
-    node = FetchingNode(timeout_s=0.2)
+    node = FetchingNode()
     node.add("gone", -1)
     node.add("empty", 0)
-    node.add("silent", 10).answers.clear()
+    silent = node.add("silent", 10)
+    silent.answers.clear()
     node.add("good", 10)
 
     async def brought(*sources: str) -> PrefetchReply:
@@ -461,10 +469,12 @@ async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
         return reply
 
     assert (await brought("gone", "empty")).fetched_ms == 0, "they said at once that they have nothing"
-    late = await brought("silent")
+    bringing = asyncio.create_task(brought("silent"))
+    await until("the silent source to be asked", lambda: silent.given_s)
+    await turn_clock(WITHIN_S)
+    late = await bringing
     assert (late.fetched_blocks, late.bucket_ms) == (0, 0)
-    assert late.fetched_ms > 150
-    node.fetcher._timeout_s = WITHIN_S
+    assert late.fetched_ms >= 1000 * silent.given_s[0]
     good = await brought("good")
     assert good.fetched_blocks == 10
     assert good.fetched_ms > 0

@@ -67,6 +67,7 @@ async def test_a_disk_that_takes_nothing_is_not_asked_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for the rest of a batch nor for the next one. A full disk is asked a second time, into an old file."""
+    monkeypatch.setattr(disk, "PAUSE_S", 10 * WITHIN_S)
     for number, times in ((errno.EIO, 1), (errno.EROFS, 1), (errno.ENOSPC, 2), (errno.EDQUOT, 2)):
         blocks, asked = chain(8), itertools.count()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,12 +120,19 @@ async def test_many_late_reads_make_one_pause_of_the_first_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[BlockName]
 ) -> None:
     pauses, late_at = list[float](), TierBreaker.late
+    judged = asyncio.Event()
 
     def recorded(breaker: TierBreaker, now: float) -> None:
         late_at(breaker, now)
         pauses.append(breaker.probe_at_s - now)
 
+    async def probed(tier: DiskTier, probe: Callable[[DiskTier], Awaitable[bool]] = DiskTier._answers_probe) -> bool:
+        # A probe that is late makes a further pause.
+        await judged.wait()
+        return await probe(tier)
+
     monkeypatch.setattr(TierBreaker, "late", recorded)
+    monkeypatch.setattr(DiskTier, "_answers_probe", probed)
     blocks = chain(4)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -138,6 +146,7 @@ async def test_many_late_reads_make_one_pause_of_the_first_length(
             for _ in range(20):
                 assert not tier.answers()
             assert pauses == [pytest.approx(tier_breaker.FIRST_PAUSE_S)]
+            judged.set()
         await asyncio.wait(reads)
         await until("the disk to be used again", tier.answers)
 
@@ -233,6 +242,10 @@ async def test_a_node_serves_on_while_its_disk_hangs(
         await a.until(lambda status: not (status.disk_paused or status.late_blocks))
         await a.idle()
         await a.check()
+        # The disk is sound again, however long the machine takes.
+        monkeypatch.setattr(disk, "LATE_S", WITHIN_S)
+        assert a.node is not None
+        a.node.pool.fetcher._timeout_s = WITHIN_S
         restored = [(await a.serve(hashes)).restored_blocks for hashes in prompts]
         assert sum(restored) > 0
         await a.idle()
