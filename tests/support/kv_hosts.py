@@ -221,6 +221,14 @@ class KVHost:
         fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked)
         return fitting
 
+    async def nothing_moves(self) -> None:
+        """Waits until no more has to leave the pool and nothing is on its way to a lower tier, where no fetch finds
+        it."""
+        assert self.node is not None
+        spiller, ledger = self.node.pool.spiller, self.node.pool.ledger
+        assert spiller is not None
+        await until("nothing to move", lambda: len(ledger.free) >= spiller.low_slots and not spiller.busy)
+
     async def idle(self) -> None:
         """Waits until nothing is held and nobody is fetching."""
         status = await self.until(lambda status: not (status.tickets or status.leased_blocks))

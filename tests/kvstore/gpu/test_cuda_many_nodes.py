@@ -139,6 +139,7 @@ async def test_host_memory_first_and_the_disk_for_the_rest(
         assert status.host_blocks <= HOST_BLOCKS < status.disk_blocks
         for chain in chains:
             assert (await a.serve(chain)).blocks == 20
+            await a.nothing_moves()
         await checked(a)
         await settled(tiers)
         await a.stop()

@@ -29,7 +29,15 @@ async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> As
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tier_breaker, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(object_store, "CONNECT_TIMEOUT_MS", object_store.REQUEST_TIMEOUT_MS)
+    probe = ObjectTier._answers_probe
     async with S3Service(tmp_path / "s3").running() as found:
+
+        async def probed(tier: ObjectTier) -> bool:
+            # A pause lasts as long as the trouble, also where a probe would have found none.
+            await until("the trouble's end", lambda: not found.trouble)
+            return await probe(tier)
+
+        monkeypatch.setattr(ObjectTier, "_answers_probe", probed)
         yield found
 
 

@@ -12,7 +12,7 @@ from lab.testbed.redis import RedisServer
 from lab.testbed.s3_service import CREDENTIALS, S3Service
 from pillion.kvstore.hashing import HASH_BYTES, state_page
 from pillion.kvstore.node.kv_node import metric_readings
-from pillion.kvstore.tiers.object_tier import write_through
+from pillion.kvstore.tiers.object_tier import object_store, write_through
 from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from tests.support.kv_hosts import EAGER, NUM_SLOTS, content, hosts, prompt
@@ -24,6 +24,9 @@ pytest.importorskip("obstore")
 async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S3Service]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(object_store, "CONNECT_TIMEOUT_MS", object_store.REQUEST_TIMEOUT_MS)
+    # Blocks that stay in the pool are in the bucket only where a test says so.
+    monkeypatch.setattr(write_through, "COPY_DELAY_S", 10 * WITHIN_S)
     async with S3Service(tmp_path / "s3").running() as found:
         yield found
 
