@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,13 +100,13 @@ def answered_first(workers: Workers) -> None:
     )
 
 
-async def held_amid_draft_tokens(workers: Workers, draft: FakeBackend) -> None:
-    """Return once the draft model has drafted and the decode worker's next step waits at the gate of its backend.
+async def held_amid_draft_tokens(workers: Workers, drafted: Callable[[], bool]) -> None:
+    """Return once there are draft tokens and the decode worker's next step waits at the gate of its backend.
 
     Until then each step waits for the node, for a stream could else be over before its draft has a ticket.
     """
     main = workers.decode_backend
-    await until("draft_tokens", lambda: len(draft.steps) > 8)
+    await until("draft_tokens", drafted)
     main.gate.clear()
     await until("a step that waits", main.waiting.is_set)
     main.before_step = lambda batch: None
@@ -166,7 +166,7 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
         answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await held_amid_draft_tokens(workers, draft)
+        await held_amid_draft_tokens(workers, lambda: len(draft.steps) > 8)
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
         workers.decode_backend.gate.set()
@@ -298,7 +298,7 @@ async def test_stopping_in_the_middle_gives_everything_back(monkeypatch: pytest.
         answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await held_amid_draft_tokens(workers, draft)
+        await held_amid_draft_tokens(workers, lambda: len(draft.steps) > 8)
         stopping = asyncio.create_task(workers.decode.stop(0.0))
         await loop_turns()
         workers.decode_backend.gate.set()

@@ -18,6 +18,7 @@ from tests.engine.drafts.test_draft_service import (
     chains_of,
     draft_by_no_clock,
     finished,
+    held_amid_draft_tokens,
     prompt,
 )
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
@@ -66,6 +67,7 @@ async def test_seeds_and_parallel_samples_get_their_own_tokens(monkeypatch: pyte
     async with running_workers() as workers, connected(workers) as connection:
         plain = await answers_of(workers, connection)
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        answered_first(workers)
         assert await answers_of(workers, connection) == plain
         assert head.drafted
         await workers.quiet()
@@ -74,17 +76,18 @@ async def test_seeds_and_parallel_samples_get_their_own_tokens(monkeypatch: pyte
 async def test_a_fenced_worker_draft_tokens_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         worker = workers.decode.worker
+        answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        # Where the worker has no free slot for the head it pauses, for longer than the answer may take.
-        await until("draft_tokens", lambda: head.drafted > 8 or answer.over.is_set())
-        assert head.drafted
+        await held_amid_draft_tokens(workers, lambda: head.drafted > 8)
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
+        workers.decode_backend.gate.set()
         await answer.ended()
         await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
         await workers.release(ticket)
         await workers.quiet()
+        answered_first(workers)
         drafted = head.drafted
         again = await finished(workers, connection, 2, prompt(2, 30), 300)
         assert again.token_ids == greedy(prompt(2, 30), 300)

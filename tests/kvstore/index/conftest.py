@@ -8,7 +8,7 @@ import pytest
 
 from lab.testbed.redis import RedisServer
 from pillion.kvstore.index import index as index_module
-from pillion.kvstore.index import redis_url, redis_writer, registry
+from pillion.kvstore.index import redis_url, redis_writer, registry, shared_names
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_link import LEAST_PATIENCE_MS
 
@@ -38,6 +38,7 @@ def _set_deadlines(monkeypatch: pytest.MonkeyPatch, deadline_ms: int) -> None:
     monkeypatch.setattr(index_module, "LOOKUP_DEADLINE_MS", deadline_ms)
     monkeypatch.setattr(registry, "REGISTRY_DEADLINE_MS", deadline_ms)
     monkeypatch.setattr(redis_writer, "ANNOUNCE_DEADLINE_MS", deadline_ms)
+    monkeypatch.setattr(shared_names, "SHARE_DEADLINE_MS", deadline_ms)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from pillion.kvstore.index.shared_names import SharedNames, StampedValue
 
 DAY_MS = 24 * 3600 * 1000
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 async def test_names_that_mean_nothing_make_room(redis: RedisServer) -> None:
     names = SharedNames(redis.url, 3, DAY_MS)
