@@ -12,6 +12,7 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.engine.streams import stream_session
+from pillion.engine.worker import tickets as worker_tickets
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.errors import Internal
@@ -326,7 +327,7 @@ async def refusal(connection: Connection, key: int, ticket: OpenTicketReply, tok
     return answer.last.error.code
 
 
-async def test_tickets_that_do_not_fit_the_tokens() -> None:
+async def test_tickets_that_do_not_fit_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 30)
         await over(await start(workers, connection, 1, tokens))
@@ -339,7 +340,9 @@ async def test_tickets_that_do_not_fit_the_tokens() -> None:
         live = await connection.submit(submit_of(6, ticket, tokens, 500))
         await until("a token", lambda: live.token_ids)
         workers.decode_backend.gate.clear()
-        assert await refusal(connection, 7, ticket, tokens) == NOT_FOUND
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_tickets, "IN_USE_TIMEOUT_S", 0.1)
+            assert await refusal(connection, 7, ticket, tokens) == NOT_FOUND
         workers.decode_backend.gate.set()
         await connection.cancel(6)
         await workers.release(ticket)

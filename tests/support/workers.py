@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import grpc
 
@@ -16,6 +17,7 @@ from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.assemble import start_decode
 from pillion.engine.backends.loaded_model import BackendFactory
+from pillion.engine.worker import tickets
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.links.decode_link import DecodeDelta, batch_from_pb
 from pillion.kvstore.assemble import start_kvnode
@@ -229,6 +231,8 @@ async def running_workers(
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         stack.enter_context(patient_calls())
+        # A test that uses a ticket again waits for its last use, and not for a second of a machine that stands still.
+        stack.enter_context(mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S))
         # A machine that stands still for seconds fences nobody here, but where a test says so.
         common: dict[str, Any] = {
             "heartbeat_ms": 50,

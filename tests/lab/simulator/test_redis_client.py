@@ -11,14 +11,22 @@ from lab.simulator.redis_client import RedisModelClient, WayToRedis
 from lab.simulator.redis_model import RedisModel
 from lab.testbed.conditions import loop_turns
 from pillion.errors import Unavailable
+from pillion.kvstore.index import shared_buckets
 from pillion.kvstore.index.index import Index, PrefixHit
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
+from tests.kvstore.index.conftest import lengthen_deadlines
 from tests.support.loop_clock import turn_clock
-from tests.support.redis_nodes import Chain, node_record
+from tests.support.redis_nodes import PATIENT_DEADLINE_MS, Chain, node_record
 
 TTL_MS = 5000
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengthen_deadlines(monkeypatch)
+    monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", PATIENT_DEADLINE_MS)
 
 
 class Parts:
@@ -69,8 +77,11 @@ async def test_what_nobody_waits_for_any_more_is_carried_out() -> None:
     # The first call sends the script.
     assert await parts.buckets.take("t", [BucketDemand(60, wanted=10)]) is None
     parts.way.silence()
+    asking = asyncio.create_task(parts.buckets.take("t", [BucketDemand(60, wanted=50)]))
+    await loop_turns()
+    await turn_clock(PATIENT_DEADLINE_MS / 1000)
     with pytest.raises(Unavailable):
-        await parts.buckets.take("t", [BucketDemand(60, wanted=50)])
+        await asking
     before = parts.model.dump()
     parts.way.go_on()
     assert parts.model.dump() != before
