@@ -331,6 +331,7 @@ async def test_tickets_that_do_not_fit_the_tokens(monkeypatch: pytest.MonkeyPatc
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 30)
         await over(await start(workers, connection, 1, tokens))
+        await workers.quiet()
         ticket = await workers.ticket(tokens)
         assert ticket.pinned_blocks == 7
         assert await refusal(connection, 2, OpenTicketReply(ticket_id=12345), tokens) == NOT_FOUND
@@ -430,8 +431,10 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         tickets = [await workers.ticket(one) for one in prompts]
         first = await connection.submit(submit_of(1, tickets[0], prompts[0], 900))
         await until("the first stream to decode", lambda: first.token_ids)
-        others = [await connection.submit(submit_of(n, tickets[n - 1], prompts[n - 1], 2)) for n in (2, 3)]
-        await until("signs of life", lambda: all(one.queued for one in others))
+        others: list[Answer] = []
+        for n in (2, 3):
+            others.append(await connection.submit(submit_of(n, tickets[n - 1], prompts[n - 1], 2)))
+            await until("a sign of life", lambda: others[-1].queued)
         early = len(first.queued)
         await until("further ones", lambda: all(len(one.queued) > 3 for one in others))
         assert [one.queued[-1] for one in others] == [1, 2]

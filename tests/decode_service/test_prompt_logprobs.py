@@ -50,11 +50,13 @@ def check(found: list[TokenLogprob], wanted: list[TokenLogprob]) -> None:
 
 
 async def score(workers: Workers, connection: Connection, key: int, hits: bool = False, **other: Any) -> Answer:
-    """The answer to a scored prompt under a ticket that pins nothing, or what the node has."""
+    """The answer to a scored prompt under a ticket that pins nothing, or what the node has. Its own blocks are there
+    when this ends."""
     ticket = await workers.ticket(PROMPT, hits=hits)
     answer = await connection.submit(submit_of(key, ticket, PROMPT, **{"sampling": SCORED, "max_tokens": 6, **other}))
     await answer.ended()
     await workers.release(ticket)
+    await workers.quiet()
     return answer
 
 

@@ -46,6 +46,7 @@ async def test_the_mean_of_some_rows_whole_and_in_chunks(rows: tuple[int, int]) 
             found = read(await ask(workers, connection, 1, PROMPT, **fields))
             assert found == pytest.approx(wanted, rel=1e-6)
             bits.add(np.array(found, np.float32).tobytes())
+            await workers.quiet()
             # Now the text's blocks are there, and a ticket with some whose rows are wanted is refused: plan again.
             again = await ask(workers, connection, 2, PROMPT, **fields)
             if first < 40:

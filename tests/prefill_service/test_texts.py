@@ -38,13 +38,14 @@ async def test_a_text_shares_steps_with_a_prefill_range() -> None:
         assert read(await waiting) == vector_of(PROMPT)
         assert [ack.end_tokens async for ack in acks if not ack.HasField("queued")] == [16]
         assert backend.steps == [3, 41 + 16]
+        await workers.release(ticket)
+        await workers.quiet()
         longer = [*PROMPT, 5]
         assert read(await ask(workers, texts, 3, longer)) == vector_of(longer)
         assert backend.steps[-1] == len(longer) - len(PROMPT) // 4 * 4
         # The decode worker finds them, too.
         assert read(await ask(workers, streams, 1, longer)) == vector_of(longer)
         assert workers.decode_backend.steps == [len(longer) - len(PROMPT) // 4 * 4]
-        await workers.release(ticket)
         await workers.quiet()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -214,6 +214,14 @@ class Connection:
                     answer.over.set()
 
 
+@contextlib.contextmanager
+def patient_workers() -> Iterator[None]:
+    """While it lasts, workers wait for a node and for a ticket's last use on a machine that stands still for seconds,
+    too."""
+    with patient_calls(), mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S):
+        yield
+
+
 @contextlib.asynccontextmanager
 async def running_workers(
     *,
@@ -230,9 +238,7 @@ async def running_workers(
     model in place of ``backend``."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
-        stack.enter_context(patient_calls())
-        # A test that uses a ticket again waits for its last use, and not for a second of a machine that stands still.
-        stack.enter_context(mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S))
+        stack.enter_context(patient_workers())
         # A machine that stands still for seconds fences nobody here, but where a test says so.
         common: dict[str, Any] = {
             "heartbeat_ms": 50,

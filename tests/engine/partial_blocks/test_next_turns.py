@@ -31,6 +31,8 @@ def computed(components: Components) -> int:
 
 async def ask(components: Components, tokens: list[int], **options: Any) -> tuple[list[int], Delta]:
     deltas = [delta async for delta in components.client.generate(tokens, **ASKED | options)]
+    # The last delta does not wait until the node has the answer's blocks.
+    await components.proven()
     return [token for delta in deltas for token in delta.token_ids], deltas[-1]
 
 
