@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lab.fleets.figures import GoodBounds
 from lab.fleets.measured import measured_costs
-from lab.fleets.pictures import plot_capacity, plot_comparison
+from lab.fleets.pictures import check_plot, plot_capacity, plot_comparison
 from lab.fleets.studies import CapacityPoint, FleetVariant, capacity, compare, with_flags
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig
@@ -21,7 +21,6 @@ from pillion.cli.console import table_console
 from pillion.cli.flags import FlagType, did_you_mean
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
-from pillion.loadgen.plots import check_plot
 from pillion.loadgen.traces import read_trace
 
 TABLE_WIDTH = 80

@@ -1,4 +1,4 @@
-"""Draws pictures of a fleet's studies, by matplotlib (`pip install 'pillion[bench]'`): PNG, SVG or PDF by the file's
+"""Draws pictures of a fleet's studies, by matplotlib (`pip install matplotlib`): PNG, SVG or PDF by the file's
 name.
 """
 
@@ -7,16 +7,61 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lab.fleets.figures import GoodBounds, all_gaps_s, curve_ms
 from lab.fleets.studies import Capacity, FleetVariant
-from pillion.loadgen.plots import BLUE, GREEN, GREY, LEAST_MS, ORANGE, new_figure, plain_numbers, save_figure
+from pillion.errors import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# A logarithmic axis has no place for 0, so smaller times are drawn as this.
+LEAST_MS = 0.01
 # These are Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell the lines apart once more.
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", "-.", ":")
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError where no picture could be written. It is called before the run starts."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--plot {path} does not end in one of {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("pictures need matplotlib: pip install matplotlib") from None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Makes an empty figure of so many inches."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    # With "none" the text in an SVG stays text, which is smaller and can be searched.
+    rcParams["svg.fonttype"] = "none"
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure; its folder is made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers (50, not 5 x 10^1), few enough to read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(labelsize=8)
 
 
 def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: GoodBounds, title: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.flags import CA, CERT, KEY, CommandGroup, option, options
+from pillion.cli.flags import CA, CERT, KEY, CommandGroup, gone_option, option, options
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ LOAD = (
 )  # fmt: skip
 OUTPUT = (
     option("--json", "Write the result there.", type=FILE, metavar="PATH"),
-    option("--plot", "Draw it there: .png, .svg or .pdf.", type=FILE, metavar="PATH"),
+    gone_option("plot", "draw the records and runs that --json writes, with a program of yours"),
     option("--progress/--no-progress", "Show a bar.", True),
 )  # fmt: skip
 
@@ -105,7 +105,7 @@ def run(**values: Any) -> int:
 
 
 async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
-    from pillion.loadgen import plots, report
+    from pillion.loadgen import report
     from pillion.loadgen.run import opened, run_plan, sessions_of
 
     console, sessions = table_console(TABLE_WIDTH), sessions_of(plan)
@@ -117,8 +117,6 @@ async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
     if values["json"]:
         records = {"records": [asdict(record) for record in found.records]} if values["records"] else {}
         report.write_json(values["json"], result | records, about)
-    if values["plot"]:
-        plots.plot_run(values["plot"], found.records, plan.objectives, title_of(plan))
     return int(result["summary"]["ok"] < result["summary"]["requests"])
 
 
@@ -138,7 +136,7 @@ def sweep(**values: Any) -> int:
 
 
 async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
-    from pillion.loadgen import plots, report
+    from pillion.loadgen import report
     from pillion.loadgen.run import check_sweep, opened, run_sweep
 
     check_sweep(plan)
@@ -160,24 +158,18 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
     console.print(f"highest rate that meets the objectives: {best:.3g}/s" if best else "no rate met the objectives")
     if values["json"]:
         report.write_json(values["json"], result, about)
-    if values["plot"]:
-        plots.plot_sweep(values["plot"], result["runs"], values["attainment"], f"{title_of(plan)}: {values['slo']}")
     return int(not best)
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """Returns the plan of the run that the options ask for. Raises ConfigError, also where no picture could be
-    written."""
+    """Returns the plan of the run that the options ask for. Raises ConfigError."""
     from pillion.loadgen.load import LoadConfig
-    from pillion.loadgen.plots import check_plot
     from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo
 
     def fields_of(cls: type) -> dict[str, Any]:
         return {f.name: values[f.name] for f in fields(cls) if f.name in values and values[f.name] is not None}
 
-    if values["plot"]:
-        check_plot(values["plot"])
     try:
         objectives = parse_slo(values["slo"])
     except ValueError as error:
@@ -189,14 +181,6 @@ def plan_of(values: dict[str, Any]) -> BenchPlan:
         max_concurrency=values["max_concurrency"],
         warm_up_requests=values["warm_up"],
     )
-
-
-def title_of(plan: BenchPlan) -> str:
-    """Returns the title of a plan's picture."""
-    load = plan.load
-    pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
-    pace = f"{load.concurrency} at a time" if load.concurrency else pace
-    return f"{plan.server.backend}, {load.workload}, {pace}, seed {load.seed}"
 
 
 @contextmanager

@@ -241,11 +241,11 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
         help="TOML file with any of these flags as keys.",
     )
     made = [flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]]
-    gone = [_gone_option(name, about) for name, (owner, about) in GONE.items() if issubclass(cls, owner)]
+    gone = [gone_option(name, about) for name, (owner, about) in GONE.items() if issubclass(cls, owner)]
     return options(file, *made, *gone)
 
 
-def _gone_option(name: str, about: str) -> Callable[[F], F]:
+def gone_option(name: str, about: str) -> Callable[[F], F]:
     """Returns the option of a flag that has no effect any more. It stands in no help."""
 
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:

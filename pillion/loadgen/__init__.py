@@ -6,7 +6,7 @@
        |
     records    figures.py: percentiles   slo.py: objectives       sweep.py: the next rate to try
        |
-    report.py  JSON, table               plots.py: pictures       run.py: one run or a sweep, from target to result
+    report.py  JSON, table               run.py: one run or a sweep, from target to result
 
 Open `run` first. All modules but drive, run, the targets and the writing of files are sans-IO and follow from the
 config alone. Nothing in here imports a server.

@@ -11,6 +11,8 @@ import pytest
 from lab.benchmarks.traces import generate
 from lab.fleets.__main__ import main
 from lab.fleets.measured import costs_of
+from lab.fleets.pictures import check_plot
+from pillion.errors import ConfigError
 from pillion.loadgen.traces import write_trace
 from pillion.wire.registry import ComponentRecord
 
@@ -49,6 +51,11 @@ def test_a_flag_is_compared_for_the_same_requests(
     assert max(map(len, shown.splitlines())) <= 80
     (sooner,) = re.findall(r"sooner than .*", shown)
     assert f"{large['faster_share']:.0%}" in sooner
+
+
+def test_a_picture_of_an_unknown_form_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.png"):
+        check_plot(tmp_path / "x.bmp")
 
 
 def test_the_fewest_workers_are_found(

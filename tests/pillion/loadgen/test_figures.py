@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pillion.errors import ConfigError
 from pillion.loadgen.figures import Record, Run, bottleneck, client_figures, distribution, percentile, summarize
-from pillion.loadgen.plots import check_plot, plot_run, plot_sweep
 from pillion.loadgen.report import result_of, tables
 from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, meets, parse_slo
 
@@ -160,23 +158,6 @@ def test_a_result_is_json_and_says_when_the_client_was_slow():
     held = client_figures(Run((record(due=0.0, sent_s=0.2, held_s=0.2),), 1.0, 0.0, ()))
     assert bottleneck(held, None) == ""
     assert held["held_requests"] == 1
-
-
-def test_pictures_of_runs_in_which_little_or_nothing_came(tmp_path):
-    failed = record(messages=(), status="timeout", ended_s=3.0)
-    for number, records in enumerate(((), (failed,), (record(messages=((1.0, 1), (1.0, 1))), failed))):
-        path = tmp_path / f"{number}.png"
-        plot_run(path, records, parse_slo("ttft=1,itl_p99=1,e2e=1+1*n"), "title")
-        assert path.stat().st_size > 1000
-
-
-def test_a_picture_of_a_sweep_has_a_point_for_each_run(tmp_path):
-    result = result_of(Run((record(),), 4.0, 0.4, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})
-    path = tmp_path / "new" / "sweep.svg"
-    plot_sweep(path, [{"rate": rate, "passed": True, **result} for rate in (2.0, 1.0, 4.0)], 0.9, "a < b")
-    assert "a &lt; b" in path.read_text()
-    with pytest.raises(ConfigError, match=r"\.png"):
-        check_plot(tmp_path / "x.bmp")
 
 
 def test_a_table_shows_failures_and_warnings():
