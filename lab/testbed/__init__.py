@@ -9,6 +9,7 @@
 - `wire` is the process that carries their packets.
 - `faults` kills or stops processes at named points of their code.
 - `ports` are ports that nobody else takes before they are used.
+- `certs` makes certificates for development and tests, by openssl.
 - `conditions` waits for a condition with a bound, blocking or on the event loop.
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.

@@ -327,26 +327,6 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     return EXIT_FAILED
 
 
-@cli.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@option("--host hosts", f"Name or address that clients use, besides localhost's. {REPEAT}", (), multiple=True)
-@option("--days", "How long the certificates are valid.", 365)
-def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make certificates for development in FOLDER, with openssl.
-
-    They are for the edge, for a client, and between components.
-    """
-    from pillion.cli.certs import make_certs
-
-    for path in make_certs(folder, hosts, days):
-        click.echo(path)
-    click.echo(f"edge: --tls-cert={folder}/server.pem --tls-key={folder}/server.key; clients: --ca {folder}/ca.pem")
-    between = " ".join(
-        f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
-    )
-    click.echo(f"components: {between} --internal-tls-ca={folder}/internal-ca.pem")
-
-
 @cli.group()
 def models() -> None:
     """Bring models of the hub to this machine.

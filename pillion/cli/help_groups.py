@@ -12,7 +12,7 @@ COMMANDS = {
     "Use a running cluster": "chat generate status cache adapters events",
     "Measure and plan": "bench drill",
     "Records of requests": "explain replay canary",
-    "Keys and certificates": "keys certs",
+    "Keys": "keys",
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",
 }

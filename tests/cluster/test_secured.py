@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.certs import make_certs
 from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, ServedCluster
 from lab.testbed.conditions import WITHIN_S, until, wait_for
 from lab.testbed.ports import free_port
 from lab.testbed.redis import running_redis
 from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient, Client, Unauthenticated, Unavailable
-from pillion.cli.certs import make_certs
 from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import pytest
 
+from lab.testbed.certs import make_certs
 from lab.testbed.conditions import WITHIN_S, loop_turns, until
 from pillion import AsyncClient, ConfigError, Unavailable
-from pillion.cli.certs import make_certs
 from pillion.client import connection
 from pillion.config import GatewayFlags
 from pillion.gateway.assemble import start_gateway

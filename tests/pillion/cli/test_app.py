@@ -150,7 +150,7 @@ def test_mistakes_are_one_line_on_standard_error(command: Run, argv: list[str], 
 
 
 def test_a_client_s_certificates_that_cannot_be_used_are_one_line(tmp_path: pathlib.Path, command: Run) -> None:
-    from pillion.cli.certs import make_certs
+    from lab.testbed.certs import make_certs
 
     for name in ("one", "two"):
         make_certs(tmp_path / name)
@@ -191,7 +191,7 @@ def test_each_required_option_and_argument_is_asked_for(command: Run) -> None:
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
             assert f"Missing {missing.param_type_name}" in done.stderr
             asked.add((*words, missing.name))
-    assert {("keys", "add", "tenant"), ("certs", "folder"), ("generate", "prompt")} <= asked
+    assert {("keys", "add", "tenant"), ("generate", "prompt")} <= asked
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:

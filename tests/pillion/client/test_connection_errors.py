@@ -15,10 +15,10 @@ import grpc
 import pytest
 import uvicorn
 
+from lab.testbed.certs import make_certs
 from lab.testbed.otlp import collecting
 from lab.testbed.ports import free_port
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, PillionError, Unauthenticated, Unavailable
-from pillion.cli.certs import make_certs
 from pillion.client import connection
 from pillion.client.connection import connect
 from pillion.loadgen.openai_target import OpenAITarget

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.testbed.certs import make_certs
 from lab.testbed.conditions import loop_turns
 from lab.testbed.ports import free_port
-from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.loadgen.openai_target import EventReader, OpenAITarget, message_of
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts

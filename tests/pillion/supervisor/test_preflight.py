@@ -10,12 +10,12 @@ import subprocess
 
 import pytest
 
+from lab.testbed.certs import make_certs
 from lab.testbed.conditions import until
 from lab.testbed.ports import free_port
 from lab.testbed.redis import running_redis
 from lab.testbed.tiny_model import save_tokenizer
 from pillion.cli.app import cli
-from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster, preflight
 from pillion.supervisor.preflight import ask_redis, wait_for_redis

@@ -1,4 +1,4 @@
-"""`pillion certs` makes a set of certificates for development, by the openssl command.
+"""Makes certificates for development and tests, by the openssl command: ``python -m lab.testbed.certs FOLDER``.
 
 There are two authorities: one signs the gateways that clients trust (and clients, where the edge asks for their
 certificates), the other signs the components of a cluster and nothing else.
@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
+from pillion.cli.app import run_command
 from pillion.errors import ConfigError
 from pillion.net.tls import INTERNAL_NAME
 
@@ -50,7 +53,7 @@ def make_certs(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> lis
     """
     openssl = shutil.which("openssl")
     if openssl is None:
-        raise ConfigError("pillion certs needs the openssl command, and there is none on the PATH: install openssl")
+        raise ConfigError("certificates need the openssl command, and there is none on the PATH: install openssl")
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"--days {days} is not in [1, {MAX_DAYS}]")
     made = [folder / f"{name}.{kind}" for name in NAMES for kind in ("pem", "key")]
@@ -140,3 +143,22 @@ def _place(work: Path, folder: Path, made: Sequence[Path]) -> None:
                 file.write((work / path.name).read_bytes())
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror}") from None
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--host", "hosts", multiple=True, help="Name or address that clients use, besides localhost's.")
+@click.option("--days", default=DAYS, help="How long the certificates are valid.")
+def main(folder: Path, hosts: tuple[str, ...], days: int) -> None:
+    """Make certificates for development in FOLDER: for the edge, for a client, and between components."""
+    for path in make_certs(folder, hosts, days):
+        click.echo(path)
+    click.echo(f"edge: --tls-cert={folder}/server.pem --tls-key={folder}/server.key; clients: --ca {folder}/ca.pem")
+    between = " ".join(
+        f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
+    )
+    click.echo(f"components: {between} --internal-tls-ca={folder}/internal-ca.pem")
+
+
+if __name__ == "__main__":
+    run_command(main, None, "python -m lab.testbed.certs")
