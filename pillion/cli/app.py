@@ -21,7 +21,7 @@ from pillion.cli.cache_command import cache
 from pillion.cli.console import fail
 from pillion.cli.drill_command import drill
 from pillion.cli.events_command import events
-from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, option, option_name, options
+from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, gone_option, option, option_name, options
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
@@ -269,15 +269,10 @@ def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
 
 @cli.command()
 @option("--system", "System message of the conversation.", "")
-@option(
-    "--history/--no-history",
-    "Keep a terminal's lines for the next time, in ~/.local/state/pillion.",
-    True,
-    envvar="PILLION_CHAT_HISTORY",
-)
+@gone_option("history", "a terminal's lines are kept for one conversation alone")
 @talks_to_gateway
 @samples
-def chat(system: str, history: bool, **values: Any) -> None:
+def chat(system: str, **values: Any) -> None:
     """Talk with the model.
 
     Each line is a message, /help lists commands, Ctrl-D ends.
@@ -286,7 +281,7 @@ def chat(system: str, history: bool, **values: Any) -> None:
     """
     from pillion.cli.chat import run_chat
 
-    run_chat(system, history, pop_reach(values), values)
+    run_chat(system, pop_reach(values), values)
 
 
 @cli.command()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from pillion.types import ChatMessage, ModelInfo
 
 PROMPT, MORE = "you> ", "...> "
 BLOCK = '"""'
-HISTORY_LINES = 1000
 HELP = """\
 /help          show this
 /clear         forget the conversation; the system message stays
@@ -77,12 +76,11 @@ class Conversation:
         return f"{len(self.messages())} messages are in {path}"
 
 
-def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
+def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Runs a conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
 
     Args:
         system: the system message; "" for none.
-        history: whether a terminal's lines are kept for the next time.
         reach, sampling: arguments of :class:`pillion.Client` and of its ``chat``.
     """
     talk, options = Conversation(system), given(sampling)
@@ -96,8 +94,10 @@ def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[s
         return
     with Client(**reach) as client:
         print(banner(client.models(), options.get("model", ""), reach["target"]))
-        with kept_history(history_file() if history else None):
-            _converse(client, talk, options)
+        # A Python without readline reads plain lines, without editing.
+        with contextlib.suppress(ImportError):
+            import_module("readline")
+        _converse(client, talk, options)
 
 
 def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> None:
@@ -162,49 +162,3 @@ def read_message(read_line: Callable[[str], str]) -> str:
         lines.append(line[:-1])
         line = read_line(MORE)
     return "\n".join([*lines, line])
-
-
-def history_file() -> Path:
-    """Returns the path of the file that keeps the lines of earlier conversations."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "pillion" / "chat_history"
-
-
-@contextlib.contextmanager
-def kept_history(path: Path | None) -> Iterator[None]:
-    """Gives input() its editing and its history: the last HISTORY_LINES lines, in a file that only its owner may read.
-
-    With ``path`` None, nothing is read or kept. Of a file that cannot be used one warning is printed, and nothing is
-    kept.
-    """
-    try:
-        import readline
-    except ImportError:
-        # A Python without readline reads plain lines, without editing and history.
-        yield
-        return
-    readline.clear_history()
-    if path is None:
-        yield
-        return
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        path.chmod(0o600)
-        readline.set_history_length(HISTORY_LINES)
-        readline.read_history_file(path)
-    except OSError as error:
-        print(f"pillion: no history is kept: {path}: {error.strerror}", file=sys.stderr)
-        yield
-        return
-    before = readline.get_current_history_length()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if hasattr(readline, "append_history_file"):
-                # The lines are appended to those that another terminal has added meanwhile.
-                readline.append_history_file(readline.get_current_history_length() - before, path)
-            else:
-                readline.write_history_file(path)
-            path.chmod(0o600)

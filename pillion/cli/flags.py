@@ -42,7 +42,7 @@ OTHER_VARIABLES = {
     "PILLION_CA": "client commands: authorities",
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
-    "PILLION_CHAT_HISTORY": "pillion chat: whether a terminal's lines are kept",
+    "PILLION_CHAT_HISTORY": "pillion chat: has no effect any more and goes with the next release",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
     "PILLION_VLLM": "benchmarks: vLLM's program",
@@ -68,7 +68,7 @@ GONE: dict[str, tuple[type, str]] = {
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
 }
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
-GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure")
+GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history")
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {

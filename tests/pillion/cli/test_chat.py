@@ -1,4 +1,4 @@
-"""`pillion chat` as a person has it: on a real pseudo-terminal, with its commands, its editing and its history."""
+"""`pillion chat` as a person has it: on a real pseudo-terminal, with its commands and its editing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import pathlib
 import pty
 import select
-import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +22,7 @@ import pytest
 from lab.testbed.conditions import WITHIN_S
 from lab.testbed.ports import free_port
 from pillion.cli import chat, talk
-from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
+from pillion.cli.chat import BLOCK, Conversation, banner, read_message
 from pillion.client.client import Client
 from pillion.errors import ConfigError, Overloaded, Unavailable
 from pillion.types import ModelInfo
@@ -77,7 +76,7 @@ class Terminal:
 def chatting(target: str, folder: pathlib.Path, *options: str) -> Iterator[tuple[Terminal, Any]]:
     ours, theirs = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
-    environ = clean | {"XDG_STATE_HOME": str(folder), "TERM": "dumb", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    environ = clean | {"TERM": "dumb", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
     # The terminal is the program's own, so that Ctrl-C reaches it.
     own = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     run = "from pillion.cli.app import main; main(sys.argv[1:])"
@@ -93,15 +92,13 @@ def chatting(target: str, folder: pathlib.Path, *options: str) -> Iterator[tuple
 
 
 async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
-    parrot, history = Parrot(), tmp_path / "pillion" / "chat_history"
-    history.parent.mkdir()
-    history.write_text("from before\n")
+    parrot = Parrot()
 
     def converse(address: str) -> None:
         with chatting(address, tmp_path, "--system", "Be brief.") as (terminal, process):
             terminal.expect(f"parrot-1 at {address}. /help lists commands, Ctrl-D ends.")
             for typed, shown in [
-                ("\x10\n", "2: from before!"),
+                ("one\x01no\n", "2: noone!"),
                 ("two \\\nlines\n", "4: two \r\nlines!"),
                 (f"{BLOCK}one\n  two{BLOCK}\n", "6: one\r\n  two!"),
                 ("//slash\n", "8: /slash!"),
@@ -126,25 +123,25 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
             terminal.type("\x04")
             assert process.wait(WITHIN_S) == 0
         with chatting(address, tmp_path, "--no-history") as (terminal, process):
+            terminal.expect("Warning: --history has no effect")
             terminal.expect("you> ")
-            terminal.type("unkept\n")
-            terminal.expect("1: unkept!")
+            # The line above is that of this conversation.
+            terminal.type("kept\n")
+            terminal.expect("1: kept!")
+            terminal.expect("you> ")
+            terminal.type("\x10\n")
+            terminal.expect("3: kept!")
             terminal.expect("you> ")
             terminal.type("/exit\n")
             assert process.wait(WITHIN_S) == 0
 
     async with serving(parrot) as address:
         await asyncio.to_thread(converse, address)
-    assert parrot.asked[0] == [("system", "Be brief."), ("user", "from before")]
+    assert parrot.asked[0] == [("system", "Be brief."), ("user", "noone")]
     # What Ctrl-C cut was read, so the model is told of it.
-    assert parrot.asked[-2] == [("user", "wait"), ("assistant", "1: wait!"), ("user", "again")]
+    assert parrot.asked[-3] == [("user", "wait"), ("assistant", "1: wait!"), ("user", "again")]
     saved = [tuple(message.values()) for message in json.loads((tmp_path / "talk.json").read_text())]
     assert saved == [*parrot.asked[3], ("assistant", "8: /slash!")]
-    kept = history.read_text().splitlines()
-    assert kept[0] == "from before"
-    assert "again" in kept
-    assert "unkept" not in kept
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("command", [chat, talk])
@@ -161,7 +158,7 @@ def test_a_wrong_address_is_told_without_waiting_for_somebody_to_listen(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     reach = {"target": f"127.0.0.1:{free_port()}"}
     with pytest.raises(Unavailable, match="does a gateway listen at"):
-        chat.run_chat("", False, reach, {}) if command is chat else talk.run_generate("hello", reach, {})
+        chat.run_chat("", reach, {}) if command is chat else talk.run_generate("hello", reach, {})
     assert made == [reach | {"connect_timeout_s": 0.0}]
 
 
@@ -195,19 +192,3 @@ def test_a_system_message_comes_first_and_a_file_is_needed() -> None:
     assert talk.command("/system Sing.") == "system message: Sing."
     assert [message.role for message in talk.messages()] == ["system"]
     assert talk.command("/save") == "a file is needed: /save FILE"
-
-
-def test_the_history_is_bounded_and_a_place_that_cannot_be_used_is_said(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import readline
-
-    path = tmp_path / "history"
-    with kept_history(path):
-        for number in range(HISTORY_LINES + 5):
-            readline.add_history(f"line {number}")
-    assert path.read_text().splitlines()[0] == "line 5"
-    with kept_history(path / "below"):
-        pass
-    assert "no history is kept" in capsys.readouterr().err
-    readline.clear_history()
