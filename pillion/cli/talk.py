@@ -98,13 +98,10 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
         print(json.dumps({**asdict(status), "models": [asdict(model) for model in models]}, indent=2))
         return
     console = table_console(TABLE_WIDTH)
-    if console.width >= TABLE_WIDTH:
-        console.print(status_table(status))
-    else:
-        console.print(narrow_table(status))
-        for line in component_lines(status):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
-        console.print()
+    console.print(status_table(status))
+    for line in component_lines(status):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print()
     for model in models:
         console.print(model_line(model, status))
     if any(one.tenant for one in status.tenants):
@@ -115,31 +112,6 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """Makes a table with one row per component."""
-    table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("component", "role", "model", "kernels", "node"):
-        table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "heartbeat"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("pool")
-    block_sizes = _block_sizes(status)
-    for component in _in_order(status):
-        tokens = f" ({component.waiting_tokens} tokens)" if component.waiting_requests else ""
-        waiting = f"{component.waiting_requests}{tokens}"
-        table.add_row(
-            component.component_id,
-            component.role,
-            component.model,
-            kernels_of(component),
-            component.node_id if component.node_id != component.component_id else "",
-            *(["", ""] if component.role == "kvnode" else [str(component.running_requests), waiting]),
-            f"{component.heartbeat_age_ms} ms ago",
-            component.trouble or pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
-        )
-    return table
-
-
-def narrow_table(status: ClusterStatus) -> Table:
     """Makes a table with one row per component, which fits into 80 columns; :func:`component_lines` prints what the
     table leaves out."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -156,7 +128,7 @@ def narrow_table(status: ClusterStatus) -> Table:
 
 
 def component_lines(status: ClusterStatus) -> Iterator[str]:
-    """Makes the lines with what a narrow table leaves out: for each component what it serves, with what, where, and how
+    """Makes the lines with what the table leaves out: for each component what it serves, with what, where, and how
     full its pool is."""
     sizes = _block_sizes(status)
     for one in _in_order(status):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lab.testbed.conditions import until
 from pillion._version import PROTOCOL
-from pillion.cli.talk import status_table, version_line
+from pillion.cli.talk import component_lines, version_line
 from pillion.observability import metric_catalog as names
 from pillion.wire.registry import FOREIGN
 from tests.support.fake_components import record, running_fake_cluster
@@ -29,7 +29,7 @@ async def test_other_versions_are_shown_counted_and_used_only_if_they_are_near()
         assert (shown["near"].role, shown["near"].version, shown["near"].protocol) == ("prefill", "0.9", PROTOCOL - 1)
         assert (shown["far"].role, shown["far"].version, shown["far"].protocol) == (FOREIGN, "0.1", PROTOCOL - 2)
         assert shown["far"].trouble == f"it is not used: it speaks protocol {PROTOCOL - 2}, not {PROTOCOL}"
-        assert any(shown["far"].trouble in cell for column in status_table(status).columns for cell in column.cells)
+        assert any(shown["far"].trouble in line for line in component_lines(status))
         assert f"0.1, protocol {PROTOCOL - 2}: far" in version_line(status)
         assert "far" not in {one.component_id for one in fakes.gateway.cluster.view}
         assert "".join([delta.text async for delta in fakes.client.generate("x")]) == "The answer."

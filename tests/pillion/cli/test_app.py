@@ -24,7 +24,6 @@ from pillion.cli.talk import (
     component_lines,
     given,
     model_line,
-    narrow_table,
     pool_use,
     show,
     show_each,
@@ -425,16 +424,9 @@ def test_status_as_a_table() -> None:
         completion_tokens=9,
         index_available=False,
     )
-    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(status_table(status))
     text = console.export_text()
-    assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
-    assert "12 ms ago" in text
-    assert "cpu/x, 2 ranks" in text
-    # A terminal of 80 columns shows all of it, too.
-    narrow = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    narrow.print(narrow_table(status))
-    text = narrow.export_text()
     assert "…" not in text
     assert all(name in text for name in ("running", "waiting", "heartbeat", "12 ms ago", worker.component_id))
     lines = list(component_lines(status))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from lab.testbed.conditions import until
-from pillion.cli.talk import status_table
+from pillion.cli.talk import component_lines
 from pillion.config import DecodeFlags
 from pillion.gateway.ui.cluster_figures import state_of
 from pillion.observability import metric_catalog as names
@@ -33,7 +33,7 @@ async def test_a_gateway_shows_who_is_down_and_serves_with_the_others() -> None:
             status = await fakes.client.status()
             [down] = [one for one in status.components if one.role == DOWN]
             assert state_of(down, ()) == "down"
-            assert any(down.trouble in cell for column in status_table(status).columns for cell in column.cells)
+            assert any(down.trouble in line for line in component_lines(status))
             assert fakes.gateway.meters.collect()[names.COMPONENTS_DOWN] == {("decode-9",): 1}
             assert "".join([delta.text async for delta in fakes.client.generate("x")]) == "The answer."
             # It says itself that it is back, which nobody overwrites any more.
