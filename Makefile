@@ -101,7 +101,7 @@ release-protos: setup-dev ## Keep the shape of the last release's protos, from t
 	$(BIN)/python -m lab.testbed.release
 
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
-	$(BIN)/python -m pillion.client._generate
+	$(BIN)/python -m lab.blocking_client
 
 faults: setup-dev ## RUNS (20) runs with faults at named points of real processes, from SEED (1) on (SHAPE=small, wide, nodes, hosts)
 	$(IN_VENV) $(BIN)/python -m tests.faults --runs $(or $(RUNS),20) --seed $(or $(SEED),1) --shape $(or $(SHAPE),wide) $(ARGS)

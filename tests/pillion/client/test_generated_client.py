@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.client import _generate
+from lab import blocking_client
 
 
 def test_the_blocking_client_is_up_to_date() -> None:
-    made = _generate.blocking((_generate.FOLDER / "async_client.py").read_text())
-    assert made == (_generate.FOLDER / "client.py").read_text(), "run `make client`"
+    made = blocking_client.blocking((blocking_client.FOLDER / "async_client.py").read_text())
+    assert made == (blocking_client.FOLDER / "client.py").read_text(), "run `make client`"
 
 
 def test_a_stale_replacement_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not occur"):
-        _generate.blocking("class Renamed: ...\n")
+        blocking_client.blocking("class Renamed: ...\n")

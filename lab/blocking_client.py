@@ -1,4 +1,5 @@
-"""Writes client.py, the blocking client, from async_client.py: `make client`, after each edit of async_client.py.
+"""Writes pillion/client/client.py, the blocking client, from async_client.py: `make client`, after each edit of the
+latter.
 
 The generated file is committed, so that a clone runs as it is; a test generates it again and compares.
 """
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent.parent / "pillion" / "client"
 # These replacements turn the asyncio client into the blocking one, in this order. A text that does not occur any more
 # is an error, so the list cannot go stale.
 REPLACEMENTS = (
