@@ -60,12 +60,6 @@ def failed_task() -> asyncio.Future[Any]:
     return task
 
 
-def metric_reader() -> Any:
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    return PeriodicExportingMetricReader
-
-
 def gloo() -> Any:
     return pytest.importorskip("torch.distributed").ProcessGroupGloo
 
@@ -92,7 +86,6 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ),
     ("uvicorn", "Server", lambda: uvicorn.Server, ("capture_signals", "main_loop", "on_tick", "shutdown")),
     ("grpcio-status", "to_status()", lambda: rpc_status.to_status(status_pb2.Status()), ("_replace",)),
-    ("opentelemetry-sdk", "PeriodicExportingMetricReader", metric_reader, ("_set_collect_callback",)),
     ("python", "asyncio", lambda: asyncio, ("_set_running_loop",)),
     ("python", "Task", failed_task, ("_log_destroy_pending", "_log_traceback")),
     ("python", "threading", lambda: threading, ("_register_atexit",)),

@@ -14,7 +14,7 @@
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.
 - `s3_service` starts an S3 service, with a relay before it that does to its answers what networks do.
-- `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
+- `otlp` is a receiver of OpenTelemetry traces over real gRPC.
 - `tiny_model` writes small random checkpoints into Hugging Face folders.
 - `scripted_model` writes checkpoints whose answers are written beforehand, with calls of tools.
 - `draft_models` makes draft models of a model's first layers, and models that such drafts draft well.

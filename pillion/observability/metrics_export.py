@@ -1,9 +1,8 @@
-"""Publishes a component's metrics: a page for Prometheus, and the OTLP push where the standard variables ask for it.
+"""Publishes a component's metrics on a page for Prometheus, which a collector of OpenTelemetry's scrapes as well.
 
-    scrape (thread of the page's server, or the gateway's own HTTP) --+
-    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> values
+    scrape (thread of the page's server, or the gateway's own HTTP) --> collect on the component's loop --> values
 
-Both read the same cells (:mod:`pillion.observability.metrics`). Two further pages are for health checks, and cost next
+The page reads the cells of :mod:`pillion.observability.metrics`. Two further pages are for health checks, and cost next
 to nothing: /health answers 200 where the component serves, /alive where its event loop answers at all, both else 503
 with the reason.
 """
@@ -13,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -27,8 +26,7 @@ from pillion._version import VERSION
 from pillion.errors import ConfigError
 from pillion.net.addresses import listening_host
 from pillion.observability import metric_catalog as names
-from pillion.observability import metrics, telemetry
-from pillion.observability.metrics import Meters, Snapshot, Values
+from pillion.observability.metrics import Meters, Values
 from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
@@ -100,9 +98,8 @@ class Exports:
         self._not_ready = not_ready
         meters.watch(lambda: [(names.BUILD, (VERSION, role, component_id), 1.0)])
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._reader = (
-            push(self._collect, telemetry.resource(component_id, role)) if telemetry.wanted("METRICS") else None
-        )
+        if "otlp" in os.environ.get("OTEL_METRICS_EXPORTER", ""):
+            log.warning("OTEL_METRICS_EXPORTER has no effect: metrics are scraped at --metrics-port")
         if port:
             registry = MetricsPage(self._collect).registry()
             try:
@@ -114,16 +111,12 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """Sends the metrics that were not sent yet. It must not be called on the event loop, which has to answer
-        meanwhile. Idempotent."""
+        """Ends the page. It must not be called on the event loop, which has to answer meanwhile. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
             server[0].server_close()
             server[1].join()
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.shutdown()
 
     def _pages(self, metrics_page: Any) -> Any:
         """Makes the WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other
@@ -159,60 +152,3 @@ class Exports:
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise
-
-
-def push(collect: Collect, resource: Any) -> Any:
-    """Makes the SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    began_ns = time.time_ns()
-
-    def read(reader: object, timeout_millis: float = 0) -> Any:
-        try:
-            return to_otlp(collect(), resource, began_ns)
-        except Exception as error:  # noqa: BLE001
-            log.debug("no metrics are sent: %s", error)
-            return None
-
-    reader = PeriodicExportingMetricReader(telemetry.exporter("METRICS"))
-    # The SDK's MeterProvider would set this callback, to read its own instruments; Pillion's cells are read instead.
-    reader._set_collect_callback(read)
-    return reader
-
-
-def to_otlp(values: Values, resource: Any, began_ns: int) -> Any:
-    """Converts a collection's values to the OpenTelemetry SDK's data model, cumulative since ``began_ns``."""
-    from opentelemetry.sdk.metrics import export as sdk
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
-    now_ns, cumulative = time.time_ns(), sdk.AggregationTemporality.CUMULATIVE
-
-    def point_of(labels: tuple[str, ...], metric: metrics.Metric, value: float | Snapshot) -> Any:
-        attributes = dict(zip(metric.labels, labels, strict=True))
-        if isinstance(value, Snapshot):
-            return sdk.HistogramDataPoint(
-                attributes=attributes,
-                start_time_unix_nano=began_ns,
-                time_unix_nano=now_ns,
-                count=value.count,
-                sum=value.total,
-                bucket_counts=value.counts,
-                explicit_bounds=value.bounds,
-                min=value.smallest,
-                max=value.largest,
-            )
-        return sdk.NumberDataPoint(attributes, began_ns, now_ns, value)
-
-    made = []
-    for metric, cells in values.items():
-        points = [point_of(labels, metric, value) for labels, value in cells.items()]
-        data: Any
-        if metric.kind == "histogram":
-            data = sdk.Histogram(points, cumulative)
-        elif metric.kind == "counter":
-            data = sdk.Sum(points, cumulative, is_monotonic=True)
-        else:
-            data = sdk.Gauge(points)
-        made.append(sdk.Metric(metric.name, metric.help, metric.unit, data))
-    scope = sdk.ScopeMetrics(InstrumentationScope("pillion"), made, "")
-    return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])

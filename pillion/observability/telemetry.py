@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -39,7 +39,6 @@ _making = threading.Lock()
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 Metadata = Sequence[tuple[str, str]]
-Signal = Literal["TRACES", "METRICS"]
 
 
 def tracer() -> trace.Tracer:
@@ -47,28 +46,27 @@ def tracer() -> trace.Tracer:
     return trace.get_tracer("pillion")
 
 
-def wanted(signal: Signal) -> bool:
-    """Returns whether the environment asks for the export of ``signal`` by OTLP."""
+def wanted() -> bool:
+    """Returns whether the environment asks for the export of spans by OTLP."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    chosen = [name.strip().lower() for name in os.environ.get(f"OTEL_{signal}_EXPORTER", "").split(",") if name.strip()]
-    return "otlp" in chosen or (not chosen and bool(_otlp_setting(signal, "ENDPOINT")))
+    chosen = [name.strip().lower() for name in os.environ.get("OTEL_TRACES_EXPORTER", "").split(",") if name.strip()]
+    return "otlp" in chosen or (not chosen and bool(_otlp_setting("ENDPOINT")))
 
 
-def exporter(signal: Signal) -> Any:
-    """Makes the SDK's exporter of ``signal``, over the protocol that the environment sets; grpc if that sets none."""
-    name, made = {"TRACES": ("trace", "OTLPSpanExporter"), "METRICS": ("metric", "OTLPMetricExporter")}[signal]
-    way = "grpc" if _otlp_setting(signal, "PROTOCOL") in ("", "grpc") else "http"
-    return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{way}.{name}_exporter"), made)()
+def exporter() -> Any:
+    """Makes the SDK's exporter of spans, over the protocol that the environment sets; grpc if that sets none."""
+    way = "grpc" if _otlp_setting("PROTOCOL") in ("", "grpc") else "http"
+    return import_module(f"opentelemetry.exporter.otlp.proto.{way}.trace_exporter").OTLPSpanExporter()
 
 
-def _otlp_setting(signal: Signal, name: str) -> str:
-    own, shared = f"OTEL_EXPORTER_OTLP_{signal}_{name}", f"OTEL_EXPORTER_OTLP_{name}"
+def _otlp_setting(name: str) -> str:
+    own, shared = f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}"
     return os.environ.get(own) or os.environ.get(shared) or ""
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """Makes the process's name for its traces and metrics. What the environment says of the process wins."""
+    """Makes the process's name for its traces. What the environment says of the process wins."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
@@ -80,13 +78,13 @@ def _provider(component_id: str, role: str) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=resource(component_id, role), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter("TRACES")))
+    provider.add_span_processor(BatchSpanProcessor(exporter()))
     return provider
 
 
 def setup(component_id: str, role: str) -> None:
     """Installs the SDK in this process if the environment asks for it. A component's main calls it once."""
-    if wanted("TRACES"):
+    if wanted():
         trace.set_tracer_provider(_provider(component_id, role))
 
 
@@ -95,7 +93,7 @@ def client_tracer() -> trace.Tracer:
 
     A library must not install a provider for its program, so the client's own one is kept here.
     """
-    if not recording() and wanted("TRACES"):
+    if not recording() and wanted():
         with _making:
             own: Any = _client_provider()
         if own is not None:

@@ -1,5 +1,5 @@
-"""Real processes export one connected trace, and their metrics, by OTLP when the standard variables say where to, and
-show their metrics to Prometheus."""
+"""Real processes export one connected trace by OTLP when the standard variables say where to, and show their metrics to
+Prometheus."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
         # A worker may count its last step when the answer is already there.
         wait_for("the decode worker's last step", lambda: _scrape(page + 3).get(DECODED) == 2)
         gateway, _, prefill, decode = (_scrape(page + number) for number in range(4))
-        wait_for("metrics of all components", lambda: len(receiver.metrics) == 4)
-        wait_for("the gateway's times", lambda: TTFT in _exported(receiver, "pillion-gateway"))
     model_name = (("gen_ai_request_model", "tiny"),)
     assert gateway["gen_ai_server_time_to_first_token_seconds_count", (OPERATION, *model_name)] == 1
     assert gateway["pillion_inter_token_latency_seconds_count", model_name] == 2
@@ -72,12 +70,10 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
     # Used and free tokens of the steps add up to their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
     assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]
-    assert _exported(receiver, "pillion-gateway")[TTFT].histogram.data_points[0].count == 1
 
 
 OPERATION = ("gen_ai_operation_name", "text_completion")
 DECODED = "pillion_step_budget_tokens_total", (("use", "decode"),)
-TTFT = "gen_ai.server.time_to_first_token"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -86,13 +82,6 @@ def _scrape(port: int) -> Samples:
         families = text_string_to_metric_families(reply.read().decode())
         samples = (sample for family in families for sample in family.samples)
         return {(each.name, tuple(sorted(each.labels.items()))): each.value for each in samples}
-
-
-def _exported(receiver: Receiver, service: str) -> dict[str, Any]:
-    """Return what a service has exported last, by the metric's name."""
-    with receiver.lock:
-        (latest,) = (dict(kept) for resource, kept in receiver.metrics.items() if resource["service.name"] == service)
-    return latest
 
 
 def _whole(trace: list[tuple[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""Cells against numpy, the page against Prometheus's own parser, the push against a real OTLP receiver."""
+"""Cells against numpy, the page against Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import threading
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lab.testbed.conditions import WITHIN_S
-from lab.testbed.otlp import collecting
 from lab.testbed.ports import free_port
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
@@ -188,52 +186,26 @@ async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(m
         await asyncio.to_thread(exports.close)
 
 
-async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    meters = Meters()
-    meters.counter(names.GENERATED_TOKENS, "demo").add(5)
-    for value in (0.004, 0.03):
-        meters.distribution(names.ITL, "demo").observe(value)
-    with collecting() as received:
-        for name, value in received.environ().items():
-            monkeypatch.setenv(name, value)
-        assert telemetry.wanted("METRICS")
-        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, not_ready=str)
-        # What is left goes out at the end.
-        await asyncio.to_thread(exports.close)
-    (resource,) = received.metrics
-    assert resource["service.name"] == "pillion-gateway"
-    assert resource["service.instance.id"] == "gateway-1"
-    found: dict[str, Any] = received.metrics[resource]
-    tokens = found["pillion.generated_tokens"].sum
-    assert tokens.is_monotonic
-    assert tokens.data_points[0].as_int == 5
-    latency = found["pillion.inter_token_latency"].histogram.data_points[0]
-    assert (latency.count, latency.min, latency.max) == (2, 0.004, 0.03)
-    assert list(latency.explicit_bounds) == list(names.ITL_BOUNDS)
-    assert latency.attributes[0].key == names.MODEL
-
-
-@pytest.mark.parametrize("signal", ["TRACES", "METRICS"])
 @pytest.mark.parametrize(
     ("variables", "wanted"),
     [
         ({}, False),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}, True),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_{}_EXPORTER": "none"}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_{}_EXPORTER": "otlp"}, True),
-        ({"OTEL_EXPORTER_OTLP_{}_ENDPOINT": "x"}, True),
-        ({"OTEL_{}_EXPORTER": "console, otlp"}, True),
-        ({"OTEL_{}_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "x"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, False),
     ],
 )
-def test_the_environment_says_whether_a_signal_is_exported(
-    monkeypatch: pytest.MonkeyPatch, signal: telemetry.Signal, variables: dict[str, str], wanted: bool
+def test_the_environment_says_whether_spans_are_exported(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], wanted: bool
 ) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
-        monkeypatch.setenv(name.format(signal), value)
-    assert telemetry.wanted(signal) is wanted
+        monkeypatch.setenv(name, value)
+    assert telemetry.wanted() is wanted
 
 
 def test_the_environment_names_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,12 +227,11 @@ def test_the_last_spans_are_not_waited_for_without_end(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("shared", "own", "way"), [("", "", "grpc"), ("http/protobuf", "", "http"), ("http/protobuf", "grpc", "grpc")]
 )
-def test_the_environment_picks_the_protocol_of_each_signal(
+def test_the_environment_picks_the_protocol_of_spans(
     monkeypatch: pytest.MonkeyPatch, shared: str, own: str, way: str
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", shared)
-    for signal in ("TRACES", "METRICS"):
-        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", own)
-        made = telemetry.exporter(signal)
-        assert type(made).__module__.startswith(f"opentelemetry.exporter.otlp.proto.{way}.")
-        made.shutdown()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", own)
+    made = telemetry.exporter()
+    assert type(made).__module__.startswith(f"opentelemetry.exporter.otlp.proto.{way}.")
+    made.shutdown()

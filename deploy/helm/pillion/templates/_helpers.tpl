@@ -95,7 +95,6 @@ PILLION_INTERNAL_TLS_CA: /etc/pillion/internal/ca.crt
 {{- if .Values.tracing.endpoint }}
 OTEL_EXPORTER_OTLP_ENDPOINT: {{ .Values.tracing.endpoint | quote }}
 OTEL_EXPORTER_OTLP_PROTOCOL: grpc
-OTEL_METRICS_EXPORTER: none
 OTEL_TRACES_SAMPLER: {{ .Values.tracing.sampler | quote }}
 OTEL_TRACES_SAMPLER_ARG: {{ .Values.tracing.samplerArg | quote }}
 {{- end }}
