@@ -55,7 +55,7 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 demo: setup ## Start the real cluster, ask it a few things, show the table, stop
-	@$(BIN)/python -m pillion demo "$$MODEL" $(ARGS)
+	@$(BIN)/python -m lab.demo "$$MODEL" $(ARGS)
 
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)

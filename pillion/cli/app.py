@@ -139,27 +139,6 @@ def serve(**values: Any) -> int:
     return run_serve(with_model(ServeFlags, values))
 
 
-@cli.command()
-@takes_model
-@flag_options(ServeFlags, placement=False)
-def demo(**values: Any) -> int:
-    """Start a cluster, send it a few prompts, and stop it.
-
-    A table shows where the tokens of each prompt went; a long one is asked with several split policies.
-    """
-    from pillion.supervisor.demo import run_demo
-
-    for name in ("api_keys", "api_key", "tls_cert"):
-        if values[name]:
-            raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
-    ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # A demonstration must not meet another cluster's ports, and ends before a standby could be of use.
-    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
-        if ctx.get_parameter_source(name) is default:
-            values[name] = value
-    return run_demo(with_model(ServeFlags, values))
-
-
 def component_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
     """Adds the command that runs one component."""
 

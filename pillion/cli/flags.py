@@ -72,6 +72,7 @@ GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {
+    "pillion demo": "`make demo` in a clone of the repository runs it",
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
     "pillion models list": "`hf cache list`, which comes with Pillion's server packages, lists the models",
     "pillion models rm": "`hf cache rm model/OWNER/NAME`, which comes with Pillion's server packages, removes a model",

@@ -1,6 +1,6 @@
-"""Runs components as processes: `pillion serve`, `pillion demo`, each component alone. Open `local_cluster.py` first.
+"""Runs components as processes: `pillion serve`, each component alone. Open `local_cluster.py` first.
 
-    serve.py, demo.py       the commands: a cluster until a signal, or for a few questions
+    serve.py                the command: a cluster until a signal
     local_cluster.py        which processes `pillion serve` starts, with which flags, in which order
     gateway_processes.py    several gateways behind the same two ports
     supervisor.py           starts processes level by level, restarts dead ones, stops them all

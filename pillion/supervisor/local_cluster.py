@@ -1,4 +1,4 @@
-"""Runs the local cluster of `pillion serve` and `pillion demo`: which processes, with which flags, in which order.
+"""Runs the local cluster of `pillion serve`: which processes, with which flags, in which order.
 
 flags and places checked -> model prepared -> pool fits -> runtime directory -> redis -> kvnode -> workers -> gateway
 and back in the opposite order, from wherever a start failed

@@ -115,7 +115,7 @@ def test_make_takes_a_model_whose_path_has_spaces(tmp_path: pathlib.Path) -> Non
 def test_help_lists_every_command() -> None:
     done = pillion("--help")
     assert done.returncode == 0
-    for name in ("serve", "gateway", "prefill", "decode", "kvnode", "generate", "chat", "status", "demo", "version"):
+    for name in ("serve", "gateway", "prefill", "decode", "kvnode", "generate", "chat", "status", "version"):
         assert f"\n  {name} " in done.stdout
     assert pillion("version").stdout.startswith(f"pillion {VERSION} ")
 

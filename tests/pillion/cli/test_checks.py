@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pillion.cli.app import cli
 from pillion.cli.checks import check_flags
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError
@@ -54,12 +53,6 @@ def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
         with pytest.raises(ConfigError):
             check_flags(cls(**flags))
         check_flags(cls(tls_cert="c", tls_key="k", tls_ca="a"))
-
-
-@pytest.mark.parametrize("flag", ["--api-keys=x", "--tls-cert=x"])
-def test_the_demonstration_takes_no_keys_and_no_certificates(flag: str) -> None:
-    with pytest.raises(ConfigError, match="use pillion serve"):
-        cli.main(["demo", flag], standalone_mode=False)
 
 
 @pytest.mark.parametrize("cls", [KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags, ServeFlags])

@@ -306,7 +306,7 @@ def test_a_value_that_does_not_parse_names_who_set_it(tmp_path: pathlib.Path, mo
     assert caught.value.format_message().startswith("Invalid value for '--max-num-seqs': 'many' is not")
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "gateway", "prefill", "decode", "kvnode", "prepare"])
+@pytest.mark.parametrize("command", ["serve", "gateway", "prefill", "decode", "kvnode", "prepare"])
 def test_the_help_has_each_flag_once_in_a_group(command: str) -> None:
     shown = CliRunner().invoke(cli, [command, "--help"], terminal_width=200).output
     options = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", shown, re.MULTILINE)

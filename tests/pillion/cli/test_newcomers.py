@@ -3,70 +3,13 @@
 from __future__ import annotations
 
 import errno
-import io
 import pathlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
-from rich.console import Console
 
 from pillion.cli import app
-from pillion.supervisor.demo import LONG_PROMPT_CHARACTERS, POLICIES, DemoAnswer, converse, table_of
-from pillion.types import Timings, Usage
-from pillion.v1 import gateway_pb2
-from pillion.wire.public import PLAN_HEADER
-
-
-def test_the_demonstration_s_table_fits_into_80_columns() -> None:
-    tokens = {"cached_tokens": 1024, "prefilled_tokens": 4096, "prefill_chunks": 16, "tail_tokens": 511}
-    timings = Timings(**tokens, prefill_ms=12489.6, decode_queue_ms=100.25)
-    answer = DemoAnswer("disaggregated again", usage=Usage(5631, 1024, 100), timings=timings)
-    answer.token_times_s = [answer.began_s + 12.5, answer.began_s + 13.75, answer.began_s + 15.0]
-    console = Console(width=80, file=io.StringIO())
-    console.print(table_of([answer] * 3))
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in written
-    figures = ("disaggregated", "5631", "1024", "4096 (16)", "511", "12490", "100.2", "12500", "1250.0")
-    assert all(text in written for text in figures)
-
-
-class AskedStub:
-    """Is asked in place of a gateway, and notes what comes."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int, str]] = []
-
-    async def Generate(  # noqa: N802
-        self,
-        request: gateway_pb2.GenerateRequest,
-        *,
-        timeout: float,  # noqa: ASYNC109  (gRPC's own name)
-        metadata: list[tuple[str, str]],
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        plan = dict(metadata).get(PLAN_HEADER, "")
-        self.asked.append((plan, len(request.messages[-1].content), request.cache_salt))
-        yield gateway_pb2.GenerateResponse(text="Paris", token_ids=[1])
-
-
-async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more() -> None:
-    stub = AskedStub()
-    answers = await converse(stub, (*POLICIES, "auto"))
-    assert [answer.title for answer in answers] == [
-        *("first turn", "second turn"),
-        *("colocated", "disaggregated", "auto", "auto again"),
-    ]
-    assert [(plan, salt) for plan, _, salt in stub.asked] == [
-        *[("", "")] * 2,
-        ("policy=colocated", "colocated"),
-        ("policy=disaggregated", "disaggregated"),
-        *[("policy=auto", "auto")] * 2,
-    ]
-    assert all(answer.text == "Paris" and len(answer.token_times_s) == 1 for answer in answers)
-    long = {size for _, size, salt in stub.asked if salt}
-    assert len(long) == 1
-    assert long.pop() > LONG_PROMPT_CHARACTERS
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])

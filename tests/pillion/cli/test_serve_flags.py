@@ -157,23 +157,20 @@ def test_every_flag_of_a_component_reaches_its_process(
         assert given != field.default
 
 
-@pytest.mark.parametrize("role", ["serve", "demo"])
-def test_the_cluster_chooses_its_components_names_and_places(role: str) -> None:
+def test_the_cluster_chooses_its_components_names_and_places() -> None:
     placed = {field.name for cls in COMPONENTS.values() for field in fields(cls) if field.metadata["placement"]}
     assert {"node_id", "component_id", "listen", "node_listen", "attach_socket", "kv_device"} <= placed
-    assert not placed & {param.name for param in cli.commands[role].params}
+    assert not placed & {param.name for param in cli.commands["serve"].params}
 
 
-@pytest.mark.parametrize(
-    ("role", "cls"), [*COMPONENTS.items(), ("serve", ServeFlags), ("demo", ServeFlags), ("prepare", ComputeFlags)]
-)
+@pytest.mark.parametrize(("role", "cls"), [*COMPONENTS.items(), ("serve", ServeFlags), ("prepare", ComputeFlags)])
 def test_every_flag_is_in_the_help(role: str, cls: Any) -> None:
     command = cli.commands[role]
     with click.Context(command) as ctx:
         words = command.get_help(ctx).replace(",", " ").split()
     options = {name for word in words for name in word.split("/") if name.startswith("--")}
     for field in fields(cls):
-        placed = role in ("serve", "demo") and field.metadata["placement"]
+        placed = role == "serve" and field.metadata["placement"]
         assert (option_name(field.name) in options) is not placed, field.name
     assert "--config" in options
 
@@ -193,7 +190,7 @@ def test_every_flag_is_declared_once() -> None:
     assert {field.name for cls in (ServeFlags, config.OfflineFlags) for field in fields(cls)} == set(declared)
 
 
-@pytest.mark.parametrize("role", [*COMPONENTS, "serve", "demo", "prepare"])
+@pytest.mark.parametrize("role", [*COMPONENTS, "serve", "prepare"])
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -222,7 +219,7 @@ def test_every_variable_that_the_code_names_is_known() -> None:
     assert named <= {*map(env_name, known_names()), *OTHER_VARIABLES}
 
 
-@pytest.mark.parametrize("role", [*COMPONENTS, "serve", "demo", "prepare"])
+@pytest.mark.parametrize("role", [*COMPONENTS, "serve", "prepare"])
 def test_an_unknown_key_is_refused_by_name(tmp_path: pathlib.Path, role: str) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text("max-num-seq = 8\n")

@@ -1,4 +1,4 @@
-"""`pillion demo` runs the real cluster, asks the model a few questions, and shows in a table where each prompt's tokens
+"""`make demo` runs the real cluster, asks the model a few questions, and shows in a table where each prompt's tokens
 went.
 
 A long prompt is asked once as each split policy has it. An operator's call names the policy, and each time the prompt
@@ -17,14 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 import grpc.aio
 from rich import box
 from rich.table import Table
 
+from pillion.cli.app import run_command, takes_model, with_model
 from pillion.cli.console import Notices, table_console
+from pillion.cli.flags import FlagCommand, flag_options, option_name
 from pillion.client.client_requests import chat_request, to_pb
 from pillion.config import ServeFlags
-from pillion.errors import Unavailable
+from pillion.errors import ConfigError, Unavailable
 from pillion.net import rpc
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
@@ -81,8 +84,25 @@ def timed(stages: dict[str, float], name: str) -> Iterator[None]:
         stages[name] = time.monotonic() - began
 
 
-def run_demo(flags: ServeFlags) -> int:
-    """Runs the demonstration; returns the exit status. Raises PillionError."""
+@click.command(cls=FlagCommand)
+@takes_model
+@flag_options(ServeFlags, placement=False)
+def demo(**values: Any) -> int:
+    """Start a cluster, send it a few prompts, and stop it.
+
+    A table shows where the tokens of each prompt went; a long one is asked with several split policies.
+    """
+    for name in ("api_keys", "api_key", "tls_cert"):
+        if values[name]:
+            raise ConfigError(
+                f"the demonstration asks its own cluster and takes no {option_name(name)}: use pillion serve"
+            )
+    ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
+    # A demonstration must not meet another cluster's ports, and ends before a standby could be of use.
+    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
+        if ctx.get_parameter_source(name) is default:
+            values[name] = value
+    flags = with_model(ServeFlags, values)
     require_server_packages()
     set_up_logging(flags.log_level, flags.log_format, "pillion")
     return asyncio.run(_demo(flags, Notices(form=flags.log_format)))
@@ -194,3 +214,7 @@ def table_of(answers: list[DemoAnswer]) -> Table:
             end_section=answer is answers[TURNS - 1],
         )
     return table
+
+
+if __name__ == "__main__":
+    run_command(demo, None, "python -m lab.demo")
