@@ -20,7 +20,7 @@ from typing import ClassVar, NoReturn
 
 from lab.testbed.faults.board import BOARD_VARIABLE
 from pillion.cli import app
-from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
 from pillion.supervisor.lifeline import tie_to_parent
 from pillion.supervisor.standbys import fork_server, fork_server_main
 
@@ -103,7 +103,7 @@ class _ServerAhead(ChildProcess):
             connection.sendall(fork_server_main.order_of(argv, environ))
         os.close(its_output)
         forward(FORKED)
-        return ChildProcess(fork_server.ForkedProcess(pid, await fork_server.reader_of(output)), forward)
+        return ChildProcess(ForkedProcess(pid, await reader_of(output)), forward)
 
 
 def _serve(connection: socket.socket, supervisor: int) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ MAX_LINE_BYTES = 16 * 1024
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
 BURY_INTERVAL_MS = 20
+# A child for which something else has waited is taken to have ended with this status, as asyncio takes it.
+UNKNOWN_STATUS = 255
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
@@ -48,27 +51,50 @@ def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
     }
 
 
-class WatchedProcess(Protocol):
-    """Describes what is used of asyncio's ``Process``; a forked process has the same methods."""
+class ForkedProcess:
+    """Represents a child of this process which another process has forked, with what :class:`ChildProcess` uses of
+    asyncio's ``Process``. It is made in the event loop that watches it."""
 
-    pid: int
-    stdout: asyncio.StreamReader | None
-
-    @property
-    def returncode(self) -> int | None:
-        """Gives the exit status, or None while the process runs."""
+    def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        # The child may be a zombie already: its process id stays its own until it is waited for.
+        self._watched = os.pidfd_open(pid)
+        self._loop.add_reader(self._watched, self._reap)
 
     async def wait(self) -> int:
-        """Returns the exit status, as soon as the process has ended."""
+        """Returns the exit status, negative for a signal. Several tasks may await it."""
+        status: int = await asyncio.shield(self._ended)
+        return status
 
     def terminate(self) -> None:
         """Sends SIGTERM. Raises ProcessLookupError where the process has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._watched, signal.SIGTERM)
+
+    def _reap(self) -> None:
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            # This process was started with SIGCHLD ignored, say, and then the kernel waits for its children.
+            pid, code = self.pid, UNKNOWN_STATUS
+        if not pid:
+            return
+        self._loop.remove_reader(self._watched)
+        os.close(self._watched)
+        self.returncode = code
+        self._ended.set_result(self.returncode)
 
 
 class ChildProcess:
     """Represents a running or ended child process. :meth:`start` makes it."""
 
-    def __init__(self, process: WatchedProcess, forward: Callable[[str], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
         self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
         self._burial: asyncio.Task[None] | None = None
@@ -159,6 +185,14 @@ class ChildProcess:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
                     await asyncio.sleep(BURY_INTERVAL_MS / 1000)
+
+
+async def reader_of(descriptor: int) -> asyncio.StreamReader:
+    """Reads a pipe until its end, and closes it then."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))
+    return reader
 
 
 class Launch(Protocol):

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
 from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.standbys.fork_server_main import FORK, READY, component_words, order_of
 
@@ -50,8 +48,6 @@ STOP_GRACE_S = 1.0
 # this makes longer.
 TITLE_ROOM_BYTES = 16 * 1024
 MAX_NUMBER_BYTES = 16
-# A child for which something else has waited is taken to have ended with this status, as asyncio takes it.
-UNKNOWN_STATUS = 255
 
 
 class ForkServer:
@@ -220,51 +216,3 @@ async def _bury(connection: socket.socket, server: ChildProcess, number: int) ->
         if number := number or await _number_from(connection, server):
             async with asyncio.timeout(FORK_TIMEOUT_S):
                 await ForkedProcess(number, None).wait()
-
-
-async def reader_of(descriptor: int) -> asyncio.StreamReader:
-    """Reads a pipe until its end, and closes it then."""
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))
-    return reader
-
-
-class ForkedProcess:
-    """Represents a child of this process which another process has forked, with what :class:`ChildProcess` uses of
-    asyncio's ``Process``. It is made in the event loop that watches it."""
-
-    def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
-        self.pid = pid
-        self.stdout = stdout
-        self.returncode: int | None = None
-        self._loop = asyncio.get_running_loop()
-        self._ended = self._loop.create_future()
-        # The child may be a zombie already: its process id stays its own until it is waited for.
-        self._watched = os.pidfd_open(pid)
-        self._loop.add_reader(self._watched, self._reap)
-
-    async def wait(self) -> int:
-        """Returns the exit status, negative for a signal. Several tasks may await it."""
-        status: int = await asyncio.shield(self._ended)
-        return status
-
-    def terminate(self) -> None:
-        """Sends SIGTERM. Raises ProcessLookupError where the process has ended."""
-        if self.returncode is not None:
-            raise ProcessLookupError
-        signal.pidfd_send_signal(self._watched, signal.SIGTERM)
-
-    def _reap(self) -> None:
-        try:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:
-            # This process was started with SIGCHLD ignored, say, and then the kernel waits for its children.
-            pid, code = self.pid, UNKNOWN_STATUS
-        if not pid:
-            return
-        self._loop.remove_reader(self._watched)
-        os.close(self._watched)
-        self.returncode = code
-        self._ended.set_result(self.returncode)

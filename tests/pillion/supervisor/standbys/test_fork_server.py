@@ -18,7 +18,7 @@ import pytest
 
 from lab.testbed.cluster import alive, words_of
 from lab.testbed.conditions import WITHIN_S, until, within
-from pillion.supervisor.child_process import ChildProcess, child_environ
+from pillion.supervisor.child_process import UNKNOWN_STATUS, ChildProcess, ForkedProcess, child_environ
 from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.standbys import fork_server
 from pillion.supervisor.standbys.fork_server import ForkServer
@@ -287,7 +287,7 @@ def _linux() -> None:
 async def test_a_child_for_which_something_else_has_waited_has_ended() -> None:
     """Otherwise the event loop would ask for it for ever, and do little else."""
     with started([sys.executable, "-S", "-c", ""]) as program:
-        child = fork_server.ForkedProcess(program.pid, None)
+        child = ForkedProcess(program.pid, None)
         program.wait(WITHIN_S)
-    assert await within("the child's end", child.wait()) == fork_server.UNKNOWN_STATUS
-    assert child.returncode == fork_server.UNKNOWN_STATUS
+    assert await within("the child's end", child.wait()) == UNKNOWN_STATUS
+    assert child.returncode == UNKNOWN_STATUS
