@@ -723,7 +723,6 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
     # The terminal shows only what its user has to know; a component that runs alone writes more into its log.
     log_level: str = other_default(CommonFlags, "log_level", "warning")
-    log_file: str = flag("", "File that gets the components' log lines instead of the terminal.")
     fence_kill_after_s: float = flag(
         30.0, "A worker that stays fenced for longer is killed and started again.", least=0
     )

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,28 +33,26 @@ class Notices:
 
     Args:
         form: "text" for plain lines, "json" for one object a line.
-        log_file: gets the components' lines in place of standard error.
 
     Attributes:
         lost_lines: lines that could not be written since a line was written last.
     """
 
-    def __init__(self, console: Console | None = None, *, form: str = "text", log_file: TextIO | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, form: str = "text") -> None:
         from rich.console import Console
 
         self.console = console or Console(stderr=True, highlight=False)
         self.lost_lines = 0
         self._json = form == "json"
-        self._log_file = log_file
         self._colours: dict[str, str] = {}
 
     def say(self, text: str, style: str = "") -> None:
         """Prints one line of the supervisor's own."""
-        self._print(OWN, text, style)
+        self.component(OWN, text, style)
 
     def fact(self, name: str, text: str, style: str = "") -> None:
         """Prints one of the lines with which a cluster starts."""
-        self._print(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
+        self.component(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
 
     def command(self, text: str) -> None:
         """Prints a command on a line of its own, to be copied."""
@@ -65,13 +63,6 @@ class Notices:
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
         """Prints one line of a component's log, without reading markup in it."""
-        if self._log_file is None:
-            self._print(component_id, line, style)
-        else:
-            text = as_json(component_id, line) if self._json else f"{component_id:<{PREFIX_WIDTH}} | {line}"
-            self._write(partial(self._log_file.write, f"{text}\n"))
-
-    def _print(self, component_id: str, line: str, style: str) -> None:
         from rich.text import Text
 
         if self._json:

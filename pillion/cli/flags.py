@@ -62,6 +62,7 @@ GONE: dict[str, tuple[type, str]] = {
     "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
     "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
     "verify_blocks": (config.KVNodeFlags, "the checksum of every block that comes from elsewhere is checked"),
+    "log_file": (config.ServeFlags, "send standard error to a file: 2>FILE"),
     "keep_pool": (config.ServeFlags, "a pool in host memory outlives its KV node, always"),
     "max_waiting_seqs": (config.DecodeFlags, "1,024 sequences may wait on a decode worker"),
     "measure": (config.PrepareFlags, "`python -m lab.benchmarks.quantization` shows what quantized weights cost"),

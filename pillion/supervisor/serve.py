@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from typing import TextIO
 
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
-from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
@@ -21,17 +18,7 @@ def run_serve(flags: ServeFlags) -> int:
     """Serves until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level if flags.log_level == "debug" else "warning", flags.log_format, "pillion")
-    with contextlib.ExitStack() as stack:
-        log_file = stack.enter_context(open_log(flags.log_file)) if flags.log_file else None
-        return asyncio.run(_serve(flags, Notices(form=flags.log_format, log_file=log_file)))
-
-
-def open_log(path: str) -> TextIO:
-    """Opens the file of --log-file; lines are appended and written one by one. Raises ConfigError."""
-    try:
-        return open(path, "a", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise ConfigError(f"--log-file {path}: {error.strerror}") from None
+    return asyncio.run(_serve(flags, Notices(form=flags.log_format)))
 
 
 async def _serve(flags: ServeFlags, notices: Notices) -> int:

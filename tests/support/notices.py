@@ -16,5 +16,5 @@ class RecordedNotices(Notices):
         super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115
         self.lines: list[str] = []
 
-    def _print(self, component_id: str, line: str, style: str) -> None:
+    def component(self, component_id: str, line: str, style: str = "") -> None:
         self.lines.append(f"{component_id}: {line}")

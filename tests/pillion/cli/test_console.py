@@ -1,4 +1,4 @@
-"""What is printed while components run: text for people, JSON for collectors, or a file."""
+"""What is printed while components run: text for people, or JSON for collectors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from pillion.cli.console import Notices
 
 
-def printed(form: str, *, log_file: io.StringIO | None = None) -> list[str]:
+def printed(form: str) -> list[str]:
     """The lines of a supervisor, of a component that logs JSON, and of one that prints something else."""
     out = io.StringIO()
-    notices = Notices(Console(file=out, width=40), form=form, log_file=log_file)
+    notices = Notices(Console(file=out, width=40), form=form)
     notices.say("starting :smile: [bold]")
     notices.fact("model", "toy")
     notices.command("curl x -d '{\"a\": [1]}'")
@@ -54,20 +54,10 @@ def test_json_for_collectors() -> None:
     ]
 
 
-def test_a_file_gets_the_components_lines() -> None:
-    file = io.StringIO()
-    assert [line.split(" ")[0] for line in printed("text", log_file=file)] == ["pillion", "model", "", "pillion"]
-    assert [line.split(" ")[0] for line in file.getvalue().splitlines()] == ["decode-0", "redis", "redis"]
-    file = io.StringIO()
-    printed("json", log_file=file)
-    assert [json.loads(line)["component"] for line in file.getvalue().splitlines()] == ["decode-0", "redis", "redis"]
-
-
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), ValueError("closed")]
 )
-@pytest.mark.parametrize("filed", [False, True])
-def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception, filed: bool) -> None:
+def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> None:
     """A full disk, a reader that has gone, a closed file: what is lost is counted, and said when it works again."""
 
     class Full(io.StringIO):
@@ -79,16 +69,15 @@ def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception, filed:
             return super().write(text)
 
     out = Full()
-    notices = Notices(None if filed else Console(file=out, width=200), log_file=out if filed else None)
+    notices = Notices(Console(file=out, width=200))
     for number in range(3):
         notices.component("decode-0", f"line {number}")
     assert notices.lost_lines == 3
     out.works = True
     notices.component("decode-0", "line 3")
     assert notices.lost_lines == 0
-    if not filed:
-        lines = ["decode-0   | line 3", "pillion    | 3 lines before this one are lost: the log could not be written"]
-        assert out.getvalue().splitlines() == lines
+    lines = ["decode-0   | line 3", "pillion    | 3 lines before this one are lost: the log could not be written"]
+    assert out.getvalue().splitlines() == lines
 
 
 def test_a_reader_that_goes_away_ends_nothing() -> None:

@@ -54,7 +54,6 @@ def refusal(*argv: str) -> str:
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
         (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is no address"),
         (["--metrics-port", "65534"], "--metrics-port 65536 on 127.0.0.1 cannot be used: ports end at 65535"),
-        (["--log-file", "/no/where"], "--log-file /no/where: No such file"),
         (["--redis-url", "http://x"], "--redis-url http://x: choose redis://"),
     ],
 )
