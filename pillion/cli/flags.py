@@ -75,8 +75,8 @@ GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "
 GONE_COMMANDS = {
     "pillion demo": "`make demo` in a clone of the repository runs it",
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
-    "pillion models list": "`hf cache list`, which comes with Pillion's server packages, lists the models",
-    "pillion models rm": "`hf cache rm model/OWNER/NAME`, which comes with Pillion's server packages, removes a model",
+    "pillion models": "`pillion prepare OWNER/NAME` brings a model, `hf download OWNER/NAME FILE.gguf` one file of it,"
+    " and `hf cache` lists and removes them",
 }
 
 # In a file these flags may be tables.

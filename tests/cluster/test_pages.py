@@ -65,7 +65,6 @@ NOT_RUN = {
     "pytest": "all tests run anyway",
     "docker": "there is no engine where tests run; tests/deploy/test_compose.py runs the file's services",
     "pip install": "the environment is there, and no index is asked",
-    "pillion models pull": "the model is there, and no hub is asked",
     "helm": "there is no Kubernetes; tests/deploy/test_kubernetes.py renders the chart",
     "grpcurl": "it is no package; its request is parsed here",
     "pillion serve": "a cluster of its own; the one here was started so",

