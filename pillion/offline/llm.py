@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pillion.client.answer_schema import AnswerSchema, ParsedAnswers, Schema, answer_schema, with_schema
 from pillion.client.batch import one_each
@@ -66,8 +66,6 @@ from pillion.wire.public import request_from_pb
 
 if TYPE_CHECKING:
     from pillion.offline.offline_cluster import OfflineCluster
-
-T = TypeVar("T")
 
 # A prompt is a text, token ids, or one of vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, perhaps with
 # "cache_salt".
@@ -212,8 +210,13 @@ class LLM:
         """
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
         requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
-        cut = truncate_prompt_tokens
-        return self._waited(_embed_all(self._thread.cluster, requests, dimensions, prompt_name, cut))
+        vectors, cut_tokens = self._thread.cluster.vectors, truncate_prompt_tokens
+        asked = vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
+        found = self._waited(asked)
+        return [
+            EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
+            for vector, ids in zip(found.vectors, found.token_ids, strict=True)
+        ]
 
     def score(
         self,
@@ -238,12 +241,15 @@ class LLM:
 
         Raises PillionError of the first pair that fails, and ValueError for lists of different length.
         """
+        from pillion.gateway.pooling.pair_forms import TextPair
+
         first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
         first = first * len(second) if len(first) == 1 else first
         shared = GenerateRequest(model=lora, priority=priority or 0)
-        pairs = list(zip(first, second, strict=True))
-        work = _score_all(self._thread.cluster, pairs, shared, instruction, truncate_prompt_tokens)
-        return self._waited(work)
+        vectors = self._thread.cluster.vectors
+        pairs = [TextPair(*pair) for pair in zip(first, second, strict=True)]
+        asked = vectors.score(pairs, shared, instruction=instruction, cut_tokens=truncate_prompt_tokens)
+        return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in self._waited(asked).scores]
 
     def classify(
         self,
@@ -264,18 +270,22 @@ class LLM:
         """
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
         requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
-        return self._waited(_classify_all(self._thread.cluster, requests, use_activation, truncate_prompt_tokens))
+        vectors = self._thread.cluster.vectors
+        found = self._waited(vectors.classify(requests, activated=use_activation, cut_tokens=truncate_prompt_tokens))
+        return [
+            ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
+            for values in found.values
+        ]
 
-    def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _waited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs what this thread waits for on the thread of the engine; an end of the call cancels it."""
         work = self._thread.submit(coroutine)
         try:
-            found: T = work.result()
+            return work.result()
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
             work.cancel()
-        return found
 
     # vLLM's methods that give hidden states or rewards.
     encode = no_pooling("encode")
@@ -425,47 +435,6 @@ async def _answer_all(
                 task.add_done_callback(lambda _, answers=answers: cluster.limit.give_back(answers))  # type: ignore[misc]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-async def _score_all(
-    cluster: OfflineCluster,
-    pairs: Sequence[tuple[str, str]],
-    shared: GenerateRequest,
-    instruction: str | None,
-    cut_tokens: int | None,
-) -> list[ScoringRequestOutput]:
-    """Returns the scores of all pairs."""
-    from pillion.gateway.pooling.pair_forms import TextPair
-
-    asked = [TextPair(*pair) for pair in pairs]
-    found = await cluster.vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
-    return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in found.scores]
-
-
-async def _classify_all(
-    cluster: OfflineCluster, requests: Sequence[GenerateRequest], activated: bool, cut_tokens: int | None
-) -> list[ClassificationRequestOutput]:
-    """Returns what a classifier says of all texts."""
-    found = await cluster.vectors.classify(requests, activated=activated, cut_tokens=cut_tokens)
-    return [
-        ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
-        for values in found.values
-    ]
-
-
-async def _embed_all(
-    cluster: OfflineCluster,
-    requests: Sequence[GenerateRequest],
-    dimensions: int | None,
-    prompt_name: str | None,
-    cut_tokens: int | None,
-) -> list[EmbeddingRequestOutput]:
-    """Returns the vectors of all texts."""
-    found = await cluster.vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
-    return [
-        EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
-        for vector, ids in zip(found.vectors, found.token_ids, strict=True)
-    ]
 
 
 async def _answer(
