@@ -144,11 +144,8 @@ def component_command(role: str, cls: Any, about: str, *, has_model: bool = True
 
     def run(**values: Any) -> int:
         from pillion.supervisor.component_process import end_process, run_component
-        from pillion.supervisor.gateway_processes import run_gateways
 
         flags = with_model(cls, values) if has_model else cls(**values)
-        if getattr(flags, "gateway_workers", 1) > 1:
-            return run_gateways(flags)
         return end_process(run_component(role, flags))
 
     run.__doc__ = about

@@ -9,6 +9,7 @@ from typing import Any
 from pillion.cli.flags import option_name
 from pillion.config import (
     GatewayFlags,
+    ServeFlags,
     listed_origins,
     parse_split_policy,
     refuse_contradictions,
@@ -63,6 +64,8 @@ def check_flags(flags: Any) -> None:
 
 def _check_edge(flags: GatewayFlags) -> None:
     """Refuses flags that a gateway would refuse only after all other components had started."""
+    if flags.gateway_workers > 1 and not isinstance(flags, ServeFlags):
+        raise ConfigError("--gateway-workers is a flag of pillion serve: start several pillion gateway --share-ports")
     from pillion.gateway.adapters.adapter_names import parse_lora_modules
 
     parse_lora_modules(flags.lora_modules)
