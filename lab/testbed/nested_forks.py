@@ -1,17 +1,19 @@
-"""Gives a supervisor that is itself a fork a fork server that is one, too: what both import has been imported already.
+"""Gives a supervisor that is itself a fork two programs that are forks, too: its fork server, and the one that prepares
+its model. What all of them import has been imported already.
 
-    a fork server of tests --fork--> `pillion serve`, before it does anything --fork--> waiting
-    waiting --the supervisor starts its fork server: the environment, standard input and output--> the server's program
-       '-- the supervisor has ended, or has started the program in the usual way --> its end
+    a fork server of tests --fork--> `pillion serve`, before it does anything --two forks--> waiting
+    waiting --the supervisor starts the program: the environment, standard input and output--> the program
+       '-- the supervisor has ended, or has started its fork server without needing this one --> its end
 
-A fork server that starts as a program imports torch, which takes 3 s of a core for each cluster. A supervisor has
-threads by the time that it starts the server, and nothing can be forked then, so the fork is made ahead.
+Each of the two programs imports torch when it starts in the usual way, seconds of a core for each cluster. A
+supervisor has threads by the time that it starts them, and nothing can be forked then, so the forks are made ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import socket
 import sys
 import traceback
@@ -20,6 +22,7 @@ from typing import ClassVar, NoReturn
 
 from lab.testbed.faults.board import BOARD_VARIABLE
 from pillion.cli import app
+from pillion.supervisor import local_cluster
 from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
 from pillion.supervisor.lifeline import tie_to_parent
 from pillion.supervisor.standbys import fork_server, fork_server_main
@@ -29,9 +32,11 @@ BEGIN = b"b"
 DESCRIPTORS = 2
 # This line of the cluster's log says that its fork server is a fork.
 FORKED = "it is a fork of a process that has imported everything"
-# No import reads these variables, so processes may have their own after they were forked. Settings of the product begin
-# with the prefix, and components read them when they start.
-LATE_VARIABLES = ("TMPDIR", "PYTEST_CURRENT_TEST", BOARD_VARIABLE)
+# The programs that are forked ahead, by the words with which their command lines go on after the interpreter.
+AHEAD = (("-m", fork_server.PROGRAM), ("-m", "pillion", "prepare"))
+# No import reads these variables, so processes may have their own after they were forked, or they only decide what
+# libraries print. Settings of the product begin with the prefix, and components read them when they start.
+LATE_VARIABLES = ("TMPDIR", "PYTEST_CURRENT_TEST", BOARD_VARIABLE, "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE")
 LATE_PREFIX = "PILLION_"
 
 
@@ -45,14 +50,18 @@ def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def install(text: str) -> None:
-    """Lets each supervisor that is forked from this process have a fork server that is a fork. A fork server calls it
-    after its imports, in the environment that they have read; ``text`` is empty."""
+    """Lets each supervisor that is forked from this process start programs that are forks. A fork server calls it after
+    its imports, in the environment that they have read; ``text`` is empty."""
     assert not text, f"nothing is to be said here: {text!r}"
     imported_in, run = read_by_imports(os.environ), app.main
 
     def main(argv: list[str] | None = None) -> None:
         if sys.argv[1:2] == ["serve"]:
-            _fork_ahead(imported_in)
+            _ForkedAhead.imported_in = imported_in
+            for words in AHEAD:
+                _ForkedAhead.waiting[words] = _forked()
+            _replace(fork_server, "ChildProcess", _ForkedAhead)
+            _replace(local_cluster, "ChildProcess", _ForkedAhead)
         run(argv)
 
     _replace(app, "main", main)
@@ -62,24 +71,25 @@ def _replace(module: object, name: str, value: Callable[..., object]) -> None:
     setattr(module, name, value)
 
 
-def _fork_ahead(imported_in: Mapping[str, str]) -> None:
-    """Forks the process that will be this supervisor's fork server."""
+def _forked() -> tuple[socket.socket, int]:
+    """Forks a process that waits for its order; returns the connection to it, and its id."""
     connection, its_connection = socket.socketpair()
     supervisor = os.getpid()
     pid = os.fork()
     if not pid:
-        connection.close()
+        # A fork that waits notices that the supervisor has closed its connection only where no other fork holds it.
+        for end in (connection, *(end for end, _ in _ForkedAhead.waiting.values())):
+            end.close()
         _serve(its_connection, supervisor)
     its_connection.close()
-    _ServerAhead.waiting, _ServerAhead.imported_in = (connection, pid), imported_in
-    _replace(fork_server, "ChildProcess", _ServerAhead)
+    return connection, pid
 
 
-class _ServerAhead(ChildProcess):
-    """Starts processes for a fork server's owner; the first fork server in the environment ``imported_in`` is the fork
-    that waits."""
+class _ForkedAhead(ChildProcess):
+    """Starts processes for a supervisor; the first process of each program that ``waiting`` names, in the environment
+    ``imported_in``, is the fork that waits. Nothing waits once the fork server runs."""
 
-    waiting: ClassVar[tuple[socket.socket, int] | None] = None
+    waiting: ClassVar[dict[tuple[str, ...], tuple[socket.socket, int]]] = {}
     imported_in: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -92,34 +102,53 @@ class _ServerAhead(ChildProcess):
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
         """Starts a process as :meth:`ChildProcess.start` does."""
+        words = next((words for words in cls.waiting if (*argv[1 : 1 + len(words)],) == words), None)
         # A fork server's program itself adds some variables to those that it was started with.
         fits = read_by_imports(environ).items() <= cls.imported_in.items()
-        if cls.waiting is None or not fits or [*argv[1:3]] != ["-m", fork_server.PROGRAM]:
+        if words is None or not fits:
             return await ChildProcess.start(argv, environ, forward, stdin=stdin)
-        (connection, pid), cls.waiting = cls.waiting, None
+        connection, pid = cls.waiting.pop(words)
         output, its_output = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
         with connection:
-            socket.send_fds(connection, [BEGIN], [stdin, its_output])
+            its_input = nothing if stdin == asyncio.subprocess.DEVNULL else stdin
+            socket.send_fds(connection, [BEGIN], [its_input, its_output])
             connection.sendall(fork_server_main.order_of(argv, environ))
+        os.close(nothing)
         os.close(its_output)
-        forward(FORKED)
-        return ChildProcess(ForkedProcess(pid, await reader_of(output)), forward)
+        child = ChildProcess(ForkedProcess(pid, await reader_of(output)), forward)
+        if words == AHEAD[0]:
+            forward(FORKED)
+            cls._dismiss()
+        return child
+
+    @classmethod
+    def _dismiss(cls) -> None:
+        for connection, pid in cls.waiting.values():
+            connection.close()
+            os.waitpid(pid, 0)
+        cls.waiting = {}
 
 
 def _serve(connection: socket.socket, supervisor: int) -> NoReturn:
-    """Waits for the order, and is the fork server then, and each of its forks. It ends as a program does."""
+    """Waits for the order, and is the program then, and each of its forks. It ends as a program does."""
     status: object = 1
     try:
         tie_to_parent(supervisor)
         with connection:
             _, descriptors, _, _ = socket.recv_fds(connection, len(BEGIN), DESCRIPTORS)
-            order = fork_server_main.order_from(connection)
+            order = fork_server_main.order_from(connection) if descriptors else None
         if order is not None:
             stdin, output = descriptors
             os.setsid()
             fork_server_main.take_over(*order, stdin, output)
-            sys.argv = order[0][2:]
-            fork_server_main.main()
+            argv, _ = order
+            if (*argv[1:3],) == AHEAD[0]:
+                sys.argv = argv[2:]
+                fork_server_main.main()
+            else:
+                sys.argv = ["pillion", *argv[3:]]
+                runpy.run_module("pillion", run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ended:
         status = ended.code
