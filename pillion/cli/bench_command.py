@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from pillion.cli.flags import CA, CERT, KEY, CommandGroup, gone_option, option, 
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pillion.loadgen.figures import Record
     from pillion.loadgen.run import BenchPlan
 
 TABLE_WIDTH = 100
@@ -105,14 +104,15 @@ def run(**values: Any) -> int:
 
 
 async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
+    from pillion.client.batch import progress_bar
     from pillion.loadgen import report
     from pillion.loadgen.run import opened, run_plan, sessions_of
 
     console, sessions = table_console(TABLE_WIDTH), sessions_of(plan)
     requests = sum(len(session.turns) for session in sessions)
     async with opened(plan.server) as (target, about):
-        with _bar(values["progress"]) as begin:
-            found, result = await run_plan(target, plan, begin("requests", requests), sessions)
+        with progress_bar(requests, values["progress"], "requests") as advance:
+            found, result = await run_plan(target, plan, advance, sessions)
     console.print(report.tables(result))
     if values["json"]:
         records = {"records": [asdict(record) for record in found.records]} if values["records"] else {}
@@ -136,6 +136,7 @@ def sweep(**values: Any) -> int:
 
 
 async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
+    from pillion.client.batch import progress_bar
     from pillion.loadgen import report
     from pillion.loadgen.run import check_sweep, opened, run_sweep
 
@@ -147,12 +148,12 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
         line = f"{row['rate']:.3g}/s: {goodput['attainment']:.1%} good, {goodput['requests_per_s']:.2f}/s: {word}"
         console.print(f"{line}\n{row['warning']}" if row["warning"] else line, highlight=False)
 
+    def bar(rate: float, count: int) -> AbstractContextManager[Callable[[], None]]:
+        return progress_bar(count, values["progress"], f"{rate:.3g}/s")
+
     search = {name: values[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
     async with opened(plan.server) as (target, about):
-        with _bar(values["progress"]) as begin:
-            result = await run_sweep(
-                target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=show, **search
-            )
+        result = await run_sweep(target, plan, bar=bar, on_result=show, **search)
     console.print(report.sweep_table(result["runs"]))
     best = result["best_rate"]
     console.print(f"highest rate that meets the objectives: {best:.3g}/s" if best else "no rate met the objectives")
@@ -181,23 +182,3 @@ def plan_of(values: dict[str, Any]) -> BenchPlan:
         max_concurrency=values["max_concurrency"],
         warm_up_requests=values["warm_up"],
     )
-
-
-@contextmanager
-def _bar(wanted: bool) -> Iterator[Callable[[str, int], Callable[[Record], None]]]:
-    """Shows a progress bar, if one is wanted. Yields ``begin(title, total)``, which shows a new bar and returns the
-    function that advances it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # The bar is drawn once a second, because drawing shares a core with measuring.
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, disable=not wanted) as progress:
-
-        def begin(title: str, total: int) -> Callable[[Record], None]:
-            for old in progress.task_ids:
-                progress.remove_task(old)
-            task = progress.add_task(title, total=total)
-            return lambda record: progress.advance(task)
-
-        yield begin

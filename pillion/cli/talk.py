@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -64,21 +65,13 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
 
 
 def show_each(deltas: Iterable[Delta]) -> None:
-    """Prints each answer under a heading, in order, as soon as it and those before it are complete."""
-    texts: dict[int, list[str]] = {}
-    logprobs: dict[int, list[TokenLogprob]] = {}
-    complete: set[int] = set()
-    shown = 0
+    """Prints each answer under a heading, in order, when all are complete."""
+    answers: defaultdict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
-        texts.setdefault(delta.index, []).append(delta.text)
-        logprobs.setdefault(delta.index, []).extend(delta.logprobs)
-        if delta.finish_reason is not None:
-            complete.add(delta.index)
-        while shown in complete:
-            sys.stdout.write(f"--- answer {shown + 1} ---\n{''.join(texts.pop(shown))}\n")
-            sys.stdout.write(logprob_lines(logprobs.pop(shown)))
-            sys.stdout.flush()
-            shown += 1
+        answers[delta.index].append(delta)
+    for index, answer in sorted(answers.items()):
+        sys.stdout.write(f"--- answer {index + 1} ---\n")
+        show(answer)
 
 
 def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:

@@ -175,7 +175,7 @@ def wait_s(error: Overloaded) -> float:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(total: int, wanted: bool, title: str = "prompts") -> Iterator[Callable[[], None]]:
     """Shows a bar on standard error while the block runs; yields the function to call for each finished item."""
     if not wanted:
         yield lambda: None
@@ -183,8 +183,9 @@ def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
     from rich import progress
     from rich.console import Console
 
-    counts = (progress.TextColumn("prompts"), progress.BarColumn(), progress.MofNCompleteColumn())
+    counts = (progress.TextColumn(title), progress.BarColumn(), progress.MofNCompleteColumn())
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    with progress.Progress(*counts, *times, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
+    # The bar is drawn once a second, because drawing shares a core with the streams.
+    with progress.Progress(*counts, *times, console=Console(stderr=True), refresh_per_second=1) as bar:
+        task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
 from pillion.loadgen.drive import LoadDriver
-from pillion.loadgen.figures import Record, Run
+from pillion.loadgen.figures import Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.report import SCHEMA, result_of
@@ -94,7 +94,7 @@ def sessions_of(plan: BenchPlan) -> list[LoadSession]:
 async def run_plan(
     target: LoadTarget,
     plan: BenchPlan,
-    on_done: Callable[[Record], None] = lambda record: None,
+    on_done: Callable[[], None] = lambda: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
     """Runs the plan; returns the run and its result. ``sessions`` are the plan's, if they are already made. Raises
@@ -112,7 +112,7 @@ async def run_plan(
         sessions,
         concurrency=plan.load.concurrency,
         max_concurrency=plan.max_concurrency,
-        on_done=on_done,
+        on_done=lambda record: on_done(),
         **common,
     )
     run = await driver.run()
@@ -136,7 +136,7 @@ async def run_sweep(
     run_s: float,
     max_runs: int,
     tolerance: float,
-    on_run: Callable[[float, int], Callable[[Record], None]],
+    bar: Callable[[float, int], AbstractContextManager[Callable[[], None]]],
     on_result: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Searches for the highest rate at which ``attainment`` of the requests meet all objectives.
@@ -144,7 +144,8 @@ async def run_sweep(
     Args:
         plan: its rate is the first one; its requests are the fewest of a run.
         run_s: the least time over which each run's requests arrive.
-        on_run: called with a run's rate and number of requests; returns the run's ``on_done``.
+        bar: called with a run's rate and number of requests; what it returns is entered while the run lasts, and
+            yields what is called after each request.
         on_result: called with each run's row.
 
     Raises ConfigError, as :func:`check_sweep` does.
@@ -156,7 +157,8 @@ async def run_sweep(
         count = max(plan.load.requests, round(rate * run_s))
         load = replace(plan.load, rate=rate, requests=count, seed=plan.load.seed + RUN_SEEDS * (len(tried) + 1))
         warm_up = 0 if tried else plan.warm_up_requests
-        _, result = await run_plan(target, replace(plan, load=load, warm_up_requests=warm_up), on_run(rate, count))
+        with bar(rate, count) as advance:
+            _, result = await run_plan(target, replace(plan, load=load, warm_up_requests=warm_up), advance)
         tried.append(Tried(rate, result["goodput"]["attainment"] >= attainment))
         rows.append({"rate": rate, "passed": tried[-1].passed, **result})
         on_result(rows[-1])
