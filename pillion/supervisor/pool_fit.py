@@ -15,37 +15,20 @@ DECODE_STOCK_BLOCKS = 16
 MIN_FITTED_LEN_TOKENS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PoolFit:
-    """Describes a pool's size beside the least size that it may have.
+    """Says what a pool has room for.
 
     Attributes:
-        total_blocks: blocks of the pool.
+        total_tokens: tokens whose KV the pool holds.
         max_model_len_tokens: tokens of the longest request, which the model or --max-model-len bounds; without the
             flag, fewer where the pool holds fewer.
-        request_blocks: blocks of one request of full length.
-        decode_blocks: blocks that only running decodes may use: their reserve and the free slots that workers
-            lease ahead of need.
         step_bytes: memory beside the pool for the largest steps of all workers.
     """
 
-    total_blocks: int
+    total_tokens: int
     max_model_len_tokens: int
-    block_size_tokens: int
-    block_bytes: int
-    request_blocks: int
-    decode_blocks: int
-    step_bytes: int = 0
-
-    @property
-    def total_tokens(self) -> int:
-        """Gives the number of tokens whose KV the pool holds."""
-        return self.total_blocks * self.block_size_tokens
-
-    @property
-    def needed_blocks(self) -> int:
-        """Gives the blocks of the smallest possible pool: those of one full request beside the kept blocks."""
-        return self.request_blocks + self.decode_blocks
+    step_bytes: int
 
 
 def fit_pool(
@@ -65,25 +48,18 @@ def fit_pool(
     kv_pool_bytes, reserve_percent = flags.kv_pool_bytes, flags.decode_reserve_percent
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
+    # Only running decodes may use these blocks: their reserve, and the free slots that workers lease ahead of need.
     kept = total * reserve_percent // 100 + stock
     held = (total - kept - 1 - beside_blocks) * flags.block_size
     if not flags.max_model_len and held >= MIN_FITTED_LEN_TOKENS:
         max_model_len_tokens = min(max_model_len_tokens, held)
-    fit = PoolFit(
-        total_blocks=total,
-        max_model_len_tokens=max_model_len_tokens,
-        block_size_tokens=flags.block_size,
-        block_bytes=block_bytes,
-        request_blocks=max_model_len_tokens // flags.block_size + 1 + beside_blocks,
-        decode_blocks=kept,
-        step_bytes=step_bytes,
-    )
-    if total < fit.needed_blocks:
+    needed = max_model_len_tokens // flags.block_size + 1 + beside_blocks
+    if total < needed + kept:
         # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.
-        least = -(-(fit.request_blocks + stock) * 100 // (100 - reserve_percent)) + 1
+        least = -(-(needed + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
-            f"tokens needs {fit.request_blocks} beside {fit.decode_blocks} kept for decodes: "
+            f"tokens needs {needed} beside {kept} kept for decodes: "
             f"give at least {least * block_bytes} bytes or lower --max-model-len"
         )
     machine = machine_bytes()
@@ -93,7 +69,7 @@ def fit_pool(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)}{steps} more than this machine's memory, "
             f"{human_bytes(machine)}"
         )
-    return fit
+    return PoolFit(total * flags.block_size, max_model_len_tokens, step_bytes)
 
 
 def machine_bytes() -> int:

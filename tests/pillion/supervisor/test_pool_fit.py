@@ -20,9 +20,8 @@ def fitted(flags: ServeFlags) -> PoolFit:
     return fit_pool(flags, 2**18, flags.max_model_len or 8192, 1)
 
 
-def test_the_pool_in_blocks_and_tokens() -> None:
-    made = fitted(POOL)
-    assert (made.total_blocks, made.total_tokens, made.request_blocks) == (4096, 65536, 513)
+def test_the_pool_in_tokens() -> None:
+    assert fitted(POOL) == PoolFit(65536, 8192, 0)
 
 
 @pytest.mark.parametrize("reserve", [0, 10, 50, 90])
@@ -34,8 +33,7 @@ def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
     found = re.search(r"at least (\d+) bytes", caught.value.message)
     assert found
     enough = int(found[1])
-    made = fitted(replace(small, kv_pool_bytes=enough))
-    assert made.total_blocks >= made.needed_blocks
+    fitted(replace(small, kv_pool_bytes=enough))
     with pytest.raises(ConfigError):
         fitted(replace(small, kv_pool_bytes=int(enough * 0.9)))
 
@@ -44,9 +42,10 @@ def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
 def test_a_length_that_nobody_asked_for_is_what_the_pool_holds(megabytes: int) -> None:
     unasked = replace(POOL, kv_pool_bytes=megabytes * 2**20, max_model_len=0)
     made = fitted(unasked)
-    assert made.needed_blocks <= made.total_blocks
-    assert made.max_model_len_tokens == 8192 or made.needed_blocks == made.total_blocks
     assert fitted(replace(unasked, max_model_len=made.max_model_len_tokens // 16 * 16)) == made
+    if made.max_model_len_tokens < 8192:
+        with pytest.raises(ConfigError):
+            fitted(replace(unasked, max_model_len=made.max_model_len_tokens + 16))
 
 
 def test_a_length_is_not_lowered_to_nothing() -> None:
