@@ -25,13 +25,12 @@ import psutil
 from rich.console import Console
 
 from lab.benchmarks.report import save
-from lab.benchmarks.traces import Mix, generate
+from lab.benchmarks.traces import Mix, generate, write_trace
 from pillion import Client
 from pillion.errors import Conflict
 from pillion.loadgen.load import LoadConfig
 from pillion.loadgen.report import tables
 from pillion.loadgen.run import BenchPlan, Server, opened, run_plan
-from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
     from lab.testbed.cluster import ServedCluster

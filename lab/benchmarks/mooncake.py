@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from lab.benchmarks.traces import TraceText
-from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
+from lab.benchmarks.traces import TraceText, write_trace
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from lab.benchmarks.closed_loop import TOKEN_RANGE, measure
 from lab.benchmarks.report import save, show_table
-from lab.benchmarks.traces import Mix, generate
+from lab.benchmarks.traces import Mix, generate, write_trace
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig, lab_fleet, simulate, simulate_closed
 from pillion.config import AUTO
@@ -44,7 +44,7 @@ from pillion.loadgen.figures import Record, percentile, summarize
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.slo import good, parse_slo
 from pillion.loadgen.target import PillionTarget
-from pillion.loadgen.traces import TraceRequest, read_trace, write_trace
+from pillion.loadgen.traces import TraceRequest, read_trace
 
 MODEL = "demo"
 MAX_MODEL_LEN = 4096

@@ -42,9 +42,8 @@ from lab.benchmarks.load_test import (
 )
 from lab.benchmarks.plot import Chart, line_charts
 from lab.benchmarks.report import save, show_table
-from lab.benchmarks.traces import Mix, generate
+from lab.benchmarks.traces import Mix, generate, write_trace
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.loadgen.traces import write_trace
 
 if TYPE_CHECKING:
     from lab.testbed.cluster import ServedCluster

@@ -7,20 +7,23 @@ this module.
     document   a long text of its own, with one or a few questions soon after each other
 
 A seed determines the whole trace. Nothing is copied from a real trace: shares and lengths are assumptions, stated in
-:class:`Mix`, and real traces in this form can be read instead.
+:class:`Mix`, and real traces can be read instead: those in this form as they are, others are written in it (--csv).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import itertools
+import json
 import math
 import pathlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 
-from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, write_trace
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +123,40 @@ def _length(rng: random.Random, median: int, sigma: float) -> int:
     return max(1, round(rng.lognormvariate(math.log(median), sigma)))
 
 
+def from_csv(path: pathlib.Path) -> list[TraceRequest]:
+    """Reads a trace of BurstGPT (Wang et al., 2024) or one of Azure's LLM inference traces, by its columns. Raises
+    ValueError for any other table."""
+    with path.open(encoding="utf-8-sig") as file:
+        table = csv.DictReader(file)
+        columns = set(table.fieldnames or ())
+        if {"Timestamp", "Request tokens", "Response tokens"} <= columns:
+            read = [(float(row["Timestamp"]) * 1000, row["Request tokens"], row["Response tokens"]) for row in table]
+        elif {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
+            read = [(_epoch_ms(row["TIMESTAMP"]), row["ContextTokens"], row["GeneratedTokens"]) for row in table]
+        else:
+            raise ValueError(f"{path} has the columns neither of BurstGPT nor of Azure's traces")
+    return [TraceRequest(at_ms, int(float(asked)), int(float(answered))) for at_ms, asked, answered in read]
+
+
+def _epoch_ms(text: str) -> float:
+    when = datetime.datetime.fromisoformat(text)
+    return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp() * 1000
+
+
+def write_trace(path: pathlib.Path, requests: Iterable[TraceRequest]) -> None:
+    """Writes a trace in Mooncake's form, one JSON object a line."""
+    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
+
+
 def main() -> None:
     """Writes a trace to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--csv", type=pathlib.Path, help="write this trace of BurstGPT or Azure in Mooncake's form")
     args = parser.parse_args()
-    write_trace(args.path, generate(args.seed, args.requests))
+    write_trace(args.path, from_csv(args.csv) if args.csv else generate(args.seed, args.requests))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ LOAD = (
     option("--system-len", "Words of each.", "256"),
     option("--turns", "Of a chat.", "uniform:2,5"),
     option("--think-s", "Mean pause between an answer and the next turn.", 1.0),
-    option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", ""),
+    option("--trace", "File: JSON lines in Mooncake's form.", ""),
     option("--max-model-len", "Leave out rows of a trace that need more tokens.", type=int),
     option("--token-range", "Token ids of random prompts.", "1000,30000", callback=token_range, metavar="LOW,HIGH"),
     option("--seed", "All of the load follows from it.", 0),

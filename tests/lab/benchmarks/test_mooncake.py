@@ -7,7 +7,8 @@ import pathlib
 import pytest
 
 from lab.benchmarks.mooncake import WORKLOADS, described, generate_like
-from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, read_trace, write_trace
+from lab.benchmarks.traces import write_trace
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, read_trace
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

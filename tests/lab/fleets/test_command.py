@@ -8,12 +8,11 @@ import re
 
 import pytest
 
-from lab.benchmarks.traces import generate
+from lab.benchmarks.traces import generate, write_trace
 from lab.fleets.__main__ import main
 from lab.fleets.measured import costs_of
 from lab.fleets.pictures import check_plot
 from pillion.errors import ConfigError
-from pillion.loadgen.traces import write_trace
 from pillion.wire.registry import ComponentRecord
 
 COST = "--step-cost=5e-3,4e-5,5e-5,2e-8,1e-9"

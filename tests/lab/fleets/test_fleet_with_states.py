@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.benchmarks.traces import write_trace
 from lab.fleets.__main__ import main
 from lab.fleets.prefix_store import SimTicket, SlotsOfState
 from lab.fleets.state_store import StateIndex, StateStore
@@ -19,7 +20,7 @@ from lab.fleets.traffic import Request
 from lab.fleets.world import FleetConfig, FleetWorld, simulate
 from pillion.config import KVNodeFlags, ServeFlags
 from pillion.errors import ConfigError
-from pillion.loadgen.traces import TraceRequest, write_trace
+from pillion.loadgen.traces import TraceRequest
 
 COST = (5e-3, 4e-5, 5e-5, 2e-8, 1e-9)
 BLOCK_TOKENS, BLOCK_BYTES = 64, 2**20
