@@ -26,6 +26,7 @@ from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
 from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster
 from tests.support.http import call, request_bytes
+from tests.support.standing_quotas import standing_quotas
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}
 FILE = """
@@ -80,8 +81,8 @@ async def ask(client: AsyncClient, prompt: str = "hello", **options: Any) -> str
 
 @contextlib.asynccontextmanager
 async def running_with(file: str, **flags: Any) -> AsyncIterator[FakeCluster]:
-    """``running_fake_cluster`` waits for a model, which needs a key."""
-    with pytest.MonkeyPatch.context() as patch:
+    """``running_fake_cluster`` waits for a model, which needs a key. A quota that is used up stays so."""
+    with pytest.MonkeyPatch.context() as patch, standing_quotas():
         patch.setenv("PILLION_API_KEY", KEYS["friend"])
         async with running_fake_cluster("abc", api_keys=file, **flags) as fakes:
             yield fakes

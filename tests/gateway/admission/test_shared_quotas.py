@@ -22,6 +22,7 @@ from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
 from tests.support.examples import examples
+from tests.support.standing_quotas import standing_quotas
 
 LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"
 
@@ -42,6 +43,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an answer of Redis a gateway counts alone, and on a busy machine a sound Redis may take a second."""
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", 30_000)
     monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", 30_000)
+
+
+@pytest.fixture
+def standing() -> Iterator[None]:
+    with standing_quotas():
+        yield
 
 
 def now() -> float:
@@ -117,6 +124,7 @@ async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server
 # ---- one count for all gateways --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("standing")
 async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisServer) -> None:
     one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", requests_per_minute=3, tokens_per_minute=100)
@@ -148,6 +156,7 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
         await two.aclose()
 
 
+@pytest.mark.usefixtures("standing")
 async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisServer) -> None:
     one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", requests_per_minute=6, tokens_per_minute=1000)
@@ -182,6 +191,7 @@ async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisSe
         await two.aclose()
 
 
+@pytest.mark.usefixtures("standing")
 async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
     one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", tokens_per_minute=100)
@@ -213,6 +223,7 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
         await two.aclose()
 
 
+@pytest.mark.usefixtures("standing")
 async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None:
     quotas, tenant = Quotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
     quotas.spend(tenant, 30, now())
