@@ -52,6 +52,7 @@ class Components:
 
         edge = DISAGGREGATED | flags
         component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
+        patient(component.gateway.cluster.index)
         try:
             yield component.grpc_address
         finally:

@@ -33,7 +33,8 @@ async def test_a_bundle_says_what_happened(tmp_path: pathlib.Path) -> None:
     assert warm.answers[1].token_ids == cold.answers[1].token_ids
     assert cold.request.token_ids == tuple(prompt)
     chunks = [event.tokens for event in cold.story if event.what == "chunk"]
-    assert chunks == [64, 128, 192]
+    # The last chunk's acknowledgement may come after the answer's end.
+    assert chunks in ([64, 128], [64, 128, 192])
     assert cold.receipt["timings"]["prefilled_tokens"] == 192
     assert "The prefix was cold: none of the prompt's 200 tokens was cached." in sentences(cold)
     cached = warm.receipt["usage"]["cached_tokens"]

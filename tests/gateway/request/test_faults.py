@@ -17,8 +17,10 @@ from pillion.gateway.links.cluster import Served
 from pillion.gateway.request import component_calls as calls
 from pillion.gateway.request import request_machine, request_runner
 from pillion.gateway.request.events import StillQueued
+from pillion.gateway.request.request_machine import RequestState
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.kvstore.index.index import PrefixHit
+from pillion.types import GenerateRequest
 from tests.support.fake_components import (
     FakeCluster,
     FakeDecode,
@@ -431,12 +433,27 @@ async def test_service_goes_on_while_redis_is_away() -> None:
 async def test_a_worker_that_says_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    clock = TurnedClock()
+    monkeypatch.setattr(request_runner, "time", clock)
     monkeypatch.setattr(request_runner, "LOGGED_SILENCE_S", 0.1)
     monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.decode.gate.clear()
+        runner = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT))
+        (machine,) = runner._samples.machines
+
+        def decodes(attempt: int) -> bool:
+            return machine.attempt == attempt and machine.state is RequestState.DECODING
+
+        def ended(attempt: int) -> bool:
+            clock.now_s += request_runner.MAX_SILENCE_S
+            return machine.attempt > attempt or runner.ended
+
+        for attempt in (1, 2):
+            await until("a worker that decodes", lambda n=attempt: decodes(n))
+            await until("the attempt's end", lambda n=attempt: ended(n))
         with pytest.raises(Unavailable, match="given up after 2 attempts; the last one: nothing was heard"):
-            await read(fakes.client.generate(PROMPT))
+            await read(runner)
         await fakes.settled()
         assert len(fakes.decode.cancelled) == 2
     told = [record.getMessage() for record in caplog.records if "has heard nothing" in record.getMessage()]
@@ -561,8 +578,6 @@ async def test_deadlines_travel_and_free_everything(stage: str) -> None:
 
 
 async def test_the_gateway_keeps_the_deadline_itself() -> None:
-    from pillion.types import GenerateRequest
-
     async with running_fake_cluster(SCRIPT) as fakes:
         await stuck(fakes, "decode")
         for timeout_s in MORE_AND_MORE_TIME_S:
@@ -628,8 +643,6 @@ async def test_work_that_is_cancelled_by_nobody_ends_its_request(monkeypatch: py
 async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         core = fakes.gateway.gateway
-        from pillion.types import GenerateRequest
-
         runner = await core.generate(GenerateRequest(text=PROMPT))
         await until("the end of the request", lambda: runner.ended)
         (delta,) = [delta async for delta in runner]
