@@ -106,12 +106,11 @@ class Quotas:
         self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in left}
 
     async def aclose(self) -> None:
-        """Reports to Redis what tenants have spent since the last report, and closes the connections."""
+        """Waits until all that tenants have spent is reported to Redis, and closes the connections."""
         if self._reporting is not None:
-            self._reporting.cancel()
+            # A report that is cancelled under way may not have reached Redis, and is not sent again.
             await asyncio.gather(self._reporting, return_exceptions=True)
         if self._shared is not None:
-            await self._report()
             await self._shared.aclose()
 
     async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:

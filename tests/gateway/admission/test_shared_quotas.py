@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import pathlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lab.testbed.conditions import until
+from lab.testbed.conditions import loop_turns, until
 from lab.testbed.redis import RedisServer, running_redis
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import CountedCall, Quotas
@@ -224,10 +226,26 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("standing")
-async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None:
+@pytest.mark.parametrize("under_way", [False, True])
+async def test_the_last_answers_are_told_at_the_end(
+    server: RedisServer, under_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quotas, tenant = Quotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
+    begun, go_on, take = asyncio.Event(), asyncio.Event(), SharedBuckets.take
+
+    async def slow(*demands: Any) -> Shortage | None:
+        begun.set()
+        await go_on.wait()
+        return await take(*demands)
+
+    monkeypatch.setattr(SharedBuckets, "take", slow)
     quotas.spend(tenant, 30, now())
-    await quotas.aclose()
+    if under_way:
+        await begun.wait()
+    closing = asyncio.create_task(quotas.aclose())
+    await loop_turns()
+    go_on.set()
+    await closing
     buckets = SharedBuckets(server.url)
     assert (await buckets.take("acme", [BucketDemand(0), BucketDemand(10, 0, 1)])).place == 1
     await buckets.aclose()
