@@ -852,8 +852,6 @@ class Gateway:
             permit.ended_itself = runner.ended_itself
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
-            if story is not None:
-                story.ended(time.monotonic(), usage, runner.timings, runner.defect)
             self.tenants.add(permit.tenant.name, usage)
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
@@ -863,8 +861,7 @@ class Gateway:
 
         if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)
-        note = None if story is None else story.note
-        runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended, note)
+        runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended, story)
         runner.start()
         return runner
 

@@ -210,9 +210,7 @@ def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswe
     """Yields the answers as far as they came. A request for a vector has none."""
     if story.admitted.pooled is not None:
         return
-    # The log probabilities that another gateway gave before a stream moved here are not known.
-    admitted = story.admitted
-    shows = content == "full" and admitted.asked.sampling.logprobs is not None and not admitted.resumed_tokens
+    shows = content == "full" and story.admitted.asked.sampling.logprobs is not None
     for answer in story.answers:
         ids = tuple(answer.token_ids)
         yield BundleAnswer(
@@ -221,5 +219,5 @@ def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswe
             hmac=hidden(key, "answer", ids) if content == "hash" and ids else "",
             finish_reason=answer.finish_reason,
             logprobs=tuple(answer.logprobs[: len(ids)]) if shows else (),
-            times=answer.times(admitted.arrived),
+            times=answer.times(story.admitted.arrived),
         )

@@ -68,10 +68,11 @@ _TOLD: Mapping[type, tuple[str, str]] = {
 @dataclass(slots=True)
 class AnswerLog:
     """Gathers the tokens of one answer, and when they came, in monotonic seconds; ``first_s`` is 0.0 before the first.
-    It ``waits`` until its stream begins, or goes on after a loss."""
+    It ``waits`` until its stream begins, or goes on after a loss. ``finish_reason`` is the client's; "" before the
+    end. Log probabilities that another gateway gave, before the stream moved to this one, are None."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
     gaps: list[int] = field(default_factory=lambda: [0] * (len(_GAP_BOUNDS_S) + 1))
     first_s: float = 0.0
     last_s: float = 0.0
@@ -145,6 +146,7 @@ class Story:
         self._tell("ready", now, figures={"grammar_ms": _ms(self.admitted.grammar_s)} if grammar else {})
         for answer, before in zip(self.answers, resume.answers if resume else (), strict=False):
             answer.token_ids += before.token_ids
+            answer.logprobs += [None] * len(before.token_ids)
 
     def waits(self, now: float, running: int, waiting: Mapping[str, int]) -> None:
         """Notes that the request has to wait for its turn: so many answers are at the workers, and so many requests of
@@ -173,10 +175,6 @@ class Story:
                 if log.waits:
                     log.waits = False
                     self._keep(now, answer, event)
-            elif isinstance(action, ev.Finish):
-                self.answers[answer].finish_reason = action.reason.value
-            elif isinstance(action, ev.Fail):
-                self.error = action.error
             elif type(action) in _TOLD:
                 self._keep(now, answer, action)
         if isinstance(event, ev.StopStringFound) and index is not None:
@@ -189,9 +187,8 @@ class Story:
         timings: Timings | None = None,
         error: PillionError | None = None,
     ) -> None:
-        """Notes the end of the request; ``error`` is why it failed, where no action has told it."""
-        self.ended_s, self.usage, self.timings = now, usage, timings
-        self.error = error or self.error
+        """Notes the end of the request; ``error`` is why it failed; None where it did not."""
+        self.ended_s, self.usage, self.timings, self.error = now, usage, timings, error
         self.on_end(self)
 
     @property

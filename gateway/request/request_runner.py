@@ -25,6 +25,7 @@ from opentelemetry import trace
 
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.recorder.story import Story
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.component_calls import ComponentCalls
@@ -64,8 +65,7 @@ class RequestRunner:
         span: the request's trace span, which the runner ends.
         meter: records when tokens come and how the request ends.
         on_end: called once, with the tokens used.
-        note: called with each event of an answer (None: of all answers), the actions that it caused, and the time;
-            None where nobody keeps them.
+        story: is told what happens to the request; None where nobody keeps it.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class RequestRunner:
         span: trace.Span,
         meter: RequestMeter,
         on_end: Callable[[Usage], None],
-        note: Callable[[int | None, Event, Sequence[AnswerAction], float], None] | None = None,
+        story: Story | None = None,
     ) -> None:
         self.admitted = admitted
         self._answers = tuple(answers)
         self._span = span
         self._meter = meter
         self._on_end = on_end
-        self._note = note
+        self._story = story
         indexes = range(len(self._answers))
         self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
         seeds = [answer_seed(admitted.sampling.seed or 0, index) for index in indexes]
@@ -117,8 +117,6 @@ class RequestRunner:
         self.failed_unserved = False
         # This says whether that error asks the client to come again later, since the workers have no room.
         self.refused = False
-        # These are there once the request has ended.
-        self.timings: Timings | None = None
 
     def start(self) -> None:
         """Begins the request. Call once."""
@@ -240,8 +238,8 @@ class RequestRunner:
         else:
             self._last_event_s[index] = now
             actions = self._samples.handle(index, event, now)
-        if self._note is not None:
-            self._note(index, event, actions, now)
+        if self._story is not None:
+            self._story.note(index, event, actions, now)
         return actions
 
     def _fail_by_defect(self, error: BaseException) -> None:
@@ -298,6 +296,8 @@ class RequestRunner:
             reason = FinishReason.TOOL_CALLS
         self._calls[index].load.end()
         self._reasons[index] = reason.value
+        if self._story is not None:
+            self._story.answers[index].finish_reason = reason.value
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
@@ -322,7 +322,7 @@ class RequestRunner:
             if timer is not None:
                 timer.cancel()
         now, usage, span = time.monotonic(), self.usage(), self._span
-        timings = self.timings = self._timings(now)
+        timings = self._timings(now)
         if error is None:
             self._outbox.end(usage, timings)
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
@@ -333,6 +333,8 @@ class RequestRunner:
         self._meter.ended(now, usage, timings, self._reasons, error)
         if log.isEnabledFor(logging.INFO):
             self._log_end(usage, timings, error)
+        if self._story is not None:
+            self._story.ended(now, usage, timings, error)
         self._on_end(usage)
         self._wake()
 

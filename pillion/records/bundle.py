@@ -108,13 +108,14 @@ class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
 class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Holds one answer that was generated: all its tokens, also those of an unfinished one, or their HMAC. Its
     ``finish_reason`` is "" where it did not come to its end. ``logprobs`` has the log probability of each token, where
-    the client asked for them. ``times`` is None for an answer without tokens."""
+    the client asked for them; None for tokens that another gateway gave before the stream moved. ``times`` is None for
+    an answer without tokens."""
 
     tokens: int
     token_ids: tuple[int, ...] = ()
     hmac: str = ""
     finish_reason: str = ""
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[float | None, ...] = ()
     times: TokenTimes | None = None
 
 

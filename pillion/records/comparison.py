@@ -91,9 +91,9 @@ def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[Replay
     difference, and how many tokens they are: those that were recorded with one."""
     total, count = 0.0, 0
     for old, new in zip(recorded, replayed, strict=True):
-        known = min(shared_tokens(old, new), len(old.logprobs), len(new.logprobs))
-        total += sum(abs(old.logprobs[place] - new.logprobs[place].logprob) for place in range(known))
-        count += known
+        pairs = list(zip(old.logprobs, new.logprobs, strict=False))[: shared_tokens(old, new)]
+        known = [abs(before - now.logprob) for before, now in pairs if before is not None]
+        total, count = total + sum(known), count + len(known)
     return total, count
 
 

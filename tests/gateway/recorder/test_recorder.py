@@ -8,18 +8,25 @@ import os
 import pathlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lab.testbed.conditions import until
+from lab.testbed.recorded_requests import TEMPLATE
 from pillion import Delta, PillionError
+from pillion.client.client_requests import prompt_request, to_pb
 from pillion.errors import ConfigError
 from pillion.gateway.recorder import recorder as recorders
 from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
 from pillion.gateway.request.validation import RECORD_HEADER
+from pillion.net import rpc
 from pillion.observability import metric_catalog as names
 from pillion.records.bundle import KEY_FILE, Bundle, encode, find, hidden, read, read_key
+from pillion.types import AnswerSoFar, FinishReason, Resume, SamplingParams
+from pillion.v1.gateway_pb2_grpc import GatewayStub
+from pillion.wire.public import origin_from_pb
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 from tests.support.http import call
@@ -85,6 +92,33 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("tokens")
     plan = next(event for event in bundle.story if event.what == "planned")
     assert [(one.decode, one.prefill, one.chosen) for one in plan.weighed] == [("decode-0", "prefill-0", True)]
+
+
+async def test_an_answer_ends_as_its_client_was_told(tmp_path: pathlib.Path) -> None:
+    call_of_a_tool = '<tool_call>\n{"name": "near", "arguments": {}}\n</tool_call>'
+    flags = {"record_path": str(tmp_path), "record_share": 1.0}
+    async with running_fake_cluster(call_of_a_tool, template=TEMPLATE, **flags) as fakes:
+        tool = {"type": "function", "function": {"name": "near"}}
+        deltas = [one async for one in fakes.client.chat([{"role": "user", "content": "hi"}], tools=[tool])]
+        (bundle,) = await recorded(tmp_path)
+    assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS
+    assert bundle.answers[0].finish_reason == "tool_calls"
+
+
+async def test_a_stream_that_moved_here_is_whole(tmp_path: pathlib.Path) -> None:
+    """But for the log probabilities that the other gateway gave."""
+    async with recording(tmp_path, record_share=1.0, record_content="full") as fakes:
+        sampling = SamplingParams(seed=7, logprobs=0)
+        async with rpc.open_channel(fakes.gateway.grpc_address) as channel:
+            stub, request = GatewayStub(channel), prompt_request(PROMPT, sampling=sampling)
+            messages = [one async for one in stub.Generate(to_pb(request))]
+            begun = AnswerSoFar(script_of(SCRIPT)[:5])
+            rest = replace(request, resume=Resume(origin_from_pb(messages[0].origin), (begun,)))
+            async for _ in stub.Generate(to_pb(rest)):
+                pass
+        whole, moved = await recorded(tmp_path, 2)
+    assert (moved.request.resumed_tokens, moved.answers[0].token_ids) == (5, whole.answers[0].token_ids)
+    assert moved.answers[0].logprobs == (None,) * 5 + whole.answers[0].logprobs[5:]
 
 
 @pytest.mark.parametrize("content", ["hash", "none"])

@@ -11,7 +11,7 @@ from pillion.records.comparison import ReplayedAnswer, first_difference, logprob
 from pillion.types import TokenLogprob
 
 
-def recorded(ids: str, finish_reason: str = "length", logprobs: tuple[float, ...] = ()) -> BundleAnswer:
+def recorded(ids: str, finish_reason: str = "length", logprobs: tuple[float | None, ...] = ()) -> BundleAnswer:
     """An answer whose tokens are the letters' numbers."""
     return BundleAnswer(tokens=len(ids), token_ids=tuple(map(ord, ids)), finish_reason=finish_reason, logprobs=logprobs)
 
@@ -84,8 +84,8 @@ def test_a_difference_is_where_the_first_unequal_answer_parts(pairs: list[tuple[
 
 
 def test_distances_are_those_of_equal_tokens_with_recorded_log_probabilities() -> None:
-    old = [recorded("abx", logprobs=(-0.5, -0.75, -9.0)), recorded("ab")]
-    assert logprob_distance(old, [replayed("abc"), replayed("ab")]) == (0.25, 2)
+    old = [recorded("aabx", logprobs=(None, -0.5, -0.75, -9.0)), recorded("ab")]
+    assert logprob_distance(old, [replayed("aabc"), replayed("ab")]) == (0.25, 2)
 
 
 def test_an_unfinished_answer_needs_no_more_than_it_had() -> None:
