@@ -18,23 +18,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
-import grpc.aio
 from rich import box
 from rich.table import Table
 
 from pillion.cli.app import run_command, takes_model, with_model
 from pillion.cli.console import Notices, table_console
 from pillion.cli.flags import FlagCommand, flag_options, option_name
-from pillion.client.client_requests import chat_request, to_pb
+from pillion.client.async_client import AsyncClient
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError, Unavailable
-from pillion.net import rpc
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.types import ChatMessage, SamplingParams, Timings, Usage
-from pillion.v1.gateway_pb2_grpc import GatewayStub
-from pillion.wire.public import PLAN_HEADER, delta_from_pb
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -140,27 +136,26 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]
     notices.say(f"cluster ready after {stages['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
     with timed(stages, "answers"):
         policies = dict.fromkeys((*(POLICIES if cluster.flags.prefill_workers else ()), cluster.flags.split_policy))
-        async with rpc.open_channel(cluster.target) as channel:
-            conversation = await run_unless(supervisor.failed(), converse(GatewayStub(channel), tuple(policies)))
-            if not conversation:
-                raise Unavailable(await supervisor.failed())
-            return conversation.result()
+        conversation = await run_unless(supervisor.failed(), converse(cluster.target, tuple(policies)))
+        if not conversation:
+            raise Unavailable(await supervisor.failed())
+        return conversation.result()
 
 
-async def converse(stub: Any, policies: Sequence[str]) -> list[DemoAnswer]:
+async def converse(target: str, policies: Sequence[str]) -> list[DemoAnswer]:
     """Asks a gateway everything that the table shows: the long prompt by each split policy, by the last one twice."""
     first = [ChatMessage("user", QUESTION)]
-    one = await ask(stub, "first turn", first, SHORT_ANSWER_TOKENS)
+    one = await ask(target, "first turn", first, SHORT_ANSWER_TOKENS)
     second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
-    answers = [one, await ask(stub, "second turn", second, SHORT_ANSWER_TOKENS)]
+    answers = [one, await ask(target, "second turn", second, SHORT_ANSWER_TOKENS)]
     text = str(importlib.metadata.metadata("pillion").json["description"])[:LONG_PROMPT_CHARACTERS]
     long = [ChatMessage("user", f"{text}\n\nSay in one sentence what this text describes.")]
     for policy in policies:
-        answers.append(await ask(stub, policy, long, LONG_ANSWER_TOKENS, policy))
-    return [*answers, await ask(stub, f"{policies[-1]} again", long, LONG_ANSWER_TOKENS, policies[-1])]
+        answers.append(await ask(target, policy, long, LONG_ANSWER_TOKENS, policy))
+    return [*answers, await ask(target, f"{policies[-1]} again", long, LONG_ANSWER_TOKENS, policies[-1])]
 
 
-async def ask(stub: Any, title: str, messages: list[ChatMessage], max_tokens: int, policy: str = "") -> DemoAnswer:
+async def ask(target: str, title: str, messages: list[ChatMessage], max_tokens: int, policy: str = "") -> DemoAnswer:
     """Sends one greedy chat request, and writes its text as it comes. With a split ``policy``, only a request of the
     same policy finds its KV. Raises PillionError."""
     asked = messages[-1].content
@@ -168,17 +163,14 @@ async def ask(stub: Any, title: str, messages: list[ChatMessage], max_tokens: in
     print(f"\n{title} > {shown}")
     answer = DemoAnswer(title, began_s=time.monotonic())
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    message = to_pb(chat_request(messages, sampling=sampling, cache_salt=policy))
-    plan = [(PLAN_HEADER, f"policy={policy}")] if policy else []
-    try:
-        async for part in stub.Generate(message, timeout=REQUEST_TIMEOUT_S, metadata=plan):
-            now, delta = time.monotonic(), delta_from_pb(part)
+    async with AsyncClient(target, plan=f"policy={policy}" if policy else "") as client:
+        deltas = client.chat(messages, sampling=sampling, cache_salt=policy, timeout_s=REQUEST_TIMEOUT_S)
+        async for delta in deltas:
+            now = time.monotonic()
             answer.token_times_s += [now] * len(delta.token_ids)
             answer.text += delta.text
             answer.usage, answer.timings = delta.usage or answer.usage, delta.timings or answer.timings
             print(delta.text, end="", flush=True)
-    except grpc.aio.AioRpcError as error:
-        raise rpc.from_rpc_error(error) from None
     print()
     return answer
 

@@ -83,6 +83,7 @@ class AsyncClient:
         resume_timeout_s: how long a stream whose gateway was lost may take to go on; 0: it is not resumed.
         connect_timeout_s: how long a request may wait until a gateway listens, where connections are refused; 0: a
             few calls within a second. A ``timeout_s`` of the request that is shorter ends it first.
+        plan: forced on every request, with an operator's key; see :func:`pillion.client.connection.connect`.
 
     Raises ConfigError for options that cannot work.
     """
@@ -99,9 +100,10 @@ class AsyncClient:
         max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        plan: str = "",
     ) -> None:
         self._connection = connect(
-            target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
+            target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes, plan=plan
         )
         self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()

@@ -25,6 +25,7 @@ from pillion.errors import ConfigError, DeadlineExceeded, Internal, PillionError
 from pillion.net import rpc
 from pillion.net.tls import load_pair
 from pillion.observability import telemetry
+from pillion.wire.public import PLAN_HEADER
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
@@ -48,6 +49,8 @@ class GatewayConnection:
     credentials: grpc.ChannelCredentials | None
     api_key: str
     max_message_bytes: int
+    # This says what the planner may not choose; "" leaves it free.
+    plan: str = ""
     # Health checks ask a port itself, whatever proxy the environment names.
     by_proxy: bool = True
 
@@ -65,9 +68,9 @@ class GatewayConnection:
         return grpc.aio.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Returns the metadata of every call: the API key, and the trace context of the caller."""
+        """Returns the metadata of every call: the API key, the forced plan, and the trace context of the caller."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
-        return key + telemetry.inject()
+        return key + ([(PLAN_HEADER, self.plan)] if self.plan else []) + telemetry.inject()
 
     def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
         """Returns ``error`` with a message that says what to do.
@@ -127,6 +130,7 @@ def connect(
     key: Pem | None = None,
     api_key: str = "",
     max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
+    plan: str = "",
 ) -> GatewayConnection:
     """Checks the options and reads the files; the first call connects.
 
@@ -138,6 +142,8 @@ def connect(
         cert, key: PEM of the client's own certificate chain and private key, for a server that asks for them.
         api_key: sent as ``authorization: Bearer``; default: the environment's PILLION_API_KEY.
         max_message_bytes: largest message that is received or sent.
+        plan: forced on every request, with an operator's key, such as ``policy=colocated``, ``split=1024`` or
+            ``node=kv-1``; "" leaves the planner free.
 
     Raises:
         ConfigError: options that cannot work together, or files that cannot be read.
@@ -166,7 +172,7 @@ def connect(
             # gRPC would only log that they do not fit, and then every connection would fail.
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), os.fspath(cert), os.fspath(key))
         credentials = grpc.ssl_channel_credentials(*pems)
-    return GatewayConnection(targets, credentials, key_text, max_message_bytes)
+    return GatewayConnection(targets, credentials, key_text, max_message_bytes, plan)
 
 
 def connection_hint(target: str, encrypted: bool) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from lab.demo import LONG_PROMPT_CHARACTERS, POLICIES, DemoAnswer, converse, demo, table_of
+from pillion import AsyncClient, ChatMessage, Delta
 from pillion.errors import ConfigError
 from pillion.types import Timings, Usage
-from pillion.v1 import gateway_pb2
 from pillion.wire.public import PLAN_HEADER
 
 
@@ -28,39 +29,33 @@ def test_the_demonstration_s_table_fits_into_80_columns() -> None:
     assert all(text in written for text in figures)
 
 
-class AskedStub:
-    """Is asked in place of a gateway, and notes what comes."""
+async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int, str]] = []
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int, str]] = []
+    def chat(client: AsyncClient, messages: list[ChatMessage], *, cache_salt: str, **_: Any) -> Any:
+        plan = dict(client._connection.metadata()).get(PLAN_HEADER, "")
+        asked.append((plan, len(messages[-1].content), cache_salt))
+        return told()
 
-    async def Generate(  # noqa: N802
-        self,
-        request: gateway_pb2.GenerateRequest,
-        *,
-        timeout: float,  # noqa: ASYNC109  (gRPC's own name)
-        metadata: list[tuple[str, str]],
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        plan = dict(metadata).get(PLAN_HEADER, "")
-        self.asked.append((plan, len(request.messages[-1].content), request.cache_salt))
-        yield gateway_pb2.GenerateResponse(text="Paris", token_ids=[1])
+    async def told() -> AsyncIterator[Delta]:
+        yield Delta("", "Paris", (1,))
 
-
-async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more() -> None:
-    stub = AskedStub()
-    answers = await converse(stub, (*POLICIES, "auto"))
+    monkeypatch.setattr(AsyncClient, "chat", chat)
+    answers = await converse("unix:nobody", (*POLICIES, "auto"))
     assert [answer.title for answer in answers] == [
         *("first turn", "second turn"),
         *("colocated", "disaggregated", "auto", "auto again"),
     ]
-    assert [(plan, salt) for plan, _, salt in stub.asked] == [
+    assert [(plan, salt) for plan, _, salt in asked] == [
         *[("", "")] * 2,
         ("policy=colocated", "colocated"),
         ("policy=disaggregated", "disaggregated"),
         *[("policy=auto", "auto")] * 2,
     ]
     assert all(answer.text == "Paris" and len(answer.token_times_s) == 1 for answer in answers)
-    long = {size for _, size, salt in stub.asked if salt}
+    long = {size for _, size, salt in asked if salt}
     assert len(long) == 1
     assert long.pop() > LONG_PROMPT_CHARACTERS
 
