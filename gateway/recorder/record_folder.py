@@ -9,13 +9,11 @@ functions here block.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.records.bundle import Bundle, encode, make_key, read_key, write
+from pillion.records.bundle import Bundle, encode, listed, make_key, read_key, write
 
 # The folder is looked through this often at the most, unless it may be full: other gateways write into it, too.
 LOOK_EVERY_S = 300.0
@@ -53,22 +51,13 @@ class RecordFolder:
 
     def _make_room(self, size_bytes: int, now: float) -> None:
         """Removes old bundles, and more of them, the oldest first, until there is room for ``size_bytes`` more."""
-        found = sorted(self._files())
-        self._bytes, self._counted_s = sum(size for _, size, _ in found), now
-        for written_s, size, path in found:
-            is_part = path.suffix == ".part"
-            if is_part and now - written_s < PART_AGE_S:
+        found = listed(self._path, ".json", ".part")
+        self._bytes, self._counted_s = sum(about.st_size for _, about in found), now
+        for path, about in reversed(found):
+            is_part, age_s = path.suffix == ".part", now - about.st_mtime
+            if is_part and age_s < PART_AGE_S:
                 continue
-            if not is_part and self._bytes + size_bytes <= self._max_bytes and now - written_s <= self._keep_s:
+            if not is_part and self._bytes + size_bytes <= self._max_bytes and age_s <= self._keep_s:
                 continue
             path.unlink(missing_ok=True)
-            self._bytes -= size
-
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yields when each bundle was written, its bytes, and its file."""
-        for path in self._path.iterdir():
-            if path.suffix in (".json", ".part"):
-                # Another gateway may have removed it.
-                with contextlib.suppress(FileNotFoundError):
-                    found = path.stat()
-                    yield found.st_mtime, found.st_size, path
+            self._bytes -= about.st_size

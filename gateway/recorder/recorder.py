@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from msgspec import convert
@@ -176,7 +176,8 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> 
         flags={name.replace("_", "-"): str(getattr(flags, name)) for name in _FLAGS},
         workers=tuple(convert(one, BundleWorker, from_attributes=True) for one in story.workers()),
         error="" if story.error is None else described(story.error),
-        receipt={name: {} if one is None else asdict(one) for name, one in took.items()},
+        usage=story.usage,
+        timings=story.timings,
     )
 
 
@@ -218,6 +219,6 @@ def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswe
             token_ids=ids if content == "full" else (),
             hmac=hidden(key, "answer", ids) if content == "hash" and ids else "",
             finish_reason=answer.finish_reason,
-            logprobs=tuple(answer.logprobs[: len(ids)]) if shows else (),
+            logprobs=tuple(answer.logprobs) if shows else (),
             times=answer.times(story.admitted.arrived),
         )

@@ -178,7 +178,8 @@ class Story:
             elif type(action) in _TOLD:
                 self._keep(now, answer, action)
         if isinstance(event, ev.StopStringFound) and index is not None:
-            del self.answers[index].token_ids[event.kept_tokens :]
+            log = self.answers[index]
+            del log.token_ids[event.kept_tokens :], log.logprobs[event.kept_tokens :]
 
     def ended(
         self,

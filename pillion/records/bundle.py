@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from pillion.errors import ConfigError
-from pillion.types import ChatMessage, ChatOptions, SamplingParams, ToolOptions
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, Timings, ToolOptions, Usage
 
 FORMAT = 1
 # A larger bundle is neither written nor read. A prompt of a million tokens has some 7 MB of JSON.
@@ -169,7 +169,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         flags: the gateway's settings that a replay needs to know, by name.
         workers: the components that worked for the request.
         error: why the request failed, as "Kind: message"; "" where it did not.
-        receipt: what the request took: its "usage" and its "timings", by the names of pillion.Usage and Timings.
+        usage, timings: what the request took; None where it never had its turn.
         mac: the HMAC over everything else.
     """
 
@@ -188,7 +188,8 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     flags: dict[str, str] = {}
     workers: tuple[BundleWorker, ...] = ()
     error: str = ""
-    receipt: dict[str, Any] = {}
+    usage: Usage | None = None
+    timings: Timings | None = None
     mac: str = ""
 
 
@@ -252,13 +253,29 @@ def find(name: str, folder: str) -> Path:
     # The ids in OpenAI's answers, such as chatcmpl-..., end as the label does that the gateway makes.
     labels = {name, f"req-{name.rpartition('-')[2]}"}
     wanted = [b'"label":' + msgspec.json.encode(label) for label in labels]
-    # A gateway may remove a bundle meanwhile.
-    with contextlib.suppress(FileNotFoundError):
-        for path in sorted(Path(folder).glob("*.json"), key=lambda one: -one.stat().st_mtime):
+    for path, _ in listed(Path(folder)):
+        # A gateway may remove a bundle meanwhile.
+        with contextlib.suppress(FileNotFoundError):
             raw = path.read_bytes()
             if any(label in raw for label in wanted):
                 return path
     raise ConfigError(f"no bundle in {folder} is of the request {name!r}")
+
+
+def listed(folder: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
+    """Returns a folder's files with these ``suffixes``, by default its bundles, the newest first. Raises ConfigError
+    where it cannot be read."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for one in entries:
+                # A gateway may remove a bundle meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if one.name.endswith(suffixes or ".json"):
+                        found.append((folder / one.name, one.stat()))
+    except OSError as error:
+        raise ConfigError(f"--record-path {folder}: {error.strerror}") from None
+    return sorted(found, key=lambda one: one[1].st_mtime_ns, reverse=True)
 
 
 def key_for(path: Path, key_file: str) -> bytes | None:

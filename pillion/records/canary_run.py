@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -14,10 +12,10 @@ from typing import Any
 
 from pillion import errors
 from pillion.observability.metrics_file import GaugeSeries, gauge_page, write_whole
-from pillion.records.bundle import Bundle, key_for, read
+from pillion.records.bundle import Bundle, key_for, listed, read
 from pillion.records.canary import CanaryOutcome, CanaryTally, TokenPace, is_in_share
 from pillion.records.comparison import first_difference, logprob_distance
-from pillion.records.replay import LABEL, model_of, prompt_digest, recorded_timings, refuse, request_of
+from pillion.records.replay import LABEL, model_of, refuse, request_of
 from pillion.records.replay_client import ReplayClient, replay_client
 from pillion.rules.priority import MAX_PRIORITY
 from pillion.types import ModelInfo
@@ -93,16 +91,16 @@ class Canary:
 
     async def _bundles(self) -> AsyncIterator[Bundle]:
         """Yields the bundles to replay, as they are written, until the rule has decided."""
-        seen = set() if self.existing else set(_listed(self.folder))
+        seen = set() if self.existing else {path for path, _ in listed(self.folder)}
         while self.tally.verdict() is None:
-            listed = _listed(self.folder)
-            for name in listed:
-                if name not in seen and self.tally.verdict() is None:
-                    bundle = await asyncio.to_thread(self._wanted, self.folder / name)
+            paths = [path for path, _ in reversed(listed(self.folder))]
+            for path in paths:
+                if path not in seen and self.tally.verdict() is None:
+                    bundle = await asyncio.to_thread(self._wanted, path)
                     if bundle is not None:
                         yield bundle
             # The recorder takes old bundles away, so what is remembered is bounded by what the folder may hold.
-            seen = set(listed)
+            seen = set(paths)
             if self.existing:
                 return
             await asyncio.sleep(FOLLOW_INTERVAL_S)
@@ -153,9 +151,7 @@ class Canary:
         try:
             info = model_of(bundle, self._models, self.model, any_model=True)
             request = request_of(bundle, info, priority=MAX_PRIORITY)
-            found = await client.answer(
-                request, bundle.answers, prompt_digest(bundle, info), timeout_s=REPLAY_TIMEOUT_S
-            )
+            found = await client.answer(request, bundle, info, timeout_s=REPLAY_TIMEOUT_S)
         except (errors.Overloaded, errors.Unavailable, errors.DeadlineExceeded):
             self._untaken += 1
             if self._untaken >= MAX_UNTAKEN:
@@ -171,7 +167,7 @@ class Canary:
             return CanaryOutcome(name="prompt", words="the target reads another prompt in the same messages")
         difference = first_difference(bundle.answers, found.answers)
         distance, compared_tokens = logprob_distance(bundle.answers, found.answers)
-        then_ms = recorded_timings(bundle).total_ms
+        then_ms = bundle.timings.total_ms if bundle.timings is not None else 0.0
         return CanaryOutcome(
             name="equal" if difference is None else "differs",
             words="" if difference is None else str(difference),
@@ -180,21 +176,6 @@ class Canary:
             compared_tokens=compared_tokens,
             slower=found.timings.total_ms / then_ms if found.timings is not None and then_ms else None,
         )
-
-
-def _listed(folder: Path) -> list[str]:
-    """Returns the names of the folder's bundles, the oldest first. Raises ConfigError where it cannot be read."""
-    found = []
-    try:
-        with os.scandir(folder) as entries:
-            for one in entries:
-                # The recorder may take a bundle away in this moment.
-                with contextlib.suppress(FileNotFoundError):
-                    if one.name.endswith(".json"):
-                        found.append((one.stat().st_mtime_ns, one.name))
-    except OSError as error:
-        raise errors.ConfigError(f"--record-path {folder}: {error.strerror}") from None
-    return [name for _, name in sorted(found)]
 
 
 def as_metrics(tally: CanaryTally) -> str:

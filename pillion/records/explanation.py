@@ -23,6 +23,12 @@ LINE, PLANNING = "in line at the gateway", "looking up the prefix and planning"
 MEMORY, FETCHING, PREFILL = "waiting for KV memory at {}", "fetching KV to {}", "prefilling at {}"
 OPENING, WORKER_LINE, TAIL = "opening the stream at {}", "in line at {}", "computing the rest of the prompt at {}"
 MOVING, TOKENS = "moving to other components after a loss", "tokens from {}"
+_TIERS = {
+    "pool_tokens": "were in the pool",
+    "fetched_tokens": "came from other nodes",
+    "restored_tokens": "came from lower tiers",
+    "bucket_tokens": "came from a bucket",
+}
 _LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
 # What an event begins for the first answer. Events that are not here change nothing.
 _BEGINS = {
@@ -185,20 +191,23 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
 
 
 def _prefix(bundle: Bundle) -> Iterator[str]:
-    usage, tokens = bundle.receipt.get("usage", {}), bundle.request.prompt_tokens
-    cached = usage.get("cached_tokens", 0)
+    usage, tokens = bundle.usage, bundle.request.prompt_tokens
     planned = next((event for event in bundle.story if event.what == "planned"), None)
-    if planned is None:
+    if planned is None or usage is None:
         return
-    expected = round(planned.figures.get("cached_tokens", 0))
+    cached, expected = usage.cached_tokens, round(planned.figures.get("cached_tokens", 0))
     if cached:
-        tiers = {"other nodes": "fetched_tokens", "lower tiers": "restored_tokens", "a bucket": "bucket_tokens"}
-        brought = {place: usage.get(name, 0) for place, name in tiers.items()}
-        of = [f"{cached - sum(brought.values()):,} were in the pool"]
-        of += [f"{count:,} came from {place}" for place, count in brought.items() if count]
+        of = [f"{count:,} {_TIERS[name]}" for name, count in usage.cached_by_tier().items() if count]
         yield f"Of the prompt's {tokens:,} tokens {cached:,} were cached ({', '.join(of)})."
     else:
         yield f"The prefix was cold: none of the prompt's {tokens:,} tokens was cached."
+        if (changed := _last(bundle.story, "adapter_changed")) is not None:
+            then_ms = bundle.created_unix_ms + changed.at_ms - changed.figures["ago_ms"]
+            then = f"{datetime.fromtimestamp(then_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+            digests = f"{changed.words[:10]} then, {bundle.model.adapter[:10]} now"
+            computed = f"This gateway last had its first {changed.tokens:,} tokens computed at {then}"
+            whose = f"with another adapter of the name {bundle.model.asked} ({digests})"
+            yield f"{computed}, {whose}, and KV of one adapter does not serve another."
     if expected > cached:
         yield f"The index had promised {expected:,} cached tokens, and {cached:,} were found."
 

@@ -19,7 +19,6 @@ from pillion.records.bundle import Bundle, BundleModel, key_for, read
 from pillion.records.comparison import first_difference
 from pillion.records.replay_client import Replayed, replay_client
 from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
-from pillion.wire.public import origin_digest
 
 EQUAL, DIFFERS = 0, 1
 # The requests of replays have labels that begin so; their bundles are replayed by no canary.
@@ -45,13 +44,12 @@ async def run_replay(
     bundle, verified = read(path, key_for(path, key_file))
     refuse(bundle)
     say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
-    async with replay_client(**reach) as client:
+    async with replay_client(**reach, plan=plan) as client:
         info = model_of(bundle, await client.models(), model, any_model)
-        digest = prompt_digest(bundle, info)
-        found = await client.answer(request_of(bundle, info), bundle.answers, digest, plan)
+        found = await client.answer(request_of(bundle, info), bundle, info)
         if not found.same_prompt:
             say("the target reads another prompt in the same messages; the recorded token ids are sent instead")
-            found = await client.answer(request_of(bundle, info, as_ids=True), bundle.answers, plan=plan)
+            found = await client.answer(request_of(bundle, info, as_ids=True), bundle, info)
     for line in times(bundle, found):
         say(line)
     difference = first_difference(bundle.answers, found.answers)
@@ -133,25 +131,13 @@ def sent_grammar(text: str) -> str:
     return str(client)
 
 
-def prompt_digest(bundle: Bundle, info: ModelInfo) -> bytes:
-    """Returns the digest with which a stream's origin shows that the target reads the recorded prompt."""
-    return origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
-
-
 def times(bundle: Bundle, found: Replayed) -> list[str]:
     """Returns lines that say what the replay took, beside what the request took then."""
     now = found.timings
     if now is None:
         return []
-    then = recorded_timings(bundle)
+    then = bundle.timings or Timings()
     pairs = ((now.time_to_first_token_ms, then.time_to_first_token_ms), (now.total_ms, then.total_ms))
     first, whole = (f"{new:.0f} ms" + (f" ({old:.0f} ms then)" if old else "") for new, old in pairs)
     lines = [f"took {first} to the first token, {whole} in all", f"plan: {now.plan_reason}"]
     return lines + ([f"plan then: {then.plan_reason}"] if then.plan_reason else [])
-
-
-def recorded_timings(bundle: Bundle) -> Timings:
-    """Returns the timings of the recorded request, as far as its receipt has them."""
-    told = bundle.receipt.get("timings") or {}
-    known = ("time_to_first_token_ms", "total_ms", "plan_reason")
-    return Timings(**{name: told[name] for name in known if name in told})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,11 @@ from pillion.client.async_client import DEFAULT_TARGET, UNARY_TIMEOUT_S
 from pillion.client.client_requests import to_pb
 from pillion.client.connection import GatewayConnection, connect
 from pillion.net import rpc
-from pillion.records.bundle import BundleAnswer
+from pillion.records.bundle import Bundle
 from pillion.records.comparison import ReplayedAnswer
 from pillion.types import GenerateRequest, ModelInfo, Timings
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import PLAN_HEADER, delta_from_pb, model_from_pb
+from pillion.wire.public import delta_from_pb, model_from_pb, origin_digest
 
 
 @dataclass(slots=True)
@@ -47,31 +47,21 @@ class ReplayClient:
             return [model_from_pb(model) for model in (await asked).models]
 
     async def answer(
-        self,
-        request: GenerateRequest,
-        recorded: Sequence[BundleAnswer],
-        digest: bytes = b"",
-        plan: str = "",
-        timeout_s: float | None = None,
+        self, request: GenerateRequest, bundle: Bundle, info: ModelInfo, timeout_s: float | None = None
     ) -> Replayed:
-        """Returns the answers to a request, as far as the recorded ones came.
-
-        Args:
-            request: asks for as many answers as were recorded.
-            digest: the stream's origin, if the gateway reads the recorded prompt; b"": it cannot read another one.
-            plan: what the planner may not choose; the API key has to be an operator's.
-            timeout_s: time for the whole call.
-        """
-        found = Replayed([ReplayedAnswer() for _ in recorded])
-        metadata = self._connection.metadata() + ([(PLAN_HEADER, plan)] if plan else [])
+        """Returns the answers to a request for those of a ``bundle`` from the model ``info``, as far as the recorded
+        ones came."""
+        recorded, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
+        # The stream's origin has this digest if the gateway reads the recorded prompt.
+        digest = origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
         # With a salt of its own the whole prompt is computed, whatever the gateway has in its caches.
         message = to_pb(request)
         message.cache_salt = secrets.token_hex(16)
         with self._errors():
-            call = self._stub.Generate(message, timeout=timeout_s, metadata=metadata)
+            call = self._stub.Generate(message, timeout=timeout_s, metadata=self._connection.metadata())
             try:
                 async for part in call:
-                    if digest and part.HasField("origin") and part.origin.digest != digest:
+                    if part.HasField("origin") and part.origin.digest != digest:
                         return Replayed([], same_prompt=False)
                     delta = delta_from_pb(part)
                     answer = found.answers[delta.index]

@@ -35,9 +35,9 @@ async def test_a_bundle_says_what_happened(tmp_path: pathlib.Path) -> None:
     chunks = [event.tokens for event in cold.story if event.what == "chunk"]
     # The last chunk's acknowledgement may come after the answer's end.
     assert chunks in ([64, 128], [64, 128, 192])
-    assert cold.receipt["timings"]["prefilled_tokens"] == 192
+    assert cold.timings.prefilled_tokens == 192
     assert "The prefix was cold: none of the prompt's 200 tokens was cached." in sentences(cold)
-    cached = warm.receipt["usage"]["cached_tokens"]
+    cached = warm.usage.cached_tokens
     assert cached
     assert f"Of the prompt's 200 tokens {cached} were cached ({cached} were in the pool)." in sentences(warm)
     for bundle in (cold, warm):

@@ -71,7 +71,7 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, record_share=1.0, record_content="full") as fakes:
         deltas = await ask(fakes, n=2, temperature=0.5, stop=["?!"], logprobs=0)
         (bundle,) = await recorded(tmp_path)
-    request, timings = bundle.request, bundle.receipt["timings"]
+    request, timings = bundle.request, bundle.timings
     assert (bundle.reason, bundle.tenant, bundle.error, bundle.content) == ("share", "", "", "full")
     assert request.token_ids == script_of(PROMPT)[:-1]
     assert (request.prompt_tokens, request.operation, request.label) == (30, "text_completion", deltas[0].request_id)
@@ -82,8 +82,8 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     seeds = [fakes.decode.submits[0].sampling.seed, fakes.decode.submits[0].siblings[0].seed]
     assert seeds == [request.sampling.seed, request.sampling.seed + 1]
     assert (request.sampling.temperature, request.sampling.stop, request.sampling.n) == (0.5, ("?!",), 2)
-    assert bundle.receipt["usage"]["completion_tokens"] == sum(answer.tokens for answer in bundle.answers)
-    assert (timings["prefill_worker"], timings["decode_worker"]) == ("prefill-0", "decode-0")
+    assert bundle.usage.completion_tokens == sum(answer.tokens for answer in bundle.answers)
+    assert (timings.prefill_worker, timings.decode_worker) == ("prefill-0", "decode-0")
     assert {one.component_id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
     told = [event.what for event in bundle.story if not event.answer]
     wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]

@@ -7,6 +7,7 @@ import pytest
 from pillion.gateway.recorder import story as stories
 from pillion.gateway.recorder.story import AnswerLog, Story
 from pillion.gateway.request import events as ev
+from pillion.types import TokenLogprob
 from tests.support.scripted import admitted_request
 
 
@@ -25,7 +26,8 @@ def story_of(tenant: str = "a", answers: int = 1) -> Story:
 
 
 def sampled(story: Story, now: float, *ids: int, answer: int = 0) -> None:
-    story.note(answer, ev.TokensSampled(1, ids), [(answer, ev.Emit(ids))], now)
+    logprobs = tuple(TokenLogprob(one, -one / 10) for one in ids)
+    story.note(answer, ev.TokensSampled(1, ids), [(answer, ev.Emit(ids, logprobs))], now)
 
 
 def test_tokens_after_a_stop_string_are_not_kept() -> None:
@@ -36,7 +38,7 @@ def test_tokens_after_a_stop_string_are_not_kept() -> None:
     story.note(0, ev.StopStringFound(4), [], begun + 2.1)
     (log,) = story.answers
     times = log.times(begun)
-    assert log.token_ids == [1, 2, 3, 4]
+    assert (log.token_ids, log.logprobs) == ([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
     assert times is not None
     assert (times.first_ms, times.last_ms, times.longest_gap_ms, times.longest_gap_at) == (500.0, 2004.0, 1500.0, 3)
     assert sum(times.gaps) == 2

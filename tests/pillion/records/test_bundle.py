@@ -29,7 +29,7 @@ from pillion.records.bundle import (
     write,
 )
 from pillion.records.explain_command import explain
-from pillion.types import ChatMessage, SamplingParams, StructuredOutputs, Tool, ToolOptions
+from pillion.types import ChatMessage, SamplingParams, StructuredOutputs, Timings, Tool, ToolOptions, Usage
 
 KEY = b"a key of the deployment"
 NAME = "0123456789abcdef01234567"
@@ -67,7 +67,8 @@ def bundle_of(**fields: Any) -> Bundle:
         "request": request,
         "answers": (answer,),
         "story": (StoryEvent(at_ms=0.0, what="arrived"), StoryEvent(at_ms=1.5, what="tokens", worker="d")),
-        "receipt": {"usage": {"cached_tokens": 0}, "timings": {}},
+        "usage": Usage(3, 0, 1),
+        "timings": Timings(total_ms=1.5),
     }
     return Bundle(**known | fields)
 

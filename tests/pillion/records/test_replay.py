@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from lab.testbed.recorded_requests import KINDS, TEMPLATE, ask, bundles_in, bund
 from pillion.engine.backends import host_backend
 from pillion.errors import ConfigError
 from pillion.records import bundle as bundles
+from pillion.records.bundle import Bundle
 from pillion.records.canary import CanaryTally, parse_rule
 from pillion.records.canary_run import PROMOTE, STOP, UNDECIDED, Canary
 from pillion.records.replay import sent_grammar
@@ -82,6 +84,23 @@ async def test_another_plan_gives_the_same_tokens(components: Components, record
         status, lines = await replayed(path, components.gateway.grpc_address, plan="policy=colocated")
         assert status == 0
         assert any(line.startswith("plan: colocated: ") for line in lines)
+        then = bundles.read(path, None)[0].timings
+        words = [f"({getattr(then, f'{name}_ms'):.0f} ms then)" for name in ("time_to_first_token", "total")]
+        assert re.findall(r"\(\d+ ms then\)", lines[1]) == words
+
+
+async def test_a_replay_computes_the_whole_prompt(components: Components, recorded: pathlib.Path) -> None:
+    path, records = bundles_in(recorded)[0], components.folder / "records"
+    for _ in range(2):
+        assert (await replayed(path, components.gateway.grpc_address))[0] == 0
+    label = f"replay-{path.stem}"
+
+    def replays() -> list[Bundle]:
+        found = [bundles.read(one, None)[0] for one in bundles_in(records)]
+        return [one for one in found if one.request.label == label]
+
+    await until("the replays' own bundles", lambda: len(replays()) >= 2)
+    assert {one.usage.cached_tokens for one in replays()} == {0}
 
 
 async def test_what_cannot_be_replayed_is_said(
@@ -101,6 +120,7 @@ async def test_what_cannot_be_replayed_is_said(
     for changes, words in (
         ({"content": "hash"}, "--record-content full"),
         ({"answers": ()}, "no answer"),
+        ({"request": msgspec.structs.replace(bundle.request, operation="embeddings")}, "asked for a vector"),
         ({"model": msgspec.structs.replace(bundle.model, fingerprint="ab" * 32)}, "other weights"),
         ({"model": msgspec.structs.replace(bundle.model, asked="x", fingerprint="ab")}, "serves no model 'x'"),
     ):
