@@ -50,6 +50,8 @@ MAX_WAITING_STORIES = 128
 # In a minute at most this many requests of one tenant are recorded because they failed, were slow or were asked for.
 TENANT_RECORDS_PER_MINUTE = 120
 MINUTE_S = 60
+# A gateway remembers with which adapter it last had so many beginnings of prompts computed.
+MAX_BEGINNINGS = 4096
 # A gateway that stops waits this long for the last bundles to be written.
 LAST_WRITES_S = 5.0
 DAY_S = 24 * 3600
@@ -75,6 +77,9 @@ class Recorder:
         self.counts: Counter[str] = Counter()
         # These count, for the minute that runs, the records that each tenant has caused.
         self._minute, self._caused = 0, Counter[str]()
+        # This has the digest of the adapter and when its answer ended, by what begins equal chains but for the adapter:
+        # its name, the salt and the first block.
+        self._computed: dict[tuple[str, str, tuple[int, ...]], tuple[str, float]] = {}
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
@@ -97,6 +102,9 @@ class Recorder:
             on_end=self._ended,
         )
         story.ready(time.monotonic())
+        adapter, then_s = self._computed.get(self._beginning(admitted), (admitted.adapter, 0.0))
+        if adapter != admitted.adapter:
+            story.adapter_changed(time.monotonic(), self._flags.block_size, adapter, then_s)
         return story
 
     def readings(self) -> Iterator[Reading]:
@@ -110,7 +118,16 @@ class Recorder:
             self._jobs.put(None, timeout=LAST_WRITES_S)
         self._thread.join(LAST_WRITES_S)
 
+    def _beginning(self, admitted: AdmittedRequest) -> tuple[str, str, tuple[int, ...]]:
+        return admitted.asked.model, admitted.cache_salt, admitted.prompt[: self._flags.block_size]
+
     def _ended(self, story: Story) -> None:
+        admitted = story.admitted
+        if admitted.adapter and len(admitted.prompt) > self._flags.block_size and story.answers[0].first_s:
+            self._computed.pop(self._beginning(admitted), None)
+            self._computed[self._beginning(admitted)] = admitted.adapter, story.ended_s
+            if len(self._computed) > MAX_BEGINNINGS:
+                del self._computed[next(iter(self._computed))]
         reason = self._why(story) or story.chosen
         if reason is None:
             return
@@ -160,7 +177,6 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> 
     admitted, content = story.admitted, flags.record_content
     ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
     model = BundleModel(name=admitted.model, fingerprint=admitted.fingerprint, asked=asked, adapter=admitted.adapter)
-    took = {"usage": story.usage, "timings": story.timings}
     return Bundle(
         id=story.id,
         created_unix_ms=round((time.time() - ago_s) * 1000),

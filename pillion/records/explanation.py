@@ -7,7 +7,9 @@ events of the story --phases--> what the first answer waited for, one after the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
 
 from pillion.records.bundle import Bundle, StoryEvent
 

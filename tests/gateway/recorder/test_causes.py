@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from lab.testbed.conditions import until
+from lab.testbed.random_adapter import random_adapter_folder
+from lab.testbed.recorded_requests import recorded_model
 from pillion import StructuredOutputs
+from pillion.engine.models.config_parser import load_config
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.request import request_machine
 from pillion.records.bundle import Bundle
@@ -86,6 +89,31 @@ async def test_a_cold_prefix_and_one_that_was_evicted(tmp_path: pathlib.Path) ->
     told(evicted, "The index had promised 16 cached tokens, and 4 were found.")
 
 
+@pytest.mark.usefixtures("own_cache")
+async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
+    model, first = recorded_model(tmp_path / "made")
+    second = random_adapter_folder(load_config(model), tmp_path / "made" / "second", 2, 4)
+    lora = {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": (str(tmp_path / "made"),)}
+    records = tmp_path / "records"
+    async with explained(records, config=model / "config.json", **lora) as fakes:
+        digests = []
+        for folder, prompts in ((first, (PROMPT, PROMPT)), (second, (PROMPT, "Another prompt.", PROMPT))):
+            digests.append((await fakes.client.load_adapter("red", str(folder), in_place=True)).adapter)
+            for prompt in prompts:
+                await ask(fakes, prompt, model="red")
+        await ask(fakes, model="toy")
+        found = await recorded(records, 6)
+    changed = [bundle for bundle in found if any("This gateway last had" in one for one in sentences(bundle))]
+    assert changed == [found[2]]
+    # A block of the fakes has 4 tokens.
+    then = f"({digests[0][:10]} then, {digests[1][:10]} now), and KV of one adapter does not serve another."
+    told(
+        found[2],
+        "This gateway last had its first 4 tokens computed at ",
+        f" with another adapter of the name red {then}",
+    )
+
+
 async def test_a_slow_link(tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, record_share=1.0, roles="kvnode prefill decode far-kvnode") as fakes:
         knows(fakes, kv_1=5)
@@ -118,7 +146,7 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
     assert MOVING in names(bundle)
     assert names(bundle)[-1] == TOKENS
     assert len(fakes.decode.submits) == 2
-    assert bundle.receipt["timings"]["replays"] == 1
+    assert bundle.timings.replays == 1
 
 
 async def test_a_grammar_that_takes_long_to_compile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion.records.bundle import Bundle, BundleAnswer, StoryEvent, TokenTimes, WeighedRoute
+from pillion.records.bundle import Bundle, BundleAnswer, BundleModel, StoryEvent, TokenTimes, WeighedRoute
 from pillion.records.explanation import (
     MOVING,
     OPENING,
@@ -21,6 +21,7 @@ from pillion.records.explanation import (
     picture,
     sentences,
 )
+from pillion.types import Usage
 from tests.pillion.records.test_bundle import bundle_of
 
 PLAN = {"prompt_tokens": 2000, "cached_tokens": 0, "expected_ms": 500.0, "alone_ms": 900.0}
@@ -35,7 +36,7 @@ def story(*events: StoryEvent, first_ms: float = 2400.0, last_ms: float = 3000.0
     answer = BundleAnswer(tokens=9, times=TokenTimes(first_ms=first_ms, last_ms=last_ms))
     told = [event(0, "arrived"), *events, event(first_ms, "tokens", "decode-0"), event(last_ms, "finished")]
     told.sort(key=lambda one: one.at_ms)
-    known = {"answers": (answer,), "story": tuple(told), "receipt": {"usage": {"cached_tokens": 0}}} | fields
+    known = {"answers": (answer,), "story": tuple(told), "usage": Usage(3, 0, 9)} | fields
     return bundle_of(**known)
 
 
@@ -79,6 +80,27 @@ SLOW_WORKER = story(
     event(2140, "adopted", "decode-0"),
     event(2150, "begun"),
     event(2160, "prefilled", "prefill-0"),
+)
+LOST_PREFILL = story(
+    event(10, "ready"),
+    event(20, "planned", "decode-0", attempt=1, figures=PLAN),
+    event(30, "prefill", "prefill-0", attempt=1, tokens=1024, figures=PLAN),
+    event(700, "chunk", "prefill-0", attempt=1, tokens=512, figures={"queue_ms": 5.0, "compute_ms": 600.0}),
+    event(800, "prefill_lost", "prefill-0", attempt=1, words="Unavailable: gone", figures={"retryable": 1.0}),
+    event(820, "planned", "decode-1", attempt=2, figures=PLAN),
+    event(830, "prefill", "prefill-1", attempt=2, tokens=1024, figures=PLAN),
+    event(2100, "chunk", "prefill-1", attempt=2, tokens=1024, figures={"queue_ms": 0.0, "compute_ms": 900.0}),
+    event(2140, "adopted", "decode-1", attempt=2),
+)
+TWO_ANSWERS = story(
+    event(10, "ready"),
+    *submitted(20),
+    event(2700, "decode_lost", "decode-0", attempt=1, answer=1, words="Internal: broken"),
+    answers=tuple(
+        BundleAnswer(tokens=9, times=TokenTimes(first_ms=2400, last_ms=3000, longest_gap_ms=gap_ms, longest_gap_at=7))
+        for gap_ms in (60.0, 50.0, 40.0)
+    ),
+    slow_ms=55,
 )
 MOVED = story(
     event(10, "ready"),
@@ -129,6 +151,22 @@ MOVED = story(
             "The plan expected the first token after 500 ms, and it came after 2.38 s; the longest part of that was"
             " prefilling at prefill-0.",
         ),
+        (
+            LOST_PREFILL,
+            "1.31 s of 2.40 s to the first token were spent prefilling at prefill-1: 1 chunk waited 0.0 ms in its line"
+            " and took 900 ms to compute.",
+        ),
+        (
+            LOST_PREFILL,
+            "The split at 1,024 was expected to save 400 ms beside the 900 ms that decode-1 would have taken alone, and"
+            " did cost 680 ms.",
+        ),
+        (
+            TWO_ANSWERS,
+            "After 2.70 s, attempt 1 of answer 1 was lost at decode-0 (Internal: broken), and the request ended there.",
+        ),
+        (TWO_ANSWERS, "The longest pause of answer 0 was 60.0 ms, before its token 7."),
+        (TWO_ANSWERS, "The longest pause of answer 1 was 50.0 ms, before its token 7, when decode-0 was lost."),
         (MOVED, "After 1.50 s, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
         (MOVED, "The longest pause of the answer was 1.10 s, before its token 5, when decode-0 was lost."),
     ],
@@ -137,7 +175,21 @@ def test_each_cause_has_its_sentence(bundle: Bundle, told: str) -> None:
     assert told in sentences(bundle)
 
 
-@pytest.mark.parametrize("bundle", [IN_LINE, GRAMMAR, SLOW_LINK, SLOW_WORKER, MOVED])
+@pytest.mark.parametrize(
+    ("bundle", "words"),
+    [
+        (IN_LINE, "The plan expected"),
+        (IN_LINE, "were spent looking up the prefix"),
+        (IN_LINE, "The index had promised"),
+        (MOVED, "were spent moving"),
+        (TWO_ANSWERS, "The longest pause of answer 2"),
+    ],
+)
+def test_what_is_small_or_as_expected_is_not_told(bundle: Bundle, words: str) -> None:
+    assert [one for one in sentences(bundle) if words in one] == []
+
+
+@pytest.mark.parametrize("bundle", [IN_LINE, GRAMMAR, SLOW_LINK, SLOW_WORKER, LOST_PREFILL, MOVED])
 def test_phases_have_no_gaps(bundle: Bundle) -> None:
     found = phases(bundle)
     assert (found[0].start_ms, found[-1].end_ms) == (0.0, end_ms(bundle))
@@ -163,12 +215,24 @@ def test_phases_of_a_request_that_moved() -> None:
 
 
 def test_where_the_cached_tokens_came_from_is_told() -> None:
-    usage = {"cached_tokens": 900, "fetched_tokens": 300, "restored_tokens": 100, "bucket_tokens": 0}
-    bundle = story(event(10, "ready"), *submitted(20), *begun(30), receipt={"usage": usage})
+    usage = Usage(3, 900, 9, fetched_tokens=300, restored_tokens=100, bucket_tokens=50)
+    bundle = story(event(10, "ready"), *submitted(20), *begun(30), usage=usage)
     assert (
-        "Of the prompt's 3 tokens 900 were cached (500 were in the pool, 300 came from other nodes, 100 came from"
-        " lower tiers)." in sentences(bundle)
+        "Of the prompt's 3 tokens 900 were cached (450 were in the pool, 300 came from other nodes, 100 came from"
+        " lower tiers, 50 came from a bucket)." in sentences(bundle)
     )
+
+
+def test_an_adapter_that_was_replaced_is_told_where_nothing_was_cached() -> None:
+    model = BundleModel(name="toy", fingerprint="ab", asked="red", adapter="b" * 64)
+    changed = event(10, "adapter_changed", tokens=16, words="a" * 64, figures={"ago_ms": 60_010.0})
+    events = (event(10, "ready"), changed, *submitted(20))
+    assert (
+        "This gateway last had its first 16 tokens computed at 2023-11-14 22:12:20 UTC, with another adapter of the"
+        " name red (aaaaaaaaaa then, bbbbbbbbbb now), and KV of one adapter does not serve another."
+    ) in sentences(story(*events, model=model))
+    warm = sentences(story(*events, model=model, usage=Usage(3, 2, 9)))
+    assert [one for one in warm if "another adapter" in one] == []
 
 
 def test_the_routes_that_were_weighed_are_told() -> None:
