@@ -1,4 +1,5 @@
-"""Handles the page for people (--ui): its files, which are open, and the live picture, which operators may see.
+"""Handles the page for people (--ui): its files, which are open, and what operators may see: the live picture, and the
+stories of recorded requests.
 
 The page holds no data and no key. What it may do is bounded by its policy: it runs this port's scripts alone, asks this
 port alone, is framed by nobody, sends no form and writes no HTML from text (Trusted Types).
@@ -6,20 +7,24 @@ port alone, is framed by nobody, sends no form and writes no HTML from text (Tru
 
 from __future__ import annotations
 
-import pathlib
+import asyncio
 import time
+from pathlib import Path
 
 import msgspec
 from starlette.routing import Route
 
 from pillion.config import GatewayFlags
+from pillion.errors import ConfigError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.ui.cluster_picture import ClusterPicture
+from pillion.records.bundle import key_for, listed, read
+from pillion.records.explanation import explained
 
-FOLDER = pathlib.Path(__file__).parent / "page"
+FOLDER = Path(__file__).parent / "page"
 PAGE = "page.html"
 TYPES = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}
 POLICY = b"; ".join(
@@ -46,6 +51,12 @@ HEADERS = [
 ]
 
 
+# The page tells of so many of the newest bundles, and of none that is larger. All that it is told has at most so many
+# bytes.
+NEWEST_STORIES = 20
+MAX_TOLD_BUNDLE_BYTES, MAX_STORIES_BYTES = 2**18, 2**20
+
+
 def read_files() -> dict[str, tuple[bytes, bytes]]:
     """Returns the bytes and content types of all files of the page for people by name, some 180 KB, which a gateway
     keeps in memory."""
@@ -56,14 +67,33 @@ def read_files() -> dict[str, tuple[bytes, bytes]]:
     }
 
 
+def newest_stories(folder: str, key_file: str) -> bytes:
+    """Returns the stories of a folder's newest bundles as JSON, the newest first. It blocks. Raises ConfigError."""
+    stories: list[bytes] = []
+    for path, about in listed(Path(folder))[:NEWEST_STORIES]:
+        try:
+            if about.st_size > MAX_TOLD_BUNDLE_BYTES:
+                raise ConfigError("This bundle is too large for this page, but not for pillion explain.")
+            story = explained(*read(path, key_for(path, key_file)))
+        except ConfigError as error:
+            story = {"title": path.stem, "phases": [], "sentences": [error.message]}
+        told = msgspec.json.encode(story)
+        if sum(map(len, stories)) + len(told) > MAX_STORIES_BYTES:
+            break
+        stories.append(told)
+    return b'{"stories":[' + b",".join(stories) + b"]}"
+
+
 def ui_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
     """Returns the page's rows for the table of the HTTP port, with --ui. Its files need no key."""
     if not flags.ui:
         return []
-    ui = UiApi(calls.gateway)
+    ui = UiApi(calls.gateway, flags)
+    records = [Route("/ui/records", Endpoint("GET", ui.records, calls.gateway.tenant_of))] if flags.record_path else []
     return [
         Route("/ui", Endpoint("GET", ui.page, None)),
         Route("/ui/cluster", Endpoint("GET", ui.cluster, calls.gateway.tenant_of)),
+        *records,
         Route("/ui/{name}", Endpoint("GET", ui.file, None)),
     ]
 
@@ -71,8 +101,10 @@ def ui_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
 class UiApi:
     """Serves the page for people of one gateway. Its files are read when this object is made."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
+        self._records = flags.record_path, flags.record_key_file
+        self._reading = asyncio.Lock()
         self._picture = ClusterPicture(gateway.cluster.gateway_id)
         self._files = read_files()
 
@@ -95,6 +127,18 @@ class UiApi:
             lambda: self._gateway.metrics(call.tenant),
         )
         await call.answer(200, msgspec.json.encode(picture), HEADERS)
+
+    async def records(self, call: HttpCall) -> None:
+        """Gives operators the stories of the newest recorded requests, without texts, as `pillion explain` tells
+        them."""
+        self._gateway.operators_only(call.tenant)
+        # The folder may be large, and one look at it at a time is enough.
+        try:
+            async with self._reading:
+                body = await asyncio.to_thread(newest_stories, *self._records)
+        except ConfigError as error:
+            raise Unavailable(error.message) from None
+        await call.answer(200, body, HEADERS)
 
     async def _send(self, call: HttpCall, name: str) -> None:
         if name not in self._files:

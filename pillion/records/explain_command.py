@@ -31,20 +31,13 @@ def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str) 
 
     ID is a bundle's id, or the id by which the client knows the request, and is looked for in --record-path.
     """
-    from dataclasses import asdict
-
     from pillion.records.bundle import find, key_for, read
-    from pillion.records.explanation import phases, picture, sentences
+    from pillion.records.explanation import explained, picture
 
     path = find(bundle, record_path)
     found, verified = read(path, key_for(path, record_key_file))
-    told = sentences(found)
+    told = explained(found, verified)
     if as_json:
-        named = [asdict(phase) | {"words": phase.words} for phase in phases(found)]
-        click.echo(json.dumps({"id": found.id, "verified": verified, "phases": named, "sentences": told}, indent=2))
-        return
-    tenant = f" of tenant {found.tenant}" if found.tenant else ""
-    trust = "" if verified else ", unverified: there is no key"
-    click.echo(f"{found.request.label}{tenant}, {found.model.asked or found.model.name}: {found.reason}{trust}\n")
-    for line in (*picture(found), "", *told):
-        click.echo(line)
+        click.echo(json.dumps(told, indent=2))
+    else:
+        click.echo("\n".join([told["title"], "", *picture(found), "", *told["sentences"]]))

@@ -73,6 +73,20 @@ class Phase:
         return self.name.format(self.worker or "a worker")
 
 
+def explained(bundle: Bundle, verified: bool) -> dict[str, Any]:
+    """Returns what is told of a bundle, as fields of JSON; ``verified`` says whether its HMAC was."""
+    whose = f" of tenant {bundle.tenant}" if bundle.tenant else ""
+    trust = "" if verified else ", unverified: there is no key"
+    return {
+        "id": bundle.id,
+        "created_unix_ms": bundle.created_unix_ms,
+        "verified": verified,
+        "title": f"{bundle.request.label}{whose}, {bundle.model.asked or bundle.model.name}: {bundle.reason}{trust}",
+        "phases": [asdict(phase) | {"words": phase.words} for phase in phases(bundle)],
+        "sentences": sentences(bundle),
+    }
+
+
 def phases(bundle: Bundle) -> list[Phase]:
     """Returns what the first answer waited for, in order and without gaps, from the request's arrival to its end."""
     found, name, worker, since_ms = [], READING, "", 0.0

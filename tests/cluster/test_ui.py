@@ -16,8 +16,11 @@ import pytest_asyncio
 from playwright.async_api import Browser, Locator, Route
 
 from lab.testbed.conditions import until
+from lab.testbed.recorded_requests import bundles_in
 from lab.testbed.tiny_model import save_model
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.records.bundle import read
+from pillion.records.explanation import phases, sentences
 from tests.support.browser import SeenPage, running_browser, seen_page
 from tests.support.components import Components, running_components
 from tests.support.fake_components import running_fake_cluster
@@ -216,6 +219,31 @@ async def test_on_a_phone_stop_and_send_stand_side_by_side(browser: Browser, opt
         assert stop["y"] == send["y"]
         assert stop["x"] + stop["width"] <= send["x"]
         assert stop["height"] == send["height"]
+
+
+async def test_the_time_of_a_recorded_request_is_drawn(browser: Browser, tmp_path: pathlib.Path) -> None:
+    async with (
+        running_fake_cluster(ui=True, record_path=str(tmp_path), record_share=1.0) as fakes,
+        seen_page(browser, fakes.gateway.http_address, **NARROW) as seen,
+    ):
+        about, page = seen.page.locator("#records-about"), seen.page
+        await about.filter(has_text="Nothing is recorded yet").wait_for()
+        async for _ in fakes.client.generate("Hello", request_id="mine"):
+            pass
+        await until("a bundle", lambda: bundles_in(tmp_path))
+        await page.get_by_role("button", name="Look again").click()
+        await page.get_by_text("mine, toy: share").click()
+        await page.get_by_text("The first token came after").wait_for()
+        (bundle,) = bundles_in(tmp_path)
+        told, _ = read(bundle, None)
+        assert await seen.texts(".story > p") == sentences(told)
+        assert [text.split(" ", 2)[2] for text in await seen.texts(".story .line")] == [
+            phase.words for phase in phases(told)
+        ]
+        widths = [(await one.bounding_box() or {})["width"] for one in await page.locator(".story .track").all()]
+        assert min(widths) > 200
+        assert await seen.complaints() == []
+        assert await page.evaluate("document.scrollingElement.scrollWidth") == 320
 
 
 @pytest.mark.long

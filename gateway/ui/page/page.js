@@ -1,4 +1,4 @@
-// The page: who may see it, and its two parts.
+// The page: who may see it, and its parts.
 //
 //   open --gateway takes calls without a key--> chat, picture
 //     '--401--> the form for a key --good key--> chat, picture --"Forget the key"--> the form
@@ -7,6 +7,7 @@ import { Refusal, onHeard, useKey } from "./api.js";
 import * as chat from "./chat.js";
 import * as cluster from "./cluster.js";
 import { byId, say } from "./draw.js";
+import * as records from "./records.js";
 
 // What fits into a header; the gateway's own keys are shorter.
 const KEY = /^[\x21-\x7e]{1,512}$/;
@@ -50,6 +51,7 @@ async function connect(key) {
   tell("");
   chat.restore();
   cluster.show();
+  records.look();
   byId("prompt").focus();
 }
 
@@ -84,6 +86,7 @@ byId("key-form").addEventListener("submit", async (event) => {
 byId("forget").addEventListener("click", () => {
   chat.forget();
   cluster.hide();
+  records.hide();
   askForKey();
 });
 
@@ -94,6 +97,7 @@ for (const event of ["visibilitychange", "online", "offline"]) {
 }
 chat.start();
 cluster.start();
+records.start();
 try {
   await connect("");
 } catch (error) {

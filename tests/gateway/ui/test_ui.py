@@ -4,23 +4,40 @@ tests/cluster."""
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pathlib
 import re
 
 import pytest
+from click.testing import CliRunner
 
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
+from pillion.gateway.ui import ui_api
 from pillion.gateway.ui.ui_api import FOLDER, read_files
+from pillion.records import bundle as bundles
+from pillion.records.bundle import make_key
+from pillion.records.explain_command import explain
+from tests.gateway.recorder.test_recorder import recorded
+from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
 LIBRARY = "markdown-it.js"
 LIBRARY_SHA256 = "d5432491790141da046b1197353705db03264f40b5727f3b4b591f5aba193e30"
 KEY, TENANTS_KEY = "plk-" + "o" * 43, "plk-" + "a" * 43
+TWO_TENANTS = (
+    f'[tenant.ops]\noperator = true\n[[key]]\ntenant = "ops"\nhash = "{hash_of(KEY)}"\n'
+    f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(TENANTS_KEY)}"\n'
+)
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 async def test_without_the_flag_there_is_no_page() -> None:
@@ -30,9 +47,7 @@ async def test_without_the_flag_there_is_no_page() -> None:
 
 
 async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = f'[tenant.ops]\noperator = true\n[[key]]\ntenant = "ops"\nhash = "{hash_of(KEY)}"\n'
-    keys += f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(TENANTS_KEY)}"\n'
-    (tmp_path / "keys.toml").write_text(keys)
+    (tmp_path / "keys.toml").write_text(TWO_TENANTS)
     monkeypatch.setenv("PILLION_API_KEY", KEY)
     async with running_fake_cluster(ui=True, api_keys=str(tmp_path / "keys.toml")) as fakes:
         address = fakes.gateway.http_address
@@ -53,13 +68,67 @@ async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, mon
             assert (reply.headers["cache-control"], reply.headers["x-content-type-options"]) == ("no-store", "nosniff")
         asked = {"": 401, "plk-wrong": 401, TENANTS_KEY: 403, KEY: 200}
         for key, status in asked.items():
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            picture = await call(address, "/ui/cluster", headers=headers)
+            picture = await call(address, "/ui/cluster", headers=bearer(key))
             assert picture.status == status
             # Also where an operator has just looked, so that a picture is there.
             assert (b"decode-0" in picture.body) == (status == 200)
-        again = await call(address, "/ui/cluster", headers={"Authorization": f"Bearer {TENANTS_KEY}"})
+        # Where requests are not recorded there is no page of them.
+        assert (await call(address, "/ui/records", headers=bearer(KEY))).status == 404
+        again = await call(address, "/ui/cluster", headers=bearer(TENANTS_KEY))
         assert (again.status, again.error["code"]) == (403, "permission_denied")
+
+
+async def test_operators_read_what_explain_tells(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, folder = tmp_path / "keys.toml", tmp_path / "records"
+    keys.write_text(TWO_TENANTS)
+    monkeypatch.setenv("PILLION_API_KEY", KEY)
+    asked = {"": 401, "plk-wrong": 401, TENANTS_KEY: 403, KEY: 200}
+    flags = {"record_path": str(folder), "record_share": 1.0, "record_content": "full"}
+    async with running_fake_cluster(ui=True, api_keys=str(keys), **flags) as fakes:
+        address = fakes.gateway.http_address
+        for key in (KEY, TENANTS_KEY):
+            assert (await call(address, "/v1/chat/completions", CHAT, headers=bearer(key))).status == 200
+        await recorded(folder, 2)
+        replies = {key: await call(address, "/ui/records", headers=bearer(key)) for key in asked}
+    assert {key: reply.status for key, reply in replies.items()} == asked
+    assert not [key for key, reply in replies.items() if key != KEY and b"toy" in reply.body]
+    stories = replies[KEY].json["stories"]
+    assert [story["title"].split(" of ")[1] for story in stories] == [
+        "tenant acme, toy: share",
+        "tenant ops, toy: share",
+    ]
+    for story in stories:
+        told = CliRunner().invoke(explain, [story["id"], "--record-path", str(folder), "--json"])
+        assert json.loads(told.output) == story
+    assert b'"hi"' not in replies[KEY].body
+
+
+def test_stories_are_bounded_and_tell_what_cannot_be_told(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, names = make_key(tmp_path), [f"{number:024x}" for number in range(4)]
+    for number, name in enumerate(names):
+        bundles.write(tmp_path, name, bundles.encode(bundle_of(id=name), b"k" * 32 if number == 1 else key))
+        os.utime(tmp_path / f"{name}.json", (number, number))
+    (tmp_path / f"{names[2]}.json").write_bytes(b" " * 2**19)
+    os.utime(tmp_path / f"{names[2]}.json", (2, 2))
+
+    def told() -> list[str]:
+        stories = json.loads(ui_api.newest_stories(str(tmp_path), ""))["stories"]
+        return [f"{story['title'][-8:]}: {story['sentences'][0]}" for story in stories]
+
+    first, large, changed, last = told()
+    assert "The first token came after" in first
+    assert "too large for this page" in large
+    assert "its HMAC is wrong" in changed
+    assert "The first token came after" in last
+    monkeypatch.setattr(ui_api, "NEWEST_STORIES", 2)
+    assert told() == [first, large]
+    monkeypatch.setattr(ui_api, "NEWEST_STORIES", 1)
+    size = len(ui_api.newest_stories(str(tmp_path), ""))
+    monkeypatch.setattr(ui_api, "NEWEST_STORIES", 2)
+    monkeypatch.setattr(ui_api, "MAX_STORIES_BYTES", size)
+    assert told() == [first]
 
 
 def test_the_page_has_no_scripts_and_styles_of_its_own() -> None:
