@@ -1,9 +1,11 @@
-"""Replays requests of every kind, which one cluster recorded while its workers were killed, at a fresh cluster.
+"""Replays requests of every kind, which two nodes recorded while their workers were killed, at a fresh cluster.
 
     python -m lab.benchmarks.replays [--requests 500]
 
-The first cluster has one worker of each role, draft tokens, a pool so small that prefixes go to the disk and come back,
-and a decode worker that is killed now and then. The second one has two of each, another split and other chunks, and
+Each node has one worker of each role and draft tokens. Its pool is so small that prefixes go away and come back: at
+kv-a from the disk, at kv-b from a bucket, and at both from each other. Two thirds of the requests are forced to one of
+the nodes, and between these thirds kv-b begins anew with an empty pool. During the last third kv-a's decode worker is
+killed now and then. The fresh cluster has two workers of each role at one node, another split and other chunks, and
 replays under its own load. What counts is how many answers are equal; all should be.
 """
 
@@ -11,32 +13,48 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import pathlib
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from lab.benchmarks.report import show_table
 from lab.testbed.cluster import served
+from lab.testbed.conditions import wait_for
+from lab.testbed.hosts import Hosts, hosts
 from lab.testbed.recorded_requests import KINDS, ask, bundles_of, recorded_model, replayed
+from lab.testbed.s3_service import s3_service
 from lab.testbed.tiny_model import byte_prompt
 from pillion import AsyncClient
 from pillion.errors import PillionError
 from pillion.records.bundle import read
+from pillion.types import Timings
 
 AT_ONCE = 6
-# A supervisor gives up where a component dies six times in a minute.
+ROLES = ("prefill", "decode")
 KILLS = 3
-COMMON = ("--dtype", "float32", "--max-model-len", "1024", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
-FIRST = (
-    *("--kv-pool-bytes", "4MiB", "--chunk-size", "64", "--split-policy", "fraction:0.5"),
-    *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+MODEL = ("--dtype", "float32", "--max-model-len", "1024")
+NODES = ("kv-a", "kv-b")
+FORCED = [f"node={node_id}" for node_id in NODES]
+# What is not brought in its time is computed, and here the tiers are to be met.
+NODE = ("--kv-transport", "grpc", "--kv-pool-bytes", "1MiB", "--fetch-timeout-ms", "60000")
+DECODE = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+EDGE = (
+    *("--chunk-size", "64", "--split-policy", "fraction:0.5", "--heartbeat-timeout-ms", "10000"),
     *("--record-content", "full", "--record-share", "1"),
 )
+TIERS = {
+    "restored": "with a prefix from the disk",
+    "bucket": "with a prefix from the bucket",
+    "fetched": "with a prefix from the other node",
+}
 FRESH = (
     *("--decode-workers", "2", "--prefill-workers", "2", "--kv-pool-bytes", "32MiB", "--chunk-size", "32"),
     *("--split-policy", "disaggregated"),
@@ -47,32 +65,67 @@ def run_replays(requests: int, folder: pathlib.Path) -> dict[str, Any]:
     """Records so many requests at one cluster and replays them at another; returns how many of each kind of recording
     were equal, and the last lines of those that were not."""
     model, adapter = recorded_model(folder)
-    common = (*COMMON, "--lora-modules", f"red={adapter}")
+    modules = ("--lora-modules", f"red={adapter}")
     records = folder / "records"
     for name in ("first", "fresh"):
         (folder / name).mkdir()
-    disk = ("--disk-path", str(folder / "disk"), "--record-path", str(records))
-    with served(folder / "first", str(model), *common, *FIRST, *disk, split_policy="") as cluster:
-        asyncio.run(_record(cluster, requests))
+    with s3_service(folder / "s3") as service, hosts(folder / "first", "--model", str(model), *MODEL) as cluster:
+        flags = {"kv-a": ("--disk-path", str(folder / "disk")), "kv-b": ("--object-url", service.direct_url())}
+        target = cluster.gateway(*EDGE, *LORA, *modules, "--record-path", str(records))
+        for node_id in NODES:
+            _begin_node(cluster, node_id, flags[node_id])
+        cluster.sees(target, *(f"{role}-{node_id}" for node_id in NODES for role in ROLES))
+        third = requests // 3
+        asyncio.run(_record(target, range(third), FORCED))
+        _begin_anew(cluster, target, flags["kv-b"])
+        asyncio.run(_record(target, range(third, 2 * third), FORCED))
+        with cluster.supervised():
+            asyncio.run(_record(target, range(2 * third, requests), [""], cluster))
         paths = asyncio.run(bundles_of(records, requests))
-    with served(folder / "fresh", str(model), *common, *FRESH, split_policy="") as cluster:
-        return asyncio.run(_replay(cluster.target, paths))
+    with served(folder / "fresh", str(model), *MODEL, *LORA, *modules, *FRESH, split_policy="") as fresh:
+        return asyncio.run(_replay(fresh.target, paths))
 
 
-async def _record(cluster: Any, requests: int) -> None:
-    draw = random.Random(1)
-    turns = iter(range(requests))
-    kill_at = {requests * part // (KILLS + 1) for part in range(1, KILLS + 1)}
+def _begin_node(cluster: Hosts, node_id: str, flags: tuple[str, ...]) -> None:
+    cluster.node(node_id, *NODE, *flags)
+    for role in ROLES:
+        cluster.worker(role, node_id, *LORA, *(DECODE if role == "decode" else ()))
 
-    async def work(client: AsyncClient) -> None:
+
+def _begin_anew(cluster: Hosts, target: str, flags: tuple[str, ...]) -> None:
+    """Ends kv-b once its bucket has all of its blocks, and starts it again with an empty pool."""
+
+    def all_written() -> bool:
+        status = cluster.node_status("kv-b")
+        return status.object_blocks >= status.committed_blocks
+
+    wait_for("the bucket to have all blocks", all_written)
+    for role in ROLES:
+        cluster.stop(f"{role}-kv-b")
+    cluster.stop("kv-b")
+    left = [f"{role}-kv-a" for role in ROLES]
+    cluster.sees(target, *left)
+    _begin_node(cluster, "kv-b", flags)
+    cluster.sees(target, *left, *(f"{role}-kv-b" for role in ROLES))
+
+
+async def _record(target: str, turns: range, plans: Sequence[str], victim: Hosts | None = None) -> None:
+    """Asks for answers of these turns, each by one of the plans ("" is a free one), while kv-a's decode worker is
+    killed KILLS times, where there is a ``victim``."""
+    draw, todo = random.Random(turns.start), iter(turns)
+    kill_at = {turns.start + len(turns) * part // (KILLS + 1) for part in range(1, KILLS + 1)}
+
+    async def work(clients: list[AsyncClient]) -> None:
         kinds = list(KINDS)
-        for turn in turns:
-            if turn in kill_at:
-                cluster.kill("decode")
-            await ask(client, kinds[turn % len(kinds)], prompt=byte_prompt(draw.randrange(8), draw.randrange(1, 300)))
+        for turn in todo:
+            if victim is not None and turn in kill_at:
+                victim.processes["decode-kv-a"].kill()
+            prompt = byte_prompt(draw.randrange(8), draw.randrange(1, 300))
+            await ask(draw.choice(clients), kinds[turn % len(kinds)], prompt=prompt)
 
-    async with AsyncClient(cluster.target) as client:
-        await asyncio.gather(*(work(client) for _ in range(AT_ONCE)))
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient(target, plan=plan)) for plan in plans]
+        await asyncio.gather(*(work(clients) for _ in range(AT_ONCE)))
 
 
 async def _replay(target: str, paths: list[pathlib.Path]) -> dict[str, Any]:
@@ -83,7 +136,7 @@ async def _replay(target: str, paths: list[pathlib.Path]) -> dict[str, Any]:
     async def work() -> None:
         for path in todo:
             bundle, _ = read(path, None)
-            timings = bundle.receipt["timings"]
+            timings = bundle.timings or Timings()
             try:
                 status, lines = await replayed(path, target)
             except PillionError as error:
@@ -92,11 +145,14 @@ async def _replay(target: str, paths: list[pathlib.Path]) -> dict[str, Any]:
                 unequal.append(f"{bundle.id}: {lines[-1]}")
                 continue
             equal["all"] += 1
-            equal["replayed after a loss"] += bool(timings["replays"])
-            equal["split"] += bool(timings["prefilled_tokens"])
-            equal["with draft tokens"] += bool(timings["accepted_tokens"])
-            equal["with a cached prefix"] += bool(timings["cached_tokens"])
-            equal["of which from the disk"] += bool(timings["restored_tokens"])
+            equal["replayed after a loss"] += bool(timings.replays)
+            equal["split"] += bool(timings.prefilled_tokens)
+            equal["with draft tokens"] += bool(timings.accepted_tokens)
+            equal["with a cached prefix"] += bool(timings.cached_tokens)
+            brought = [getattr(timings, f"{tier}_tokens") for tier in TIERS]
+            for tier, tokens in zip(TIERS, brought, strict=True):
+                equal[TIERS[tier]] += bool(tokens)
+            equal["with a prefix in the pool"] += timings.cached_tokens > sum(brought)
             equal["with an adapter"] += bool(bundle.model.adapter)
             equal["with a grammar"] += bool(bundle.request.grammar)
             equal["of several answers"] += len(bundle.answers) > 1

@@ -15,8 +15,6 @@ the demo model; its position limit is raised where a prompt is longer than it, w
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import os
 import pathlib
@@ -25,7 +23,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +33,7 @@ from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.conditions import wait_for
 from lab.testbed.hosts import Hosts, hosts
 from lab.testbed.plain_model import plain_folder
-from lab.testbed.s3_service import CREDENTIALS, S3Service
+from lab.testbed.s3_service import s3_service
 from pillion import Client
 
 BLOCK_TOKENS = 16
@@ -89,20 +86,6 @@ def copy_s(total_bytes: int) -> float:
         target.copy_(source)
         taken.append(time.perf_counter() - begun_s)
     return min(taken)
-
-
-@contextlib.contextmanager
-def s3_service(folder: pathlib.Path) -> Iterator[S3Service]:
-    """rclone's service, without the relay of the tests: it is asked directly."""
-    os.environ.update(CREDENTIALS)
-    service = S3Service(folder)
-    with asyncio.Runner() as runner:
-        running = service.running()
-        runner.run(running.__aenter__())
-        try:
-            yield service
-        finally:
-            runner.run(running.__aexit__(None, None, None))
 
 
 class Tiers:

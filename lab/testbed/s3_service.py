@@ -8,7 +8,7 @@ import os
 import pathlib
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from lab.testbed.conditions import until
 from lab.testbed.ports import free_port
@@ -126,3 +126,17 @@ class S3Service:
             writer.write(data)
             await writer.drain()
         writer.close()
+
+
+@contextlib.contextmanager
+def s3_service(folder: pathlib.Path) -> Iterator[S3Service]:
+    """Runs the service for a block that runs no event loop: it is asked directly, for nothing passes its relay."""
+    os.environ.update(CREDENTIALS)
+    service = S3Service(folder)
+    with asyncio.Runner() as runner:
+        running = service.running()
+        runner.run(running.__aenter__())
+        try:
+            yield service
+        finally:
+            runner.run(running.__aexit__(None, None, None))
