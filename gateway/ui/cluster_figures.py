@@ -164,7 +164,7 @@ def _changes(before: ClusterReading, now: ClusterReading, metric: Metric) -> Ite
         if isinstance(value, Snapshot):
             if isinstance(first, Snapshot):
                 grown = tuple(map(operator.sub, value.counts, first.counts))
-                value = Snapshot(value.bounds, grown, value.total - first.total, 0.0, 0.0)
+                value = Snapshot(value.bounds, grown, value.total - first.total)
             yield value
 
 

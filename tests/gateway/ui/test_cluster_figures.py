@@ -45,7 +45,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
     cell = Distribution(names.ITL_BOUNDS, [0] * (len(names.ITL_BOUNDS) + 1))
     for value in observed:
         cell.observe(value)
-    found = quantile(Snapshot(cell.bounds, tuple(cell.counts), cell.total, 0, 0), share)
+    found = quantile(Snapshot(cell.bounds, tuple(cell.counts), cell.total), share)
     true = float(np.quantile(observed, share, method="inverted_cdf"))
     above = min((bound for bound in cell.bounds if bound >= true), default=math.inf)
     below = max((bound for bound in cell.bounds if bound < true), default=0.0)
