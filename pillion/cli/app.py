@@ -306,11 +306,10 @@ def keys() -> None:
 @keys.command("add")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
-@option("--operator", "Let the tenant see the whole cluster, as pillion status shows it.", False, is_flag=True)
+@option("--operator", "Let a new tenant see the whole cluster, as pillion status shows it.", False, is_flag=True)
 @option(
     "--models",
-    "A model or adapter that the tenant may use, in place of those it has. Without it nothing changes, and a new tenant"
-    f" may use all. {REPEAT}",
+    f"A model or adapter that a new tenant may use; without it that is all. {REPEAT}",
     (),
     multiple=True,
 )
