@@ -12,8 +12,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from pillion.cli.flags import env_name, to_argv, without_flags
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
@@ -195,18 +195,8 @@ async def reader_of(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-class Launch(Protocol):
-    """Starts a process for a supervisor."""
-
-    async def __call__(
-        self,
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        forward: Callable[[str], None],
-        *,
-        stdin: int = asyncio.subprocess.DEVNULL,
-    ) -> ChildProcess:
-        """Starts a process as :meth:`ChildProcess.start` does."""
+# This starts a process for a supervisor, as :meth:`ChildProcess.start` does.
+Launch = Callable[..., Awaitable[ChildProcess]]
 
 
 async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:
