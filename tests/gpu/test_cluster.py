@@ -133,6 +133,12 @@ async def answered(server: WorkerServer, node: NodeClient, session: NodeSession,
         assert answer.last.error is None
         await connection.close()
     await node.release(session.epoch, [ticket.ticket_id])
+
+    async def kept() -> bool:
+        # The last delta does not wait until the node has the answer's blocks.
+        return not (await node.status()).tickets
+
+    await until("the answer's blocks at the node", kept)
     return answer.token_ids, ticket.pinned_blocks
 
 

@@ -17,6 +17,7 @@ from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.assemble import start_decode
 from pillion.engine.backends.loaded_model import BackendFactory
+from pillion.engine.grammars import grammar_state, mask_threads
 from pillion.engine.worker import tickets
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.links.decode_link import DecodeDelta, batch_from_pb
@@ -216,9 +217,14 @@ class Connection:
 
 @contextlib.contextmanager
 def patient_workers() -> Iterator[None]:
-    """While it lasts, workers wait for a node and for a ticket's last use on a machine that stands still for seconds,
-    too."""
-    with patient_calls(), mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S):
+    """While it lasts, workers wait for a node, a ticket's last use and a grammar's mask on a machine that stands still
+    for seconds, too."""
+    with (
+        patient_calls(),
+        mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S),
+        mock.patch.object(mask_threads, "MASK_LIMIT_MS", WITHIN_S * 1000),
+        mock.patch.object(grammar_state, "MASK_LIMIT_MS", WITHIN_S * 1000),
+    ):
         yield
 
 
