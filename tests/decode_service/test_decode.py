@@ -283,7 +283,7 @@ async def test_cancel_before_the_ticket_is_adopted() -> None:
             await connection.cancel(key)
             await workers.release(ticket)
         await over(await start(workers, connection, 99, prompt(3, 5)))
-        assert not workers.decode.worker.epoch.listeners
+        await until("no stream to be left", lambda: not workers.decode.worker.epoch.listeners)
         await workers.quiet()
 
 

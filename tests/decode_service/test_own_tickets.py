@@ -152,7 +152,7 @@ async def test_a_stream_that_nobody_wants_leaves_the_line(how: str) -> None:
         await until("the line to be empty", lambda: not len(pool.waiting))
         await workers.release(full)
         await workers.quiet()
-        assert not worker.epoch.tickets._in_use
+        await until("no ticket in use", lambda: not worker.epoch.tickets._in_use)
 
 
 async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
@@ -162,7 +162,7 @@ async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
             await connection.cancel(key + 1)
         assert await end_of(await alone(connection, 99)) == 0
         await workers.quiet()
-        assert not workers.decode.worker.epoch.tickets._in_use
+        await until("no ticket in use", lambda: not workers.decode.worker.epoch.tickets._in_use)
 
 
 async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ async def test_a_lost_connection_frees_all_answers(held: bool) -> None:
                 await until("all first tokens", lambda: all(answer.token_ids for answer in answers))
         workers.decode_backend.gate.set()
         await workers.quiet()
-        assert not workers.decode.worker.epoch.listeners
+        await until("no stream to be left", lambda: not workers.decode.worker.epoch.listeners)
 
 
 async def test_parallel_samples_in_a_pool_too_small_for_all() -> None:

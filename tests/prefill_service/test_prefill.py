@@ -176,7 +176,7 @@ async def test_cancel_frees_within_one_step(after_acks: int) -> None:
         call.cancel()
         await workers.release(ticket)
         await workers.quiet()
-        assert not workers.prefill.worker.epoch.listeners
+        await until("no stream to be left", lambda: not workers.prefill.worker.epoch.listeners)
         workers.prefill_backend.steps.clear()
         other = await workers.ticket(prompt(2, 17))
         await acks_of(workers, workers.prefill_range(other, prompt(2, 17), (16,)))

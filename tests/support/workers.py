@@ -215,6 +215,22 @@ class Connection:
                     answer.over.set()
 
 
+async def answered(workers: Workers) -> None:
+    """Return once the node has answered all that the decode worker has asked."""
+    epoch = workers.decode.worker.epoch
+    await epoch._updates.drained()
+    # The tasks that send updates and heartbeats stay.
+    await until("the node's answers", lambda: len(epoch._tasks) <= 2)
+
+
+def answered_first(workers: Workers) -> None:
+    """Have each step of the decode worker wait until the node has answered what was asked before it."""
+    loop = asyncio.get_running_loop()
+    workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(workers), loop).result(
+        WITHIN_S
+    )
+
+
 @contextlib.contextmanager
 def patient_workers() -> Iterator[None]:
     """While it lasts, workers wait for a node, a ticket's last use and a grammar's mask on a machine that stands still

@@ -32,6 +32,8 @@ from tests.support.workers import (
     Answer,
     Connection,
     Workers,
+    answered,
+    answered_first,
     connected,
     prompt,
     running_workers,
@@ -82,22 +84,6 @@ async def finished(
     await answer.ended()
     await workers.release(ticket)
     return answer
-
-
-async def answered(workers: Workers) -> None:
-    """Return once the node has answered all that the decode worker has asked."""
-    epoch = workers.decode.worker.epoch
-    await epoch._updates.drained()
-    # The tasks that send updates and heartbeats stay.
-    await until("the node's answers", lambda: len(epoch._tasks) <= 2)
-
-
-def answered_first(workers: Workers) -> None:
-    """Have each step of the decode worker wait until the node has answered what was asked before it."""
-    loop = asyncio.get_running_loop()
-    workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(workers), loop).result(
-        WITHIN_S
-    )
 
 
 async def held_amid_draft_tokens(workers: Workers, drafted: Callable[[], bool]) -> None:

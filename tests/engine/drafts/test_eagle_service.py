@@ -13,7 +13,6 @@ from pillion.engine.drafts import worker_drafts
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.settings.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_draft_service import (
-    answered_first,
     answers_of,
     chains_of,
     draft_by_no_clock,
@@ -26,6 +25,7 @@ from tests.support.fake_head import FakeHead
 from tests.support.workers import (
     BLOCK,
     Workers,
+    answered_first,
     connected,
     running_workers,
     submit_of,

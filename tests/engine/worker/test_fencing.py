@@ -27,7 +27,7 @@ from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.redis_nodes import patient
-from tests.support.workers import Answer, Workers, connected, running_workers, submit_of
+from tests.support.workers import Answer, Workers, answered_first, connected, running_workers, submit_of
 
 UNAVAILABLE = 14
 PROMPT = list(range(20))
@@ -388,6 +388,8 @@ async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.Monke
         for key in (2, 3, 4):
             await connection.cancel(key)
         assert not returned
+        # Else the stream could take all of them before the node's word and their return have come through.
+        answered_first(workers)
         waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
         asked = 0
 
