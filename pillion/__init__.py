@@ -67,11 +67,12 @@ if TYPE_CHECKING:
     from pillion.client.async_client import AsyncClient
     from pillion.client.client import Client
     from pillion.offline.llm import LLM
-    from pillion.offline.vllm_options import LoRARequest
+    from pillion.offline.vllm_options import EngineArgs, LoRARequest
 else:
     _LATE = {
         "AsyncClient": "pillion.client.async_client",
         "Client": "pillion.client.client",
+        "EngineArgs": "pillion.offline.vllm_options",
         "LLM": "pillion.offline.llm",
         "LoRARequest": "pillion.offline.vllm_options",
     }
@@ -102,6 +103,7 @@ __all__ = [
     "Conflict",
     "DeadlineExceeded",
     "Delta",
+    "EngineArgs",
     "FieldViolation",
     "FinishReason",
     "Internal",

@@ -1,4 +1,4 @@
-"""Reads what programs for vLLM write: options of its ``LLM``, and adapters of its requests.
+"""Reads what programs for vLLM write: options of its ``LLM``, adapters of its requests, arguments of its scripts.
 
 An option of vLLM that Pillion has goes on as Pillion's; one that Pillion has not is taken with the values that ask for
 nothing, and refused with a sentence that says what to do instead otherwise. Nothing is ignored that was asked for.
@@ -6,11 +6,14 @@ nothing, and refused with a sentence that says what to do instead otherwise. Not
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pillion.config import OfflineFlags
 from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
@@ -56,6 +59,8 @@ _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
 _FORMATS = ("safetensors", "gguf")
 _READERS = ("fastsafetensors", "runai_streamer", "bitsandbytes")
 _OWN_FORMATS = ("auto", "dummy")
+# LLM takes more values of these options than the flags have: vLLM's.
+_MORE_CHOICES = ("quantization", "load_format")
 # vLLM's names of kernels for the checkpoints of one producer.
 _PRODUCERS = {
     "awq_marlin": "awq",
@@ -172,3 +177,48 @@ def _check_format(model: str, wanted: Any) -> None:
 
 def _is_file(model: str) -> bool:
     return model == "demo" or Path(model).expanduser().is_file()
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """Is a parser that takes ``--max_model_len`` for ``--max-model-len``, as vLLM's scripts expect."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        import sys
+
+        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
+
+
+class EngineArgs:
+    """Gives vLLM's scripts the options of :class:`pillion.LLM` as arguments; ``vars(parser.parse_args())`` are
+    keyword arguments of LLM."""
+
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        """Adds one argument for each option to a parser or a group of one, and returns it."""
+        for field in fields(OfflineFlags):
+            name, about = "--" + field.name.replace("_", "-"), field.metadata
+            # Every argument is None by default, which LLM understands as an option that is not given.
+            if about["kind"] is bool:
+                parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
+            else:
+                choices = None if field.name in _MORE_CHOICES else about["choices"]
+                parser.add_argument(name, default=None, choices=choices or None)
+        parser.add_argument("--seed", type=int, default=None)
+        for name in (*_ABSENT, *_RENAMED):
+            # A name alone, such as --trust-remote-code, means True.
+            parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True, default=None, type=_value)
+        return parser
+
+
+def _value(word: str) -> Any:
+    """Reads a word of a command line: a number, an object in JSON, or the word itself."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word

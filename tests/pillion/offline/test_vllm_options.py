@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import shutil
@@ -10,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from lab.testbed.tiny_model import save_model
-from pillion import LLM, ConfigError, InvalidRequest, LoRARequest, PermissionDenied, SamplingParams
+from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, LoRARequest, PermissionDenied, SamplingParams
 from pillion.engine.quantized.quantization import OWN_METHOD
 from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
-from pillion.offline.vllm_options import PRODUCERS, check_producer, producer_of, translated
+from pillion.offline.vllm_options import PRODUCERS, FlexibleArgumentParser, check_producer, producer_of, translated
 
 SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -216,3 +217,27 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: pathlib.Path, tmp
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="--tokenizer has the token id 1000000, and the model has"):
         LLM(str(folder), tokenizer=str(tmp_path), **SMALL)
+
+
+def test_arguments_of_a_script_become_options(folder: pathlib.Path) -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser.add_argument_group("engine"))
+    words = ["--model", str(folder), "--max_model_len", "128", "--enable-chunked-prefill", "--seed=5"]
+    options = vars(parser.parse_args(words))
+    assert options.pop("seed") == 5
+    flags = read_options(options.pop("model"), options)
+    assert (flags.model, flags.max_model_len, flags.enable_chunked_prefill) == (str(folder), 128, True)
+    assert flags.max_num_seqs == read_options("m", {}).max_num_seqs
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "float8"])
+    words = ["--quantization", "AWQ", "--load-format=safetensors", "--kv-cache-memory-bytes", "33554432"]
+    options = vars(parser.parse_args([*words, "--trust-remote-code", "false", "--pipeline-parallel-size", "1"]))
+    assert producer_of(options) == "awq"
+    assert read_options(str(folder), {**options, "model": None}).kv_pool_bytes == 2**25
+    for word, complaint in (
+        ("--trust-remote-code", "no code of a checkpoint"),
+        ("--cpu-offload-gb=10", "quantization"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            read_options(str(folder), {**vars(parser.parse_args([word])), "model": None})
+    assert isinstance(parser, argparse.ArgumentParser)
