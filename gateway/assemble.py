@@ -32,7 +32,7 @@ from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.quotas import Quotas
 from pillion.gateway.anthropic.anthropic_api import anthropic_routes
 from pillion.gateway.batches.batch_calls import LineCalls
-from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.gateway.batches.batch_folder import TENANT_PERCENT, BatchFolder
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.batches_api import batch_routes
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
@@ -192,7 +192,7 @@ def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRu
         max_bytes=flags.batch_bytes,
         file_bytes=flags.batch_file_bytes,
         keep_s=flags.batch_keep_days * DAY_S,
-        tenant_percent=flags.batch_tenant_percent,
+        tenant_percent=TENANT_PERCENT,
     )
     return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
 

@@ -23,7 +23,11 @@ from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.retention_eviction import RetentionEviction
+from pillion.kvstore.ledger.retention_eviction import (
+    MAX_RETAINED_PERCENT,
+    MAX_TENANT_RETAINED_PERCENT,
+    RetentionEviction,
+)
 from pillion.kvstore.memory.domain import CPU, Domain, HostDomain
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.kv_node import KVNode
@@ -59,8 +63,8 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
     memory = (SurvivingMemory if flags.keeper_socket else NodeMemory)(flags, open_domain)
     retaining = RetentionEviction(
         LruEviction(),
-        flags.max_retained_percent,
-        flags.max_tenant_retained_percent,
+        MAX_RETAINED_PERCENT,
+        MAX_TENANT_RETAINED_PERCENT,
         time.monotonic,
     )
     # One tenant's prefix pins may have half of what those of all may have.

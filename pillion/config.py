@@ -200,8 +200,6 @@ def refuse_contradictions(flags: Any) -> None:
         )
     if given("http_port") and flags.http_port == flags.grpc_port:
         raise ConfigError(f"--http-port and --grpc-port are both {flags.http_port}: each needs a port of its own")
-    if given("allow_credentials") and not flags.allowed_origins:
-        raise ConfigError("--allow-credentials needs --allowed-origins: it is about the pages of these")
     if given("batch_path") and flags.batch_file_bytes > flags.batch_bytes:
         raise ConfigError(
             f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
@@ -513,15 +511,6 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         least=0,
         most=90,
     )
-    max_retained_percent: int = flag(
-        90,
-        "Share of the pool that conversations may have whose next turns are expected. 0: none are kept for them.",
-        least=0,
-        most=90,
-    )
-    max_tenant_retained_percent: int = flag(
-        50, "Share of the pool that one tenant's such conversations may have.", least=0, most=90
-    )
     state_percent: int = flag(
         100,
         "Most of the pool that states of hybrid models may have, apart from those that running requests hold.",
@@ -660,9 +649,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     timeout_keep_alive: int = flag(
         75, "Seconds that an HTTP connection may stay without a further request.", least=1, most=86_400
     )
-    allow_credentials: bool = flag(
-        False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
-    )
     strict_fields: bool = flag(False, STRICT_FIELDS)
     stream_ping_ms: int = flag(
         10_000,
@@ -691,9 +677,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
     batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
-    batch_tenant_percent: int = flag(
-        25, "Share of that folder's bytes, files and batches for one tenant of --api-keys.", least=1, most=100
-    )
     record_path: str = flag("", "Folder for bundles of requests that failed, were slow or are to be kept. Empty: none.")
     record_bytes: int = size_flag(2**30, "Most bytes that this folder may hold; the oldest bundles go.", least=2**20)
     record_days: int = flag(30, "Days after which bundles are removed.", least=1)

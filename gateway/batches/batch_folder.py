@@ -37,6 +37,8 @@ INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # The folder holds at most this many files, of all tenants, because a list has to look through them.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
+# A tenant of --api-keys may have this share of the folder's bytes, files and batches.
+TENANT_PERCENT = 25
 # One tenant may have this many batches that have not ended.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
@@ -195,7 +197,7 @@ class BatchFolder:
             raise FolderFull(f"there are in the folder of --batch-path already {most} {what}", FULL_RETRY_MS)
         share = max(1, most * self.tenant_percent // 100)
         if tenant and mine + more > share:
-            text = f"the share of a tenant (--batch-tenant-percent {self.tenant_percent})"
+            text = f"the share of a tenant ({self.tenant_percent} %)"
             raise FolderFull(
                 f"this tenant has in the folder of --batch-path already {share} {what}, {text}", FULL_RETRY_MS
             )

@@ -279,7 +279,6 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        allow_credentials=flags.allow_credentials,
         expose_headers=[
             "x-request-id",
             "request-id",

@@ -34,6 +34,8 @@ from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import BlockTree
 
+# Conversations whose next turns are expected may have so much of the pool, and those of one tenant so much.
+MAX_RETAINED_PERCENT, MAX_TENANT_RETAINED_PERCENT = 90, 50
 # One node has at most so many retentions, of some 300 bytes each, and one owner at most MAX_OWNER_RETENTIONS of them.
 MAX_RETENTIONS = 4096
 MAX_OWNER_RETENTIONS = 1024

@@ -49,7 +49,11 @@ from pillion.config import ServeFlags
 from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.records import Block
-from pillion.kvstore.ledger.retention_eviction import RetentionEviction
+from pillion.kvstore.ledger.retention_eviction import (
+    MAX_RETAINED_PERCENT,
+    MAX_TENANT_RETAINED_PERCENT,
+    RetentionEviction,
+)
 from pillion.loadgen.figures import percentile
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 
@@ -226,8 +230,7 @@ def make_policy(order: str, requests: Sequence[Request], clock: Clock) -> Evicti
         return OracleEviction(requests)
     if order == "lru":
         return LruEviction()
-    flags = ServeFlags()
-    percents = flags.max_retained_percent, flags.max_tenant_retained_percent
+    percents = MAX_RETAINED_PERCENT, MAX_TENANT_RETAINED_PERCENT
     return RetentionEviction(LruEviction(), *percents, lambda: clock.now)
 
 

@@ -61,6 +61,10 @@ GONE: dict[str, tuple[type, str]] = {
     "max_tenant_pinned_percent": (config.KVNodeFlags, "a tenant may have half of --max-pinned-percent"),
     "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
     "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
+    "max_retained_percent": (config.KVNodeFlags, "conversations may have 90 % of the pool until their next turns"),
+    "max_tenant_retained_percent": (config.KVNodeFlags, "conversations of one tenant may have half of the pool"),
+    "batch_tenant_percent": (config.GatewayFlags, "a tenant may have a quarter of the folder of --batch-path"),
+    "allow_credentials": (config.GatewayFlags, "pages send API keys, and neither cookies nor certificates"),
     "verify_blocks": (config.KVNodeFlags, "the checksum of every block that comes from elsewhere is checked"),
     "log_file": (config.ServeFlags, "send standard error to a file: 2>FILE"),
     "keep_pool": (config.ServeFlags, "a pool in host memory outlives its KV node, always"),
@@ -69,7 +73,7 @@ GONE: dict[str, tuple[type, str]] = {
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
 }
 # These flags that are gone were switches: --NAME and --no-NAME, without a value.
-GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history")
+GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials")
 
 # These commands are gone, with what does their work.
 GONE_COMMANDS = {

@@ -23,14 +23,14 @@ GROUPS = {
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
     "Answers": "generation_config override_generation_config chat_template allow_special default_chat_template_kwargs"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
-    "Public ports": "host root_path http_port grpc_port ui allow allowed share_ports"
+    "Public ports": "host root_path http_port grpc_port ui allowed share_ports"
     " strict_fields stream_ping_ms timeout_keep_alive",
     "Keys and certificates": "api_keys api_key tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size enable_expert_parallel device cpu share_cores core_lending_table first_core"
     " enforce_eager batch_invariant drain_timeout_s fence_kill_after_s fork_server standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent"
-    " max_pinned_percent max_retained max_tenant_retained state_percent"
+    " max_pinned_percent state_percent"
     " low_watermark high_watermark hand_over host_bytes disk object fetch max_fetch_bytes"
     " keeper_socket",
     "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill",

@@ -12,6 +12,7 @@ import pytest
 
 from lab.testbed.conditions import until
 from lab.testbed.tiny_model import byte_prompt, save_model
+from pillion.kvstore import assemble
 from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from tests.support.components import Components, running_components
 from tests.support.http import call
@@ -83,8 +84,10 @@ async def found_by_turns(components: Components, hints: list[Any]) -> list[tuple
 async def conversation(tmp_path: pathlib.Path, percent: int, hints: list[Any]) -> list[tuple[int, int]]:
     model = {"model": str(save_model(tmp_path / "tiny", max_position_embeddings=4096)), "dtype": "float32"}
     model |= {"max_model_len": 1536}
-    node = {"kv_pool_bytes": SLOTS * BLOCK_BYTES, "max_retained_percent": percent, "max_tenant_retained_percent": 80}
-    with tempfile.TemporaryDirectory(prefix="pil-") as short:
+    node = {"kv_pool_bytes": SLOTS * BLOCK_BYTES}
+    with tempfile.TemporaryDirectory(prefix="pil-") as short, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "MAX_RETAINED_PERCENT", percent)
+        patch.setattr(assemble, "MAX_TENANT_RETAINED_PERCENT", 80)
         async with running_components(
             pathlib.Path(short), model=model, node=node, gateway={"split_policy": "colocated"}
         ) as components:

@@ -282,7 +282,7 @@ def test_no_tenant_fills_the_folder_for_others(tmp_path: pathlib.Path, monkeypat
     folder = BatchFolder(tmp_path / "b", **SHARES)
     for _ in range(2):
         uploaded(folder, bytes(10**5), "red")
-    with pytest.raises(FolderFull, match=r"this tenant has .* 250000 bytes .*--batch-tenant-percent 25"):
+    with pytest.raises(FolderFull, match=r"this tenant has .* 250000 bytes .*the share of a tenant .25 %"):
         uploaded(folder, bytes(10**5), "red")
     small = uploaded(folder, inputs(3), "green")
     for _ in range(9):

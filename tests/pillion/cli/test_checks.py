@@ -101,7 +101,6 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (ServeFlags(enable_lora=True, lora_modules=("a=b", "a=c")), "two adapters are called 'a'"),
         (ServeFlags(http_port=9000, grpc_port=9000), "--http-port and --grpc-port are both 9000"),
         (ServeFlags(object_url="https://bucket"), "--object-url does not begin with s3://"),
-        (ServeFlags(allow_credentials=True), "--allow-credentials needs --allowed-origins"),
         (GatewayFlags(gateway_workers=2), "--gateway-workers is a flag of pillion serve"),
         (ServeFlags(batch_path="b", batch_bytes=2**20), "is more than --batch-bytes"),
     ],
