@@ -375,8 +375,6 @@ async def trace(folder: pathlib.Path) -> list[Way]:
                 gateway._options = replace(gateway._options, policy=parse_policy(policy))
                 for text in (f"hello {policy} " * 10, f"{policy} {WORDS * 4}"):
                     await running.proven()
-                    for component in (running.prefill, running.decode):
-                        await component.worker.epoch.settled()
                     if WORDS in text:
                         tracer.begin(Way(policy), served.tokenizer.encode_text(WORDS, most_tokens=1000), loop)
                     messages = [{"role": "user", "content": text}]

@@ -103,6 +103,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
                 # The second time, all whole blocks before the prompt's last token are found.
                 found = again and path != "no prefix caching"
                 assert usage.cached_tokens == (len(prompt) - 1) // 16 * 16 * found
+            await components.proven()
 
 
 async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import random
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -19,7 +19,9 @@ from lab.testbed.conditions import until
 from lab.testbed.tiny_model import save_model
 from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.links.decode_link import DecodeDelta, DecodeLink
 from pillion.net.rpc import open_channel
+from pillion.v1.decode_pb2 import Submit
 from tests.gateway.http_api.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.components import Components, running_components
 from tests.support.fuzz import malformed, send
@@ -32,6 +34,7 @@ BLOCK = 16
 WHOLE = (len(PROMPT) - 1) // BLOCK * BLOCK
 FUZZ = int(os.environ.get("PILLION_FUZZ", "120"))
 AT_ONCE = 4
+FLOOD_TOKENS = 100
 FUZZ_TIMEOUT_S = 5.0
 # A fuzzed request may still be valid and ask for a long answer.
 HARMLESS = {
@@ -115,8 +118,28 @@ async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded
     await components.proven()
 
 
+def told_by_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """What a worker tells of all streams from now on, in its order: the most tokens of an answer, and whether it is
+    the answer's end."""
+    told: list[tuple[int, bool]] = []
+    before = DecodeLink.submit
+
+    def submit(link: DecodeLink, asked: Submit, sinks: Sequence[Any]) -> tuple[int, ...]:
+        def noting(sink: Any) -> Any:
+            def note(delta: DecodeDelta) -> None:
+                told.append((asked.max_tokens, delta.finish_reason is not None))
+                sink(delta)
+
+            return note
+
+        return before(link, asked, [noting(sink) for sink in sinks])
+
+    monkeypatch.setattr(DecodeLink, "submit", submit)
+    return told
+
+
 async def test_a_lone_request_waits_for_no_answer_of_a_flood(
-    components: Components, tmp_path_factory: pytest.TempPathFactory
+    components: Components, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers are counted: there are two places, slots for eighteen, and twenty-four answers of the flood before it."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
@@ -130,22 +153,22 @@ async def test_a_lone_request_waits_for_no_answer_of_a_flood(
                 AsyncClient(target, api_key=KEYS["red"]) as red,
                 AsyncClient(target, api_key=KEYS["blue"]) as blue,
             ):
-                begun: set[int] = set()
-                ended: set[int] = set()
+                told = told_by_workers(monkeypatch)
 
                 async def flood(number: int) -> None:
-                    async for _ in red.generate([number + 2, *PROMPT], max_tokens=100, ignore_eos=True):
+                    async for _ in red.generate([number + 2, *PROMPT], max_tokens=FLOOD_TOKENS, ignore_eos=True):
                         begun.add(number)
-                    ended.add(number)
 
+                begun: set[int] = set()
                 tasks = [asyncio.create_task(flood(number)) for number in range(24)]
                 await until("two answers to begin", lambda: len(begun) == 2)
                 for number in range(3):
-                    before = len(ended)
+                    told.clear()
                     stream = blue.generate([*PROMPT, number + 2], max_tokens=2, ignore_eos=True)
                     assert sum([len(delta.token_ids) async for delta in stream]) == 2
-                    # Two answers may end at once while the request is on its way.
-                    assert len(ended) - before <= 4, f"request {number} waited for answers of the flood"
+                    waited = told[told.index((2, False)) : told.index((2, True))]
+                    # Two answers may end at once before the worker's next look at its line.
+                    assert waited.count((FLOOD_TOKENS, True)) <= 4, f"request {number} waited for answers of the flood"
                 await asyncio.gather(*tasks)
             await running.proven()
 

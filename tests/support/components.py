@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.testbed.cluster import PATIENT_MS
-from lab.testbed.conditions import until
+from lab.testbed.conditions import until, within
 from lab.testbed.redis import running_redis
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
@@ -34,9 +34,12 @@ class Components:
     model: dict[str, Any]
 
     async def proven(self) -> None:
-        """Waits until nothing is held any more, and proves that the pool adds up."""
+        """Waits until nothing is held any more, and the node has all blocks of the workers, which may come after an
+        answer's end; proves that the pool adds up."""
         pool, gateway = self.kvnode.pool, self.gateway.gateway
         await until("tickets and requests to end", lambda: not (pool.ledger.tickets or gateway.active_requests))
+        for component in (self.prefill, self.decode):
+            await within("a worker's last blocks", component.worker.epoch.settled())
         pool.check_integrity()
 
     @contextlib.asynccontextmanager
