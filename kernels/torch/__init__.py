@@ -1,4 +1,4 @@
 """Computes paged attention and linear layers on any processor, by torch's own kernels.
 
-Read reference.py first. Never in here: kernels of our own.
+Never in here: kernels of our own.
 """

@@ -1,4 +1,4 @@
-"""Computes paged attention on the CPU by torch's own kernels; :mod:`pillion.kernels.torch.reference` is its oracle.
+"""Computes paged attention on the CPU by torch's own kernels; :mod:`lab.testbed.attention_reference` is its oracle.
 
 Everything that does not depend on the layer (rows to write, pieces to gather, masks) is computed once per step, in
 :mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are gathered
@@ -44,7 +44,7 @@ class StepAttention:
         """Plans the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
         are K and V, or one of rows that are both; ``windows`` are those of the layers, chunks with ``chunked``.
 
-        ``softcap`` is that of :func:`pillion.kernels.torch.reference.paged_attention`. One call gathers at most
+        ``softcap`` is that of :func:`lab.testbed.attention_reference.paged_attention`. One call gathers at most
         ``tile_tokens`` of a sequence; 0 leaves the choice. ``firsts``: where other layers have KV of other sizes,
         ``pool`` is [slots, 1, planes, ...], whose slots are a whole number of pieces apart, and these are the first
         values, counted from a slot's begin, of the layers that this object is for.

@@ -24,6 +24,7 @@
 - `plain_model` makes a plain Hugging Face folder of a GGUF file, such as the demo model's, for other programs.
 - `toy_tokenizer` makes tokenizers that a person can read.
 - `plane_source` is a KV node, in a process of its own, that other nodes copy blocks from.
+- `attention_reference` computes paged attention in plain torch; it is the oracle of every kernel.
 - `gpu_reference` computes in plain torch what the smaller GPU kernels do.
 - `fake_cuda` is a CUDA driver in C for machines without a GPU.
 

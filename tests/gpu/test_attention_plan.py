@@ -143,7 +143,7 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
 
 
 def wanted(batch, kv_heads, group, window):
-    """Lists the keys that :func:`pillion.kernels.torch.reference.paged_attention` reads."""
+    """Lists the keys that :func:`lab.testbed.attention_reference.paged_attention` reads."""
     found = Counter()
     for sequence, context in enumerate(batch.context_lens.tolist()):
         begin, end = batch.query_starts[sequence : sequence + 2].tolist()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.attention_reference import paged_attention
 from lab.testbed.gpu_reference import fp8_rows
 from pillion.engine.models.layers import rms_norm, rms_norm_wide
 from pillion.engine.models.rope import rotate
@@ -21,7 +22,6 @@ from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.latent_write import latent_write
 from pillion.kernels.step import StepBatch
-from pillion.kernels.torch.reference import paged_attention
 from tests.support.batches import Sequences
 from tests.support.examples import examples
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import gelu, silu
 
+from lab.testbed.attention_reference import paged_attention
 from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu
 from pillion.engine.models.layers import clamped_swiglu, xielu
 from pillion.kernels.cpu.products.gemm import GATED
@@ -15,7 +16,6 @@ from pillion.kernels.cpu.products.packing import unpack
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.step import StepBatch
-from pillion.kernels.torch.reference import paged_attention
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
 from tests.support.plain_pools import pack_pool, unpack_pool, write_kv
 

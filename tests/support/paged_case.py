@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from lab.testbed.attention_reference import paged_attention
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, piece_size
 from pillion.kernels.step import StepBatch
-from pillion.kernels.torch.reference import paged_attention
 from tests.support.batches import Sequences
 
 LAYERS, LAYER = 2, 1

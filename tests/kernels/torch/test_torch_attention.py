@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lab.testbed.attention_reference import paged_attention
 from pillion.kernels.torch import attention_tiles as attention_plan
-from pillion.kernels.torch.reference import paged_attention
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.batches import Sequences
 from tests.support.covering import each_value
