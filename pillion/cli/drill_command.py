@@ -87,7 +87,7 @@ def _plan_of(values: dict[str, Any]) -> DrillPlan:
         reach={"target": DEFAULT_TARGET} | pop_reach(values),
         contract=read_contract(values["contract"]),
         striker=Striker(values["kill"], values["start"], values["supervised"]),
-        kinds=values["kinds"] or KINDS,
+        kinds=values["kinds"],
         pause_s=values["pause_s"],
         streams=values["streams"],
         prompt_tokens=values["input_len"],

@@ -15,7 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.client.client import Client
@@ -39,7 +39,7 @@ class DrillPlan:
     Attributes:
         reach: arguments of :class:`pillion.Client`.
         contract: the contract for each kind of component.
-        kinds: the kinds that are struck.
+        kinds: the kinds that are struck; (): all that are found. Redis behind a --kill command is struck only by name.
         pause_s: how long each component is stopped; 0: it is killed.
         streams, prompt_tokens, answer_tokens, model: the drill's own load; lengths of answers are drawn around theirs.
         within_s: how long the load may take to begin, and the cluster and its streams after each strike.
@@ -48,7 +48,7 @@ class DrillPlan:
     reach: dict[str, Any]
     contract: dict[str, Contract]
     striker: Striker
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = ()
     pause_s: float = 0.0
     streams: int = 4
     prompt_tokens: int = 256
@@ -72,7 +72,12 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
         raise ConfigError(f"the drill does not begin: {error.message}") from None
     if not plan.striker.kill:
         components = with_sockets(components)
-    chosen = victims(components, plan.kinds)
+    elif "redis" in plan.kinds:
+        components = [*components, ComponentStatus(component_id="redis", role="redis")]
+    chosen = victims(components, plan.kinds or KINDS)
+    if plan.striker.kill and "{component}" not in plan.striker.kill:
+        # The command strikes any component of the kind, so none is named.
+        chosen = [replace(one, component_id=one.role) for one in chosen]
     if wrong := list(refusals(components, chosen, plan.striker)):
         raise ConfigError(f"the drill does not begin: {'; '.join(wrong)}")
     return chosen

@@ -19,8 +19,8 @@ TERMINATED = 128 + 15
 
 
 def serve_on_engine(engine: DockerEngine, say: Callable[[str], None]) -> None:
-    """Build the image, serve 2 and 2 workers, kill containers in the middle of streams over both APIs, stop, and leave
-    nothing. Raises NoDockerError where something is missing for that, and AssertionError."""
+    """Build the image, serve 2 and 2 workers, kill containers in the middle of streams over both APIs and by `pillion
+    drill`, stop, and leave nothing. Raises NoDockerError where something is missing for that, and AssertionError."""
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         began_s = time.monotonic()
         image = engine.build()
@@ -31,6 +31,7 @@ def serve_on_engine(engine: DockerEngine, say: Callable[[str], None]) -> None:
             project.up()
             say(f"up after {time.monotonic() - began_s:.0f} s")
             _kill_amid_streams(project, say)
+            say(project.drill("decode", "prefill", "kvnode", "redis"))
             codes = project.stop()
             say(f"stopped: {codes}")
             assert {name for name, code in codes.items() if code} == {name for name in codes if "keeper" in name}
@@ -44,7 +45,7 @@ def serve_on_engine(engine: DockerEngine, say: Callable[[str], None]) -> None:
 
 
 def _kill_amid_streams(project: DockerProject, say: Callable[[str], None]) -> None:
-    with project.apis.streams(PROMPTS, TOKENS) as streams:
+    with project.addresses.streams(PROMPTS, TOKENS) as streams:
         pass
     texts = [stream.text for stream in streams]
     assert all(stream.finish == FinishReason.LENGTH for stream in streams)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import pathlib
+import shlex
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -103,6 +105,18 @@ class DockerProject:
         differing = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
         return Kill(service, len(streams), running, lost, differing, max(stream.pause_s for stream in streams))
 
+    def drill(self, *kinds: str) -> str:
+        """Let `pillion drill` kill a container of each kind, as docs/recorder.md says; return its table. Raises
+        AssertionError where a stream was lost, or the cluster did not come back."""
+        compose = shlex.join(self._words())
+        kill = f"sh -c {shlex.quote(f'docker kill -s {{signal}} $({compose} ps -q {{role}} | head -n 1)')}"
+        asked = [word for kind in kinds for word in ("--kind", kind)]
+        asked += ["--target", self.addresses.grpc, "--kill", kill, "--start", f"{compose} start {{role}}", "--yes"]
+        command = [sys.executable, "-m", "pillion", "drill", *asked]
+        done = subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=UP_TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def replays(self) -> float:
         """Return how many further attempts the gateway has made so far."""
         lines = self._get("/metrics")[1].splitlines()
@@ -136,10 +150,13 @@ class DockerProject:
 
     def compose(self, *words: str) -> str:
         """Run compose. Raises AssertionError with what it said, where it fails."""
-        command = [*self._compose, "--project-name", self.name, *self._files, *words]
+        command = [*self._words(), *words]
         done = subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=UP_TIMEOUT_S)
         assert done.returncode == 0, f"compose {' '.join(words)}:\n{(done.stdout + done.stderr)[-3000:]}"
         return done.stdout
+
+    def _words(self) -> list[str]:
+        return [*self._compose, "--project-name", self.name, *self._files]
 
     def _own(self) -> list[str]:
         return ["--filter", f"label=com.docker.compose.project={self.name}"]

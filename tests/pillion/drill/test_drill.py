@@ -23,16 +23,23 @@ from tests.support.fake_components import running_fake_cluster
 
 
 @pytest.mark.parametrize(
-    ("striker", "more", "said"),
+    ("striker", "more", "said", "struck"),
     [
-        (Striker(), {}, "is no process of this user's `pillion serve` here"),
-        (Striker("kill {component}"), {}, "decode-0 is the only decode component of model toy, and nothing is known"),
-        (Striker("kill {component}", supervised=True), {"pause_s": 1.0}, "{signal}"),
-        (Striker("kill {component}"), {"kinds": ("gateway",)}, "no component to strike"),
-        (Striker("kill {component}", supervised=True), {}, ""),
+        (Striker(), {}, "is no process of this user's `pillion serve` here", []),
+        (
+            Striker("kill {component}"),
+            {},
+            "decode-0 is the only decode component of model toy, and nothing is known",
+            [],
+        ),
+        (Striker("kill {component}", supervised=True), {"pause_s": 1.0}, "{signal}", []),
+        (Striker("kill {component}"), {"kinds": ("gateway",)}, "no component to strike", []),
+        (Striker("kill {component}", supervised=True), {}, "", ["decode-0", "prefill-0", "kv-0"]),
+        # Which replica such a command strikes is not known, and no status knows of a Redis.
+        (Striker("kill {role}", "start {role}"), {"kinds": ("kvnode", "redis")}, "", ["kvnode", "redis"]),
     ],
 )
-async def test_a_drill_needs_spares(striker: Striker, more: dict[str, Any], said: str) -> None:
+async def test_a_drill_needs_spares(striker: Striker, more: dict[str, Any], said: str, struck: list[str]) -> None:
     async with running_fake_cluster() as fakes:
         reach = {"target": fakes.gateway.grpc_address}
         plan = DrillPlan(reach=reach, contract=read_contract(None), striker=striker, **more)
@@ -42,7 +49,7 @@ async def test_a_drill_needs_spares(striker: Striker, more: dict[str, Any], said
             assert said in refused.value.message
         else:
             chosen = await asyncio.to_thread(choose_victims, plan)
-            assert [one.component_id for one in chosen] == ["decode-0", "prefill-0", "kv-0"]
+            assert [one.component_id for one in chosen] == struck
 
 
 def test_no_gateway_no_drill() -> None:
