@@ -12,6 +12,7 @@ from lab.testbed.tiny_model import save_model
 from pillion import LLM, ConfigError, SamplingParams
 from pillion.engine.drafts import draft_control
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"model_type": "qwen3"},

@@ -18,6 +18,7 @@ from pillion.gateway.pooling.pair_forms import TextPair
 from pillion.types import GenerateRequest
 from tests.engine.encoders.test_encoder import make_encoder
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 WORDS = ["the", "sea", "is", "blue", "land", "lies", "beside", "it", "and", "sky", "over", "both"]
 TEXTS = ["the sea is blue", "land", " ".join(WORDS * 7), "the sea is blue and the sky over it"]
 

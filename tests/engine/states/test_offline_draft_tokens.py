@@ -65,6 +65,7 @@ def test_no_answer_changes(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     own_cache: None,
+    prepared_here: None,
 ) -> None:
     # So that the machine's speed does not decide whether anything is drafted.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)

@@ -20,6 +20,7 @@ from tests.engine.models.test_vector_head import make_classifier
 from tests.support.fake_components import running_fake_cluster, vector_of
 from tests.support.http import call
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 NAMES = ["joy", "anger", "fear", "none"]
 TEXTS = ["The sea", "x", "A grey cat sat"]
 

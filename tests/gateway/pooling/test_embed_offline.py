@@ -14,6 +14,7 @@ from transformers import AutoModel
 from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 TEXTS = ["The sea and the land, " * 8, "x", "The sea and the land, " * 8 + "and the sky"]
 PROMPTS = {"query": "Find a passage that answers this: ", "document": ""}
 

@@ -21,6 +21,7 @@ from pillion.gateway.pooling.text_call import TextCall
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 QUERY = "What is blue, and where does it begin? " * 2
 DOCUMENTS = ["The sea", "The land lies beside it. " * 6, "x", "The sea and the sky"]
 OPTIONS = {"max_model_len": "1024", "kv_pool_bytes": "32MiB", "cpu_threads": 1, "dtype": "float32"}

@@ -17,6 +17,7 @@ from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
 from pillion.offline.vllm_options import PRODUCERS, FlexibleArgumentParser, check_producer, producer_of, translated
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 

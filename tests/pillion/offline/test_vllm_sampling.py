@@ -14,6 +14,7 @@ from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest, SamplingParams
 from pillion.types import StructuredOutputs
 
+pytestmark = pytest.mark.usefixtures("prepared_here")
 PROMPT = "Once upon a time, in a land far away, in a land far away, "
 ALLOWED = tuple(range(60, 100))
 HOT = SamplingParams(temperature=1.5, seed=7, max_tokens=24, ignore_eos=True, n=3)
