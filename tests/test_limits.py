@@ -4,6 +4,7 @@ A summary shows where a process crashed."""
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_after(): ...
 """
 
 
+AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 QUICK = ("--timeout=1", "-o", "timeout_grace_s=1")
 RUNS = {
     "a test": (STUBBORN, *QUICK),
@@ -79,9 +81,11 @@ def _running(folder: pathlib.Path, program: str, *options: str) -> Iterator[subp
     (folder / "test_it.py").write_text(program)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
-    command += ["-p", "tests.support.crashes"]
+    command += ["-p", "tests.support.crashes", "-p", "pytest_timeout", "-p", "xdist.plugin"]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini", str(folder)]
-    with started(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # Importing the other plugins that are installed takes as long as all else.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {AUTOLOAD: "1"}}
+    with started(command, cwd=ROOT, text=True, **pipes) as process:
         yield process
 
 
