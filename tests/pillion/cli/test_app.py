@@ -30,7 +30,8 @@ from pillion.cli.talk import (
     status_table,
     summary,
 )
-from pillion.config import ServeFlags
+from pillion.config import PrepareFlags, ServeFlags
+from pillion.engine.load_model import make_ready
 from pillion.errors import ConfigError
 from pillion.supervisor import component_process
 from pillion.types import (
@@ -193,12 +194,14 @@ def test_each_required_option_and_argument_is_asked_for(command: Run) -> None:
     assert {("keys", "add", "tenant"), ("generate", "prompt")} <= asked
 
 
-def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
+def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lab.testbed.ports import free_port
     from lab.testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
-    # On torch no kernel is compiled for this one line.
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    # On torch no kernel is compiled for this one line, and a model that is ready needs no process of its own.
+    make_ready(PrepareFlags(model=model, cpu_kernels="torch"), lambda line: None)
     flags = ("--cpu-kernels", "torch", "--kv-pool-bytes", "256KiB", "--grpc-port", str(free_port()), "--http-port", "0")
     done = pillion("serve", model, *flags, PILLION_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2
