@@ -51,12 +51,12 @@ def close(got, wanted):
 # In the interpreter a step takes a second: one family for each thing that the forward pass can do, all but one long.
 # Other families with experts are in test_gpu_experts.py.
 INTERPRETED = (
-    "mixtral",
+    "olmo2",
     *(
         pytest.param(family, marks=pytest.mark.long)
         for family in (
+            "mixtral",
             "gemma2",
-            "olmo2",
             "cohere",
             "glm4",
             "youtu",
