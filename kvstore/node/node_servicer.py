@@ -90,11 +90,9 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def RetainChain(self, request: pb.RetainChainRequest, context: Context) -> pb.RetainChainReply:
         return self._pool.retentions.retain(request)
 
-    # This method writes to the context, so that a message which a follower does not take can be bounded in time; the
-    # stubs expect a generator.
+    # The stubs expect a generator, which this call, that ends at once, needs not be.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
-        check_hello(request.hello)
-        await self._pool.followers.follow(request, context.write)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "KV nodes stream their blocks to nobody any more")
 
     async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
         async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
