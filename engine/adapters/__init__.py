@@ -6,7 +6,6 @@
     adapter_store.py        copies of adapters' folders by their digests, in the model cache
     adapter_weights.py      an adapter's matrices, laid over the fused linear layers of the decoder
     adapter_reader.py       reads the matrices of a folder
-    base_weights.py         matrices and biases of the model, for adapters that depend on them
     adapter_forms.py        matrices as bits, on their way from the process that reads them to the worker
     adapter_process.py      a process that reads adapters for a worker or a gateway
     adapter_process_main.py that process's program

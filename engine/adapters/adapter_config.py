@@ -44,7 +44,7 @@ _BOOKKEEPING = words(
 _READ = words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules target_parameters exclude_modules
-    layers_to_transform layers_pattern init_lora_weights bias lora_bias use_dora fan_in_fan_out
+    layers_to_transform layers_pattern init_lora_weights bias fan_in_fan_out
     """
 )
 # PEFT cannot merge these methods into the base model, because they change prompts and no weights.
@@ -56,6 +56,8 @@ _PROMPTS = (
 # the adapter, which then fits changed weights only.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REASONS = {
+    "lora_bias": f"pairs of matrices have no biases here; {MERGE}",
+    "use_dora": f"rows of weights have no norms of an adapter's here; {MERGE}",
     "modules_to_save": f"an adapter with whole layers of its own is not served; {MERGE}",
     "trainable_token_indices": f"embeddings have no adapters here; {MERGE}",
 }
@@ -78,9 +80,6 @@ class AdapterConfig:
         excluded: modules that are not changed, said in the same two ways.
         layers: the layers that are changed; None for all.
         layers_pattern: the name before a layer's number; empty for any.
-        lora_bias: whether the second matrix of each pair has a bias.
-        dora: whether each row of the changed weights has a trained norm (DoRA).
-        biases: whether biases of the model may be trained.
         turned: whether the changed weights lie as [inputs, outputs], which changes nothing in the adapter.
     """
 
@@ -95,9 +94,6 @@ class AdapterConfig:
     excluded: str | tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
-    lora_bias: bool = False
-    dora: bool = False
-    biases: bool = False
     turned: bool = False
 
     def is_target(self, module: str) -> bool:
@@ -137,7 +133,7 @@ class AdapterConfig:
         return json.dumps(own, sort_keys=True).encode()
 
 
-_LATER = ("lora_bias", "dora", "biases", "turned", "parameters", "as_they_lie")
+_LATER = ("turned", "parameters", "as_they_lie")
 # From this release on PEFT asks transformers' class whether the rows of experts' matrices are their outputs.
 _TURNS_PARAMETERS = (0, 19, 1)
 # PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
@@ -202,9 +198,6 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         layers_pattern=tuple(
             _expressions(_list_of(str, raw.get("layers_pattern"), "layers_pattern"), "layers_pattern", _LAYER)
         ),
-        lora_bias=_flag(raw, "lora_bias"),
-        dora=_flag(raw, "use_dora"),
-        biases=raw.get("bias") in ("all", "lora_only"),
         turned=_flag(raw, "fan_in_fan_out"),
     )
 
@@ -214,10 +207,8 @@ def _refused(key: str, value: Any, reason: str) -> ConfigError:
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
-    if raw.get("bias") not in (None, "none", "all", "lora_only"):
-        raise _refused("bias", raw["bias"], "it is one of none, all and lora_only")
-    if raw.get("lora_bias") and raw.get("use_dora"):
-        raise _refused("lora_bias", raw["lora_bias"], "PEFT has no biases beside DoRA's norms")
+    if raw.get("bias") not in (None, "none"):
+        raise _refused("bias", raw["bias"], f"an adapter has no biases of the model here; {MERGE}")
     beginning = raw.get("init_lora_weights")
     if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_BEGINNINGS):
         raise _refused(

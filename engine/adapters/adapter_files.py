@@ -2,7 +2,6 @@
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight    [rank, inputs]
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight    [outputs, rank]
-    ... .lora_B.bias (lora_bias), .lora_magnitude_vector (DoRA), .bias or .base_layer.bias (bias)    [outputs]
 
 for the matrices of all experts of a layer, which one parameter of transformers' class holds (``target_parameters``),
 
@@ -53,11 +52,9 @@ TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
 MAX_CHANGE = 1e6
 _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
-# These are the tensors of a module: those of its pair, a bias of the pair, trained norms of its rows, and the bias that
-# it gets in place of the model's.
-_A, _B, _PAIR_BIAS, _NORMS = "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"
-_BIAS = "bias"
-_OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight|lora_B\.bias|lora_magnitude_vector|(?:base_layer\.)?bias)")
+# These are the two tensors of a module.
+_A, _B = "lora_A.weight", "lora_B.weight"
+_OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight)")
 # The names of the decoder's tensors begin like this in models of text, and in transformers 5 and 4 in models of text
 # and images.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -89,7 +86,6 @@ class Projection:
     Attributes:
         layer: the decoder's name for the fused layer, such as "layers.3.qkv".
         first_output: its first output among those of the fused layer.
-        biased: whether the model has a bias there.
         factors: how many outputs follow one another that the model multiplies by one number, and this number; () where
             it multiplies none.
         exact: whether its inputs and products are float32 in every type of the model: those of routers and gates.
@@ -102,7 +98,6 @@ class Projection:
     first_output: int
     outputs: int
     inputs: int
-    biased: bool = False
     factors: tuple[tuple[int, float], ...] = ()
     exact: bool = False
     experts: int = 0
@@ -117,10 +112,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """Names what an adapter changes in one linear layer, or in those of all experts. ``a``, ``b``, ``pair_bias``,
-    ``norms`` and ``bias`` are the tensors' names in the file, or ""; where there is a bias alone, there is no pair of
-    matrices. ``swapped`` says that ``a`` reads the layer's outputs, and that ``b`` has its inputs: PEFT has taken a
-    parameter of another orientation for a matrix [outputs, inputs]."""
+    """Names what an adapter changes in one linear layer, or in those of all experts. ``a`` and ``b`` are the tensors'
+    names in the file. ``swapped`` says that ``a`` reads the layer's outputs, and that ``b`` has its inputs: PEFT has
+    taken a parameter of another orientation for a matrix [outputs, inputs]."""
 
     module: str
     a: str
@@ -128,9 +122,6 @@ class AdapterPair:
     projection: Projection
     rank: int
     scale: float
-    pair_bias: str = ""
-    norms: str = ""
-    bias: str = ""
     swapped: bool = False
 
 
@@ -157,7 +148,7 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
             first = 0
             for module, own in zip(names, tensor.pieces_of(names), strict=True):
                 size = sum(pieces[own])
-                found[module] = Projection(name, first, size, inputs, tensor.bias, factors[own], exact, tensor.experts)
+                found[module] = Projection(name, first, size, inputs, factors[own], exact, tensor.experts)
                 first += size
     return found
 
@@ -355,11 +346,6 @@ class AdapterFiles:
         """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might do so by their largest
         numbers. All numbers must have been checked."""
         for pair in pairs:
-            vectors = [name for name in (pair.pair_bias, pair.norms, pair.bias) if name]
-            if (largest := max(map(self._largest_of, vectors), default=0.0)) > MAX_CHANGE:
-                raise self._error(f"{', '.join(vectors)} have numbers up to {largest:.3g}, above {MAX_CHANGE:.0f}")
-            if not pair.a:
-                continue
             a, b = self._largest_of(pair.a), self._largest_of(pair.b) * pair.scale
             if max(a, b, a * b * pair.rank) > MAX_CHANGE:
                 text = f"{pair.a} has numbers up to {a:.3g}, and {pair.b} times its scale up to {b:.3g}"
@@ -412,21 +398,17 @@ class AdapterFiles:
         projection, name = known.get(module), module
         if projection is None:
             name, projection = self._of_experts(config, module, parameters)
-        elif _A in names and not config.is_target(module):
+        elif not config.is_target(module):
             name = f"{module}.weight"
             if not config.is_parameter(name):
                 raise self._error(f"it has {names[_A]}, whose module its config does not name as a target")
         if projection is None:
             raise self._error(f"{next(iter(names.values()))} is for {module}, {self._why_unknown(module, model)}")
-        if projection.experts and (more := sorted(names.keys() - {_A, _B})):
-            raise self._error(f"it has {names[more[0]]}, and experts have no adapters but pairs of matrices here")
         rank = config.rank_of(name)
         if 0 < max_rank < rank:
             raise self._error(f"{name} has rank {rank}, and --max-lora-rank is {max_rank}")
-        a, b, pair_bias, norms, bias = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
-        swapped = projection.stacked and self._is_swapped(config, projection, a, FAMILIES[model.family])
-        scale = config.scale_of(name)
-        pair = AdapterPair(name, a, b, projection, rank if a else 1, scale, pair_bias, norms, bias, swapped)
+        swapped = projection.stacked and self._is_swapped(config, projection, names[_A], FAMILIES[model.family])
+        pair = AdapterPair(name, names[_A], names[_B], projection, rank, config.scale_of(name), swapped)
         self._check_shapes(pair)
         return pair
 
@@ -471,7 +453,7 @@ class AdapterFiles:
             apart = pair.projection.expert is not None and pair.projection.layer in stacked
             if once[pair.projection] != pair.module or apart:
                 raise self._error(f"it has tensors for {pair.module} under two names")
-        adapted = {pair.projection for pair in pairs if pair.a}
+        adapted = {pair.projection for pair in pairs}
         wanted = {name: found for name, found in known.items() if config.is_target(name)}
         weights = {f"{name}.weight": found for name, found in known.items()}
         weights |= {f"{module}.{name}": found for module, own in parameters.items() for name, found in own.items()}
@@ -539,19 +521,13 @@ class AdapterFiles:
     def _halves(self) -> dict[str, dict[str, str]]:
         """Returns the names of each module's tensors, by what they are."""
         halves: dict[str, dict[str, str]] = {}
-        config = self.config
-        known = {_A, _B} | ({_PAIR_BIAS} if config.lora_bias else set()) | ({_NORMS} if config.dora else set())
-        pair = frozenset(known)
-        known |= {_BIAS} if config.biases else set()
         for name in self._tensors:
             found = _OF_MODULE.fullmatch(name.removeprefix(_PEFT_PREFIX))
-            part = found[2].removeprefix("base_layer.") if found is not None else ""
-            if found is None or not name.startswith(_PEFT_PREFIX) or part not in known:
+            if found is None or not name.startswith(_PEFT_PREFIX):
                 raise self._error(f"it has a tensor {name}: {_why_none(name)}")
-            halves.setdefault(found[1], {})[part] = name
+            halves.setdefault(found[1], {})[found[2]] = name
         for module, parts in halves.items():
-            lacks = sorted(pair - parts.keys())
-            if lacks and parts.keys() != {_BIAS}:
+            if lacks := sorted({_A, _B} - parts.keys()):
                 raise self._error(f"it has {next(iter(parts.values()))} and no {lacks[0].split('.')[0]} of {module}")
         if not halves:
             raise self._error(f"{TENSORS_NAME} holds no tensors")
@@ -574,16 +550,11 @@ class AdapterFiles:
 
     def _check_shapes(self, pair: AdapterPair) -> None:
         projection = pair.projection
-        if pair.bias and not projection.biased:
-            raise self._error(f"it has {pair.bias}, and the model has no bias there")
-        if pair.pair_bias and projection.factors:
-            raise self._error(f"it has {pair.pair_bias}, where the model multiplies inputs by a number of its own")
-        vectors = [(name, (projection.outputs,)) for name in (pair.pair_bias, pair.norms, pair.bias)]
         ranks, outputs, inputs = pair.rank, projection.outputs, projection.inputs
         if projection.stacked:
             ranks *= projection.experts
             outputs, inputs = (inputs, outputs) if pair.swapped else (outputs, inputs)
-        for name, wanted in ((pair.a, (ranks, inputs)), (pair.b, (outputs, ranks)), *vectors):
-            if name and (found := self._tensors[name].shape) != wanted:
+        for name, wanted in ((pair.a, (ranks, inputs)), (pair.b, (outputs, ranks))):
+            if (found := self._tensors[name].shape) != wanted:
                 why = f" for {projection.experts} experts" if projection.stacked else ""
                 raise self._error(f"{name} is {list(found)}; rank and model want {list(wanted)}{why}")

@@ -32,14 +32,11 @@ class PairBits:
         first_output: the first output of the fused layer to which the pair adds.
         a: [rank, inputs], or for the layers of all experts [experts, rank, inputs].
         b: [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
-        affine: float32 [2, outputs], by which the layer's outputs are multiplied, and what is added to them then,
-            before the pair's part; None for nothing.
     """
 
     first_output: int
     a: Bits
     b: Bits
-    affine: npt.NDArray[np.float32] | None = None
 
 
 # This has the pairs of each fused layer, in the order of their outputs.
@@ -62,15 +59,14 @@ class PlainForm:
     """Lays all matrices one after the other, for backends that take them as tensors."""
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns of each pair its layer, first output, type, and the shapes of its matrices and its affine; and the
-        bytes of all of them."""
+        """Returns of each pair its layer, first output, type, and the shapes of its matrices; and the bytes of all of
+        them."""
         about: list[Any] = []
         matrices: list[Bits] = []
         for name, pairs in layers.items():
             for pair in pairs:
-                parts = [part for part in (pair.a, pair.b, pair.affine) if part is not None]
-                about.append([name, pair.first_output, pair.a.dtype.str, *(part.shape for part in parts)])
-                matrices += parts
+                about.append([name, pair.first_output, pair.a.dtype.str, pair.a.shape, pair.b.shape])
+                matrices += [pair.a, pair.b]
         return about, np.concatenate([_padded_bytes(one) for one in matrices])
 
 
@@ -91,10 +87,8 @@ def plain_bits(about: list[Any], data: Bytes) -> Layers:
         begin, end = end, end + size_bytes + -size_bytes % 4
         return data[begin : begin + size_bytes].view(kind).reshape(shape)
 
-    for name, first_output, kind, a, b, *affine in about:
-        first, second = taken(kind, a), taken(kind, b)
-        own = taken("<f4", affine[0]) if affine else None
-        layers.setdefault(name, []).append(PairBits(first_output, first, second, own))
+    for name, first_output, kind, a, b in about:
+        layers.setdefault(name, []).append(PairBits(first_output, taken(kind, a), taken(kind, b)))
     return layers
 
 

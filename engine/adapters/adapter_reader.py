@@ -10,17 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pillion.engine.adapters.adapter_files import MAX_CHANGE, AdapterFiles, AdapterPair, rounded_bits
+from pillion.engine.adapters.adapter_files import AdapterFiles, AdapterPair, rounded_bits
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Layers, PairBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
-from pillion.engine.adapters.base_weights import BaseWeights
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
-from pillion.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +43,7 @@ class AdapterReader(AdapterJobs):
         model or the form, and for files whose content is not that of ``digest``."""
         files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
-        return self.form.pack(
-            read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders, Path(self.model_folder))
-        )
+        return self.form.pack(read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders))
 
 
 def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int) -> AdapterReader:
@@ -73,7 +67,6 @@ def read_adapter(
     digest: str,
     max_rank: int = 0,
     orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    model_folder: Path = Path(),
 ) -> Layers:
     """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
@@ -82,20 +75,11 @@ def read_adapter(
     own_orders = {name: np.array(order) for name, order in orders.items()}
     layers: dict[str, list[PairBits]] = defaultdict(list)
     of_experts: dict[tuple[str, int], list[PairBits]] = defaultdict(list)
-    family = FAMILIES[model.family]
-    base = BaseWeights(model_folder, turned=family.turned, in_models=family.in_models)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
         own_dtype = "float32" if projection.exact else dtype
-        affine = _affine(files, base, pair, numbers)
-        if affine is not None and affine[0].max() > MAX_CHANGE:
-            raise ConfigError(f"{files.folder}: {pair.norms} makes weights more than {MAX_CHANGE:.0f} times as large")
-        if not pair.a:
-            kind = np.uint32 if own_dtype == "float32" else np.uint16
-            a, b = np.zeros((1, projection.inputs), kind), np.zeros((projection.outputs, 1), kind)
-        else:
-            a = files.bits(pair.a, numbers.pop(pair.a), own_dtype)
-            b = _second(files, pair, numbers.pop(pair.b), affine, own_dtype)
+        a = files.bits(pair.a, numbers.pop(pair.a), own_dtype)
+        b = _second(files, pair, numbers.pop(pair.b), own_dtype)
         if projection.stacked:
             a, b = _by_expert(pair, a, b)
         order = own_orders.get(projection.layer.split(".", 2)[2])
@@ -103,9 +87,9 @@ def read_adapter(
             # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
             # reordered within itself.
             own = order[first : first + projection.outputs] - first
-            b, affine = b[..., own, :], None if affine is None else affine[:, own]
+            b = b[..., own, :]
         if projection.expert is None:
-            layers[projection.layer].append(PairBits(first, a, b, affine))
+            layers[projection.layer].append(PairBits(first, a, b))
         else:
             of_experts[projection.layer, first].append(PairBits(first, a, b))
     for (name, first), each in of_experts.items():
@@ -132,45 +116,12 @@ def _together(first_output: int, each: Sequence[PairBits]) -> PairBits:
     return PairBits(first_output, np.stack(a), np.stack(b))
 
 
-def _second(
-    files: AdapterFiles, pair: AdapterPair, data: Bytes, affine: npt.NDArray[np.float32] | None, dtype: str
-) -> Bits:
+def _second(files: AdapterFiles, pair: AdapterPair, data: Bytes, dtype: str) -> Bits:
     """Returns the second matrix of a pair, times all that multiplies its outputs; ``data`` are its bytes. It is rounded
     once."""
     factors = pair.projection.factors
-    if not (factors or pair.norms):
+    if not factors:
         return files.bits(pair.b, data, dtype, pair.scale)
-    scales = np.full(pair.projection.outputs, pair.scale, np.float32)
-    if affine is not None and pair.norms:
-        scales *= affine[0]
-    if factors:
-        counts, own = zip(*factors, strict=True)
-        scales *= np.repeat(np.array(own, np.float32), counts)
+    counts, own = zip(*factors, strict=True)
+    scales = np.float32(pair.scale) * np.repeat(np.array(own, np.float32), counts)
     return rounded_bits(files.numbers(pair.b, data) * scales[:, None], dtype)
-
-
-def _affine(
-    files: AdapterFiles, base: BaseWeights, pair: AdapterPair, numbers: Mapping[str, Bytes]
-) -> npt.NDArray[np.float32] | None:
-    """Returns by what the outputs of a linear layer are multiplied, and what is added to them, float32 [2, outputs];
-    None where the adapter has neither biases nor norms there. Raises ConfigError for norms of rows of zeros.
-
-    DoRA gives each row of W + B A, with the adapter's scale, a trained norm. The model's bias is left as it is, or has
-    been trained itself.
-    """
-    if not (pair.pair_bias or pair.norms or pair.bias):
-        return None
-    scales, shifts = np.ones(pair.projection.outputs, np.float32), np.zeros(pair.projection.outputs, np.float32)
-    if pair.pair_bias:
-        shifts += files.numbers(pair.pair_bias, numbers[pair.pair_bias]) * np.float32(pair.scale)
-    if pair.norms:
-        a, b = (files.numbers(name, numbers[name]) for name in (pair.a, pair.b))
-        norms = base.norms(pair.module, a, b * np.float32(pair.scale))
-        if not norms.all():
-            raise ConfigError(f"{files.folder}: {pair.norms} is for rows of zeros, which have no direction")
-        scales = files.numbers(pair.norms, numbers[pair.norms]) / norms
-    if pair.projection.biased and (pair.norms or pair.bias):
-        own = base.bias(pair.module)
-        trained = files.numbers(pair.bias, numbers[pair.bias]) if pair.bias else own
-        shifts += trained - scales * own
-    return np.stack([scales, shifts])

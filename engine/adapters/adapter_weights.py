@@ -1,7 +1,6 @@
 """Lays an adapter's matrices over the fused linear layers of :mod:`pillion.engine.models.decoder`.
 
-    y = W x  +  B (A x)      for each target; B holds the adapter's scale already (Hu et al., 2021: LoRA)
-    y = s W x + t + B (A x)  where it has biases, or trained norms of rows (DoRA), which are numbers for each output
+    y = W x + B (A x)    for each target; B holds the adapter's scale already (Hu et al., 2021: LoRA)
 
 A checkpoint has a pair (A, B) for each projection that was trained; several of them may lie in one fused layer, each
 with outputs and a rank of its own. Backends whose form is plain multiply by these tensors.
@@ -30,13 +29,11 @@ class LowRank:
         first_output: the first output of the fused layer to which the pair adds.
         a: float32 or bfloat16 [rank, inputs], or for the layers of all experts [experts, rank, inputs].
         b: the same type [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
-        affine: float32 [2, outputs]: s and t; None where they are 1 and 0.
     """
 
     first_output: int
     a: torch.Tensor
     b: torch.Tensor
-    affine: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +58,7 @@ def weights_of(digest: str, layers: Layers) -> AdapterWeights:
     """Returns an adapter's bits as tensors; nothing is copied."""
     rank = max((pair.a.shape[-2] for pairs in layers.values() for pair in pairs), default=1)
     found = {
-        name: tuple(
-            LowRank(
-                pair.first_output,
-                _tensor(pair.a),
-                _tensor(pair.b),
-                None if pair.affine is None else torch.tensor(pair.affine),
-            )
-            for pair in pairs
-        )
+        name: tuple(LowRank(pair.first_output, _tensor(pair.a), _tensor(pair.b)) for pair in pairs)
         for name, pairs in layers.items()
     }
     return AdapterWeights(digest, rank, found)
@@ -78,15 +67,7 @@ def weights_of(digest: str, layers: Layers) -> AdapterWeights:
 def bits_of(weights: AdapterWeights) -> Layers:
     """Returns the bits of an adapter's tensors."""
     return {
-        name: [
-            PairBits(
-                pair.first_output,
-                _bits(pair.a),
-                _bits(pair.b),
-                None if pair.affine is None else pair.affine.numpy(),
-            )
-            for pair in pairs
-        ]
+        name: [PairBits(pair.first_output, _bits(pair.a), _bits(pair.b)) for pair in pairs]
         for name, pairs in weights.layers.items()
     }
 
@@ -132,19 +113,10 @@ def _share_of(
     """Returns a process's share of the pairs of one layer, whose inner values it has in the order ``inner``."""
     if tensor.inputs[0].share is not Share.WHOLE:
         inputs = shard.indices(tensor.inputs, inner)
-        return tuple(_inputs(pair, inputs, leads=shard.leads) for pair in pairs)
+        return tuple(replace(pair, a=pair.a[..., inputs]) for pair in pairs)
     mine = shard.indices(tensor.rows, inner)
     shares = [_outputs(pair, mine) for pair in pairs]
     return tuple(share for share in shares if share is not None)
-
-
-def _inputs(pair: LowRank, mine: torch.Tensor, *, leads: bool) -> LowRank:
-    """Returns the part of a pair for the inputs ``mine``. What is added to outputs is added by the process that
-    leads."""
-    affine = pair.affine
-    if affine is not None and not leads:
-        affine = torch.stack([affine[0], torch.zeros_like(affine[1])])
-    return replace(pair, a=pair.a[..., mine], affine=affine)
 
 
 def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
@@ -157,12 +129,7 @@ def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
     first, last = int(inside[0]), int(inside[-1])
     b = pair.b.new_zeros(*pair.b.shape[:-2], last - first + 1, pair.b.shape[-1])
     b[..., inside - first, :] = pair.b[..., theirs[inside], :]
-    affine = pair.affine
-    if affine is not None:
-        own = torch.stack([torch.ones(len(b)), torch.zeros(len(b))])
-        own[:, inside - first] = affine[:, theirs[inside]]
-        affine = own
-    return LowRank(first, pair.a, b, affine)
+    return LowRank(first, pair.a, b)
 
 
 def _tensor(bits: Bits) -> torch.Tensor:

@@ -62,9 +62,7 @@ class CpuAdapterForm:
             if not pairs:
                 continue
             a, b, first_ranks = self._packed_layer(name, pairs)
-            record[self.record["is_affine"]] = affine = any(pair.affine is not None for pair in pairs)
-            vectors = self._affine(name, pairs) if affine else a[:0]
-            for field, part in (("a", a), ("b", b), ("first_ranks", first_ranks), ("affine", vectors)):
+            for field, part in (("a", a), ("b", b), ("first_ranks", first_ranks)):
                 at = self.record[field]
                 record[at : at + 2] = end, part.nbytes
                 parts.append((end, part))
@@ -75,18 +73,6 @@ class CpuAdapterForm:
         for begin, part in parts:
             data[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
         return words.tolist(), data
-
-    def _affine(self, name: str, pairs: Sequence[PairBits]) -> Bits:
-        """Packs by what the outputs of a layer are multiplied, and what is added to them: [tiles, 2, 16] float32."""
-        found = np.zeros((self.shapes[name][0], 2), np.float32)
-        found[:, 0] = 1
-        for pair in pairs:
-            if pair.affine is not None:
-                found[pair.first_output : pair.first_output + len(pair.b)] = pair.affine.T
-        if name in self.gated:
-            order = self.inner_orders.get(name.rpartition(".")[0])
-            found = _gated(found, None if order is None else np.array(order), 0)
-        return np.ascontiguousarray(_filled(found, PANEL_COLUMNS, 0).reshape(-1, TILE_COLUMNS, 2).swapaxes(1, 2))
 
     def _packed_layer(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
         """Packs a layer's pairs, those of each expert after those of the one before; returns what :meth:`_packed`
@@ -156,7 +142,7 @@ def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
         first = pair.first_output - begin
         b[first : first + len(pair.b), rank : rank + len(pair.a)] = pair.b
         rank += len(pair.a)
-    return PairBits(begin, a, b, None)
+    return PairBits(begin, a, b)
 
 
 def padded(count: int, multiple: int) -> int:

@@ -36,9 +36,6 @@ class StepAdapters:
                 # The matrices of routers and gates are float32 in every type of the model.
                 added = (inputs[rows].to(a.dtype) @ a.T @ b.T).to(outputs.dtype)
                 columns = torch.arange(pair.first_output, pair.first_output + len(b))
-                if pair.affine is not None:
-                    found = outputs[rows[:, None], columns].float() * pair.affine[0] + pair.affine[1]
-                    outputs[rows[:, None], columns] = found.to(outputs.dtype)
                 # One indexed addition adds to these columns of these rows, and to no others.
                 outputs[rows[:, None], columns] += added
 

@@ -5,27 +5,22 @@
 CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer, and in every expert of a
 mixture. The matrices of routers and gates are float32, in slots of their own. The copy into a slot is queued behind the
 steps that were launched before it; the adapter's own memory on the device is free after it.
-
-Steps with rows whose adapter has biases, or norms of rows (DoRA), run without a graph: slots have no room for these.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_config import MERGE
 from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import PackedAdapter, check_slot
-from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
@@ -51,16 +46,13 @@ _RECORD_UNIT = 4
 @dataclass(frozen=True, slots=True)
 class GpuAdapter:
     """Holds a packed adapter: the contents of its slots, in the model's type and in float32, until they are placed, on
-    the device where it has room. ``affine`` has, by the name of a layer, an output and what the outputs from it on are
-    multiplied by and get, on the device."""
+    the device where it has room."""
 
     data: tuple[torch.Tensor, ...]
-    affine: dict[str, list[tuple[int, torch.Tensor]]]
 
     @property
     def nbytes(self) -> int:
-        vectors = sum(part.nbytes for parts in self.affine.values() for _, part in parts)
-        return sum(part.nbytes for part in self.data) + vectors
+        return sum(part.nbytes for part in self.data)
 
 
 class GpuAdapters(PlainAdapters):
@@ -109,22 +101,8 @@ class GpuAdapters(PlainAdapters):
         self._turn = 0
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._stream: torch.cuda.Stream | None = None
-        self._held: list[GpuAdapter | None] = [None] * max_adapters
-        # For each slot with an affine that the step uses: its rows, and those of them that are sampled.
-        self._scaled: list[tuple[GpuAdapter, torch.Tensor, torch.Tensor]] = []
         self.clear()
         self._compile()
-
-    def pack(self, weights: AdapterWeights) -> PackedAdapter:
-        """Lays an adapter out as a slot. Raises ConfigError where it does not fit, or has biases or norms of rows for
-        routers, which the kernels do not add."""
-        for name in self._routers & weights.layers.keys():
-            if any(pair.affine is not None for pair in weights.layers[name]):
-                raise ConfigError(
-                    f"adapter {weights.digest[:12]} has DoRA or a bias for {name}: on GPUs routers have pairs of"
-                    f" matrices alone; serve it with --device cpu, or {MERGE}"
-                )
-        return super().pack(weights)
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
         """Lays an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
@@ -136,24 +114,17 @@ class GpuAdapters(PlainAdapters):
         for name, pairs in layers.items():
             self._lay_out(flats[self._layers[name].exact], name, pairs)
         device = self._device.device
-        affine = {
-            name: [(pair.first_output, pair.affine) for pair in pairs if pair.affine is not None]
-            for name, pairs in layers.items()
-            if any(pair.affine is not None for pair in pairs)
-        }
         if device.type != "cuda":
-            return GpuAdapter(flats, affine)
+            return GpuAdapter(flats)
         if self._stream is None:
             # One stream for all adapters, because torch keeps the memory that each stream has freed for this stream.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, data = self._stream, tuple(flat.pin_memory() for flat in flats)
-        with torch.cuda.stream(stream):
-            # An adapter of experts may be larger than what the pool has left; it is copied to its slot from the host.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                data = tuple(flat.to(device, non_blocking=True) for flat in data)
-            affine = {name: [(first, part.to(device)) for first, part in parts] for name, parts in affine.items()}
+        # An adapter of experts may be larger than what the pool has left; it is copied to its slot from the host.
+        with torch.cuda.stream(stream), contextlib.suppress(torch.OutOfMemoryError):
+            data = tuple(flat.to(device, non_blocking=True) for flat in data)
         stream.synchronize()
-        return GpuAdapter(data, affine)
+        return GpuAdapter(data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
         """Queues a copy into the slot after the steps that were launched."""
@@ -161,24 +132,15 @@ class GpuAdapters(PlainAdapters):
         assert isinstance(packed, GpuAdapter)
         for slots, data in zip(self.slots, packed.data, strict=True):
             slots[slot].copy_(data, non_blocking=True)
-        self._held[slot] = replace(packed, data=())
         if self._device.is_cuda:
-            # The adapter was allocated on another stream, and its memory may be used again only after this copy, and
-            # after steps that read its vectors.
-            for part in (*packed.data, *(part for parts in packed.affine.values() for _, part in parts)):
+            # The adapter was allocated on another stream, and its memory may be used again only after this copy.
+            for part in packed.data:
                 if part.is_cuda:
                     part.record_stream(torch.cuda.current_stream(part.device))
 
     def check(self, batch: StepBatch) -> None:
         """Raises Internal for a batch with adapter slots that do not exist."""
         row_slots(batch, self.max_adapters)
-
-    def needs_more(self, batch: StepBatch) -> bool:
-        """Says whether a step has rows of adapters with an affine."""
-        self._scaled = []
-        assert batch.adapters is not None
-        used = (self._held[slot] for slot in batch.adapters if slot >= 0)
-        return any(held is not None and bool(held.affine) for held in used)
 
     def clear(self) -> None:
         """Makes the next step one whose rows have no adapters."""
@@ -203,24 +165,10 @@ class GpuAdapters(PlainAdapters):
             record[slots_at : slots_at + len(mine)] = mine
             record[slots_at + len(mine) : slots_at + padded] = -1
         self._device.copy_(host, non_blocking=True)
-        for slot, held in enumerate(self._held) if shape.more else ():
-            if held is not None and held.affine and (slots == slot).any():
-                both = [np.flatnonzero(mine == slot) for mine in (slots, slots[sample_rows])]
-                all_rows, sampled = (to_device(rows, self._device.device) for rows in both)
-                self._scaled.append((held, all_rows, sampled))
 
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
         """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters.
         ``sampled`` says that the rows are those of the step's samples."""
-        for held, *both in self._scaled:
-            for first, affine in held.affine.get(name, ()):
-                rows, mine = both[sampled], slice(first, first + affine.shape[1])
-                found = out[rows, mine].float() * affine[0] + affine[1]
-                out[rows, mine] = found.to(out.dtype)
-        self._add(name, x, out, sampled=sampled)
-
-    def _add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
-        """Adds the products of a layer's inputs with the rows' pairs of matrices to its outputs."""
         layer, (runs_at, rows_at, _) = self._layers[name], self._begins(sampled=sampled)
         runs = self._device[runs_at : runs_at + RUN_WORDS * self._runs_of(len(x))].view(-1, RUN_WORDS)
         record = RunRecord(runs, self._device[rows_at : rows_at + self._max_tokens])
@@ -231,7 +179,7 @@ class GpuAdapters(PlainAdapters):
         call overwrites it."""
         outputs = self._layers[name].outputs
         out = self._routed[: len(x) * outputs].view(-1, outputs).zero_()
-        self._add(name, x, out, sampled=sampled)
+        self.add(name, x, out, sampled=sampled)
         return out
 
     def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters:

@@ -21,13 +21,12 @@ def random_adapter(
     dtype: torch.dtype,
     *,
     leave: tuple[str, ...] = (),
-    affine: bool = False,
     experts: bool = False,
 ) -> AdapterWeights:
     """Returns an adapter of every projection, but for layers in ``leave``, whose effect is of the order of a half.
 
-    The projections of a fused layer have the ``ranks`` in turn. With ``affine`` the first one has biases and scales.
-    With ``experts`` it has pairs for experts, their routers and the gates beside them, too.
+    The projections of a fused layer have the ``ranks`` in turn. With ``experts`` it has pairs for experts, their
+    routers and the gates beside them, too.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}
@@ -47,9 +46,7 @@ def random_adapter(
             rank = ranks[number % len(ranks)]
             a = torch.randn(*each, rank, inputs, generator=generator) / inputs**0.5
             b = torch.randn(*each, size, rank, generator=generator) / (2 * rank**0.5)
-            vectors = torch.randn(2, size, generator=generator) * 0.3 + torch.tensor([[1.0], [0.0]])
-            own = vectors if affine and not number and not each else None
-            pairs.append(LowRank(first, a.to(own_dtype), b.to(own_dtype), own))
+            pairs.append(LowRank(first, a.to(own_dtype), b.to(own_dtype)))
             first += size
         if name not in leave:
             layers[name] = tuple(pairs)

@@ -27,7 +27,7 @@ from tests.gpu.test_grouped_product import CHOICES, CLAMPED, activation_of, expe
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu_model import GpuDriver, gpu_backend
 from tests.support.guarded import MARK, Guarded
-from tests.support.mixed_adapters import RANKS, mixed_steps, place_adapters, with_adapters
+from tests.support.mixed_adapters import mixed_steps, place_adapters, with_adapters
 from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -281,16 +281,6 @@ def test_a_rank_packs_its_own_experts(mixture):
     pair = weights.layers[name][0]
     assert torch.equal(torch.cat([part.a for part in parts]), pair.a)
     assert torch.equal(torch.cat([part.b for part in parts]), pair.b)
-
-
-def test_what_routers_cannot_have_is_refused(mixture):
-    config, weights, name = load_config(mixture.folder), mixed_adapters(mixture)[1], "layers.1.router"
-    adapters = GpuAdapters(config, whole_model(config), None, torch.float32, DEVICE, len(RANKS), 16, 4)
-    (pair,) = weights.layers[name]
-    scaled = replace(pair, affine=torch.ones(2, len(pair.b)))
-    with pytest.raises(ConfigError, match=r"has DoRA or a bias for layers\.1\.router"):
-        adapters.pack(replace(weights, layers={**weights.layers, name: (scaled,)}))
-    assert adapters.pack(weights).nbytes == 4 * sum(layer.values for layer in adapters._layers.values())
 
 
 def test_slots_that_do_not_fit_are_refused(mixture, monkeypatch):

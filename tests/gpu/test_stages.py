@@ -194,13 +194,11 @@ def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("affine", [False, True])
-def test_adapters(prepared, affine):
+def test_adapters(prepared):
     """Each stage packs the pairs of its own layers."""
-    slots = (1, -1, 0, 2)[: 2 if affine else 4]
-    pools = []
+    slots, pools = (1, -1, 0, 2), []
     for backend in (gpu_backend(prepared), StageChain(prepared, 2)):
-        driver = with_adapters(driver_of(prepared, backend), affine=affine)
+        driver = with_adapters(driver_of(prepared, backend))
         for batch in chunks(driver, *slots):
             driver.backend.forward(batch)
         pools.append(pool_of(driver))

@@ -85,18 +85,3 @@ def edit_tensors(adapter: pathlib.Path, change: Any) -> pathlib.Path:
     path = adapter / "adapter_model.safetensors"
     save_file({name: tensor.clone().contiguous() for name, tensor in change(load_file(path)).items()}, path)
     return adapter
-
-
-def own_vectors(adapter: pathlib.Path, seed: int = 5) -> pathlib.Path:
-    """Gives the biases and norms of an adapter other numbers than those with which PEFT begins. Returns the folder."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for name, tensor in tensors.items():
-            if name.endswith(".bias"):
-                tensors[name] = tensor + torch.randn(tensor.shape, generator=generator) * 0.5
-            elif name.endswith(".lora_magnitude_vector"):
-                tensors[name] = tensor * (1 + torch.rand(tensor.shape, generator=generator))
-        return tensors
-
-    return edit_tensors(adapter, changed)

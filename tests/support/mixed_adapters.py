@@ -19,21 +19,19 @@ SLOTS = (2, -1, 0, 1, 0)
 CUTS = ((0, 9), (9, 10), (10, 18))
 
 
-def place_adapters(backend: Any, prepared: PreparedModel, *, affine: bool = False, experts: bool = False) -> None:
-    """Packs and places the adapters of RANKS; with ``affine`` the second one has biases and scales. With ``experts``
-    all have pairs for experts and routers."""
+def place_adapters(backend: Any, prepared: PreparedModel, *, experts: bool = False) -> None:
+    """Packs and places the adapters of RANKS. With ``experts`` all have pairs for experts and routers."""
     config = load_config(prepared.folder)
     dtype = torch.bfloat16 if prepared.dtype == "bfloat16" else torch.float32
     for slot, ranks in enumerate(RANKS):
-        options = {"leave": () if slot else LEFT, "affine": affine and slot == 1, "experts": experts}
-        weights = random_adapter(config, slot, ranks, dtype, **options)
+        weights = random_adapter(config, slot, ranks, dtype, leave=() if slot else LEFT, experts=experts)
         backend.adapters.place(slot, backend.adapters.pack(weights))
 
 
-def with_adapters(driver: BackendDriver, *, affine: bool = False, experts: bool = False) -> BackendDriver:
+def with_adapters(driver: BackendDriver, *, experts: bool = False) -> BackendDriver:
     """A driver of a backend that has no adapters yet, with those of RANKS, as :func:`place_adapters` places them."""
     driver.backend.bind_adapters(len(RANKS), 16)
-    place_adapters(driver.backend, driver.prepared, affine=affine, experts=experts)
+    place_adapters(driver.backend, driver.prepared, experts=experts)
     return driver
 
 

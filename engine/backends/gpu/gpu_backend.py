@@ -457,8 +457,7 @@ class GpuBackend:
         # All parts agree on which sequences are chunks, because that depends only on the batch.
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
         adapted = batch.adapters is not None
-        more = adapted and bound_adapters(self.adapters).needs_more(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, more, batch.pooled)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, batch.pooled)
         with torch.inference_mode():
             if batch.adapters is not None:
                 bound_adapters(self.adapters).send(batch, rows, shape)
@@ -498,8 +497,7 @@ def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
         return "no step runs in a CUDA graph: " + ("--enforce-eager" if eager else "ranks share a GPU")
     few = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
     samples = f"with more than {limits.max_samples} sampled rows" if limits.max_scored else ""
-    adapted = "with biases or DoRA of adapters" if model.adapters is not None else ""
-    left = [words for words in (few, samples, adapted, "that give vectors of texts") if words]
+    left = [words for words in (few, samples, "that give vectors of texts") if words]
     return "steps leave their CUDA graph: those " + ", those ".join(left)
 
 

@@ -88,13 +88,11 @@ class StepGraphs:
         self._ranks = ranks
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def shape_of(
-        self, tokens: int, samples: int, chunks: bool, adapters: bool = False, more: bool = False, vectors: int = 0
-    ) -> StepShape:
-        """Returns the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps with
-        adapters that need ``more``, and those that give ``vectors``, have no graphs."""
-        if more or vectors:
-            return StepShape(tokens, samples, chunks, adapters, more, vectors)
+    def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False, vectors: int = 0) -> StepShape:
+        """Returns the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps that
+        give ``vectors`` have no graphs."""
+        if vectors:
+            return StepShape(tokens, samples, chunks, adapters, vectors)
         at = bisect_left(self._sizes, tokens)
         for size in self._sizes[at:] if self._graphs or self._pads_without_graph else ():
             if size - tokens > MAX_PADDING_TOKENS:

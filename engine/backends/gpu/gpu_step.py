@@ -34,16 +34,14 @@ class StepShape:
     Attributes:
         tokens, samples: padded numbers of tokens and of sampled rows.
         chunks, adapters: whether there are chunks, and rows with adapters.
-        more: whether some of these adapters need more than a graph can give.
-        vectors: of how many sampled rows, the last ones, vectors are wanted in place of logits. Such steps, and those
-            with ``more``, have no graph.
+        vectors: of how many sampled rows, the last ones, vectors are wanted in place of logits. Such steps have no
+            graph.
     """
 
     tokens: int
     samples: int
     chunks: bool
     adapters: bool = False
-    more: bool = False
     vectors: int = 0
 
 

@@ -5,8 +5,6 @@
 ExpertShrink does what Shrink does for the rows of experts, each of which has matrices of its own: which rows meet which
 expert is known only within the step, so that it has no runs, and takes a row at a time.
 
-An adapter with biases or trained norms multiplies W x by a number for each output, and adds another one, before that.
-
 Adapters have slots, and a table of records says where the matrices of each slot are, so that an adapter of any rank
 comes and goes by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of one adapter are
 in runs, whose tiles read A once. B needs no pass of its own: the epilogue of the product adds B's part to the sums of a
@@ -42,13 +40,10 @@ SLOT = RecordLayout(
         # This is int32 [tiles of B]: for each tile, the bytes from the beginning of a row of shrunk inputs to the
         # tile's first rank. It is 0 for a tile without a pair, which has only zeros.
         "first_ranks",
-        # This is float32 [tiles of B, 2, 16]: by what the outputs of a tile are multiplied, and what is added to them.
-        "affine",
     ),
     numbers=(
         "a_tiles",  # those of one expert
         "b_steps",  # a tile of B has this many steps
-        "is_affine",  # whether there is an affine
     ),
 )
 # All kernels of a step's adapters read this record: for all rows and for the sampled ones, each row's slot or -1; the
@@ -286,11 +281,6 @@ class Expand:
             steps = view.number("b_steps")
             with k.when(steps > 0):
                 tile, shrunk = panel * 2, self._shrunk + row * self._shrunk_stride
-                with k.when(view.number("is_affine") > 0):
-                    affine = view.pointer("affine") + tile * (2 * VECTOR_BYTES)
-                    for half, total in enumerate(variables):
-                        at = affine + half * (2 * VECTOR_BYTES)
-                        total.value = k.fma(total.value, k.load(at), k.load(at + VECTOR_BYTES))
                 weights = view.pointer("b") + tile * (steps * VECTOR_BYTES)
                 first_ranks = view.pointer("first_ranks") + tile * 4
                 halves = [

@@ -68,10 +68,9 @@ def test_a_good_one(adapter, model_folder):
             "peft_type = 'IA3' is not supported: only LORA is served; PEFT's merge_and_unload",
         ),
         ({"peft_type": "PREFIX_TUNING"}, r"peft_type = 'PREFIX_TUNING' is not supported: only LORA is served"),
-        ({"use_dora": True}, "o_proj.lora_A.weight and no lora_magnitude_vector of model.layers.0.self_attn.o_proj"),
-        ({"bias": "some"}, "bias = 'some' is not supported: it is one of none, all and lora_only"),
-        ({"lora_bias": True}, "o_proj.lora_A.weight and no lora_B of model.layers.0.self_attn.o_proj"),
-        ({"lora_bias": True, "use_dora": True}, "lora_bias = True is not supported: PEFT has no biases beside DoRA"),
+        ({"use_dora": True}, "use_dora = True is not supported: rows of weights have no norms of an adapter's here"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported: an adapter has no biases of the model here"),
+        ({"lora_bias": True}, "lora_bias = True is not supported: pairs of matrices have no biases here; PEFT's merge"),
         ({"modules_to_save": ["lm_head"]}, "PEFT's merge_and_unload makes a model of it that can be"),
         (
             {"target_parameters": ["q_proj.weight", "k_proj.weight"]},

@@ -56,8 +56,8 @@ def test_mixed_steps_are_those_of_torch(kind, tmp_path):
     in another order, also in each expert."""
     prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
     backend = cpu_backend(prepared, threads=2)
-    found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), affine=True, experts=True), text)
-    wanted = mixed_steps(with_adapters(BackendDriver(prepared), affine=True, experts=True), text)
+    found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), experts=True), text)
+    wanted = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
     torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.std()), rtol=2e-4)
     assert (wanted[:, 1] - wanted[:, 0]).abs().mean() > 0.1 * wanted.std()
 
@@ -69,8 +69,8 @@ def test_bfloat16_is_close_on_each_instruction_set(llama, kernels):
         backend = cpu_backend(llama, threads=2, kernels=kernels)
     except ConfigError as error:
         pytest.skip(error.message)
-    found = mixed_steps(with_adapters(CpuDriver(llama, backend=backend), affine=True), text)
-    wanted = mixed_steps(with_adapters(BackendDriver(llama), affine=True), text)
+    found = mixed_steps(with_adapters(CpuDriver(llama, backend=backend)), text)
+    wanted = mixed_steps(with_adapters(BackendDriver(llama)), text)
     assert (found - wanted).abs().mean() < 0.03 * wanted.std()
 
 
@@ -79,13 +79,13 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(llama):
     text = tokens_of(150, 1)
     plain = CpuDriver(llama, num_slots=200)
     base = plain.run_all(plain.sequences.add()[0], text, [])
-    alone = with_adapters(CpuDriver(llama, num_slots=200), affine=True)
+    alone = with_adapters(CpuDriver(llama, num_slots=200))
     assert torch.equal(alone.run_all(alone.sequences.add()[0], text, []), base)
     wanted = {-1: base, 1: alone.run_all(alone.sequences.add(adapter=1)[0], text, [])}
     assert not torch.equal(wanted[-1], wanted[1])
     for threads, checked, chunks in ((2, False, [1] * 10 + [90]), (3, True, [120, 2])):
         backend = cpu_backend(llama, threads=threads, checked=checked)
-        driver = with_adapters(CpuDriver(llama, num_slots=200, backend=backend), affine=True)
+        driver = with_adapters(CpuDriver(llama, num_slots=200, backend=backend))
         others = [driver.sequences.add(adapter=slot)[0] for slot in (0, 1, 2, -1)]
         for slot, logits in wanted.items():
             (mine,) = driver.sequences.add(adapter=slot)

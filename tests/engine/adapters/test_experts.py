@@ -18,7 +18,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from tests.engine.adapters.test_peft import TOLERANCE, check_adapter, driver_with, logits_of
-from tests.support.adapters import adapted_model, edit_config, edit_tensors, make_adapter, own_vectors
+from tests.support.adapters import adapted_model, edit_config, edit_tensors, make_adapter
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver, token_by_token
@@ -156,14 +156,6 @@ ALL_LINEAR = (
 def test_all_linear(family, backend, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=6), DRIVERS[backend])
-
-
-@pytest.mark.parametrize("make", BACKENDS)
-def test_norms_of_a_gate(make, tmp_path):
-    """DoRA gives the row of a gate beside experts a norm, as it does for every linear layer."""
-    folder, flags = make_model(tmp_path / "model", FAMILIES["qwen2-moe"])
-    adapter = own_vectors(make_adapter(folder, tmp_path / "adapter", r=4, use_dora=True))
-    check_adapter(folder, flags, adapter, make)
 
 
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["down_proj"], ["layers.1.mlp.experts.down_proj"]])
@@ -373,7 +365,6 @@ def test_malformed_tensors(change, words, good, mixtral, tmp_path):
         ({"target_parameters": [3]}, "target_parameters must be a list of str"),
         ({"r": 3}, "rank and model want [15, 128] for 5 experts"),
         ({"rank_pattern": {}}, "base_layer.lora_A.weight is [20, 64]; rank and model want [10, 64] for 5 experts"),
-        ({"use_dora": True}, "and no lora_magnitude_vector of model.layers.0.mlp.experts"),
     ],
 )
 def test_configs_that_do_not_fit(changes, words, good, mixtral, tmp_path):

@@ -14,7 +14,7 @@ from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from tests.support.adapters import ATTENTION, adapted_model, edit_tensors, make_adapter, own_vectors
+from tests.support.adapters import ATTENTION, adapted_model, edit_tensors, make_adapter
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.hybrids import HYBRIDS, StateDriver, token_by_token
@@ -112,7 +112,6 @@ def check_adapter(folder, flags, adapter, make=BackendDriver):
     (number,) = driver.sequences.add(adapter=0)
     found = driver.run_all(number, text, [17, 1])
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
-    # PEFT leaves the biases of an adapter in the model when it disables it.
     plain = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), text)
     assert (plain - wanted).std() > 0.01 * wanted.std()
     (number,) = driver.sequences.add()
@@ -174,9 +173,9 @@ LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_pro
             pytest.param(*case, marks=(pytest.mark.long, needs_kernels))
             for case in (
                 ("deepseek-v3", {"r": 6, "lora_alpha": 12}, BackendDriver),
-                ("deepseek-v2", {"r": 4, "use_dora": True}, CpuDriver),
-                ("youtu", {"r": 4, "bias": "all", "use_dora": True}, BackendDriver),
-                ("youtu", {"r": 4, "bias": "all", "use_dora": True}, CpuDriver),
+                ("deepseek-v2", {"r": 4}, CpuDriver),
+                ("youtu", {"r": 4}, BackendDriver),
+                ("youtu", {"r": 4}, CpuDriver),
                 ("minicpm3", {"r": 4}, CpuDriver),
                 ("glm4-moe-lite", {"r": 4}, CpuDriver),
             )
@@ -187,7 +186,7 @@ def test_latents(family, config, make, tmp_path):
     """Rotated neighbours are in another order than in checkpoints, in queries and in the row that has the key."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     adapter = make_adapter(folder, tmp_path / "adapter", target_modules=LATENT_TARGETS, **config)
-    check_adapter(folder, flags, own_vectors(adapter), make)
+    check_adapter(folder, flags, adapter, make)
 
 
 # The linear layers of layers with a state. PEFT has no adapters of ``out_proj`` for models that it calls Mamba's. Where
@@ -197,17 +196,17 @@ EACH = ["a_proj", "b_proj", "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_p
 MLPS = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "input_linear", "output_linear"]
 HYBRID_CASES = {
     # Groups of rows in another order; two pairs within a tile of outputs; names that checkpoints do not have.
-    "qwen3-next": ([*MIXERS, "out_proj", *ATTENTION], {}),
-    "olmo-hybrid": ([*EACH, *MLPS, *ATTENTION], {"use_dora": True}),
-    "kimi-linear": ([*EACH, *MLPS, "kv_a_proj_with_mqa", *ATTENTION], {"use_dora": True}),
-    "falcon-h1": ([*MIXERS, *MLPS, *ATTENTION], {"use_dora": True}),
-    "lfm2-biases": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {"bias": "lora_only", "lora_bias": True}),
-    "nemotron-h": ([*MIXERS, *MLPS, *ATTENTION], {}),
+    "qwen3-next": [*MIXERS, "out_proj", *ATTENTION],
+    "olmo-hybrid": [*EACH, *MLPS, *ATTENTION],
+    "kimi-linear": [*EACH, *MLPS, "kv_a_proj_with_mqa", *ATTENTION],
+    "falcon-h1": [*MIXERS, *MLPS, *ATTENTION],
+    "lfm2-biases": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
+    "nemotron-h": [*MIXERS, *MLPS, *ATTENTION],
     # An MLP alone is the last layer but one, and one beside experts.
-    "nemotron-h-ends-linear": ([*MIXERS, *MLPS, *ATTENTION], {}),
-    "qwen3-5": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {}),
-    "granite-hybrid": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {"lora_bias": True}),
-    "granite-hybrid-dense": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {}),
+    "nemotron-h-ends-linear": [*MIXERS, *MLPS, *ATTENTION],
+    "qwen3-5": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
+    "granite-hybrid": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
+    "granite-hybrid-dense": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
 }
 SHORT_HYBRIDS = [("qwen3-next", "torch"), ("olmo-hybrid", "cpu")]
 
@@ -230,9 +229,8 @@ SHORT_HYBRIDS = [("qwen3-next", "torch"), ("olmo-hybrid", "cpu")]
 def test_layers_with_states(family, kernels, tmp_path):
     """The oracle goes token by token, because its chunks round otherwise."""
     folder, flags = make_model(tmp_path / "model", HYBRIDS[family])
-    targets, config = HYBRID_CASES[family]
-    adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets, **config)
-    own_vectors(adapter)
+    targets = HYBRID_CASES[family]
+    adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets)
 
     def make(prepared, block_size, num_slots):
         backend = cpu_backend(prepared, block_size, threads=2) if kernels == "cpu" else None
@@ -303,7 +301,7 @@ def test_fused_projections_with_a_list_of_targets(tmp_path):
 def test_an_mlp_beside_experts_whose_results_have_a_gate(make, tmp_path):
     """The gate multiplies what the adapter adds, too."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["qwen2-moe"])
-    config = {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_dora": True}
+    config = {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"]}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), make)
 
 
@@ -350,37 +348,3 @@ def test_bfloat16_rounds_the_scaled_matrix_once(llama, tmp_path):
         for pair, rounded in zip(pairs, short.layers[name], strict=True):
             assert (pair.b.bfloat16() == rounded.b).all()
             assert (pair.a.bfloat16() == rounded.a).all()
-
-
-# What has a number for each output: biases of pairs; DoRA; trained biases of the model, beside pairs and without.
-VECTORS = {
-    "lora-bias": ("llama-gqa-tied", {"lora_bias": True, "lora_alpha": 12}),
-    "dora": ("llama-gqa-tied", {"use_dora": True, "lora_alpha": 12}),
-    "dora-partial-rope": ("phi3-partial-rope", {"use_dora": True}),
-    "dora-biases": ("llama-mqa-biases", {"use_dora": True, "target_modules": list(ATTENTION)}),
-    "biases": ("llama-mqa-biases", {"bias": "all", "target_modules": ["q_proj", "down_proj"]}),
-    "targets-biases": ("qwen2-bias", {"bias": "lora_only", "target_modules": ["q_proj", "o_proj"]}),
-    "dora-own-biases": ("qwen2-bias", {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "o_proj"]}),
-    "no-biases": ("llama-gqa-tied", {"bias": "all"}),
-    "dora-turned": ("gpt2", {"use_dora": True, "bias": "lora_only", "target_modules": ["c_attn", "c_fc"]}),
-}
-
-
-@pytest.mark.parametrize("kind", VECTORS)
-@pytest.mark.parametrize("make", BACKENDS)
-def test_biases_and_norms(make, kind, tmp_path):
-    family, config = VECTORS[kind]
-    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
-    adapter = own_vectors(make_adapter(folder, tmp_path / "adapter", r=4, **config))
-    check_adapter(folder, flags, adapter, make)
-
-
-def test_norms_of_quantized_weights_are_refused(tmp_path):
-    """DoRA depends on the model's own weights; its biases are plain numbers beside quantized weights, too."""
-    wide, _ = make_model(tmp_path / "model", FAMILIES["qwen2-bias"])
-    few, _ = quantize_folder(wide, tmp_path / "quantized", PRODUCERS["gptq"](16))
-    flags, config = ModelFlags(model=str(few), dtype="float32"), {"r": 4, "target_modules": ["q_proj", "o_proj"]}
-    adapter = make_adapter(wide, tmp_path / "dora", use_dora=True, **config)
-    with pytest.raises(ConfigError, match=r"needs layers.0.self_attn.\w+.weight in plain numbers: it is missing there"):
-        driver_with(flags, adapter)
-    driver_with(flags, make_adapter(wide, tmp_path / "biases", bias="all", **config))

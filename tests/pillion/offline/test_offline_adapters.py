@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pillion import LoRARequest, SamplingParams
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
 from pillion.offline.llm import LLM
-from tests.support.adapters import adapted_model, make_adapter, own_vectors
+from tests.support.adapters import adapted_model, make_adapter
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -26,10 +26,8 @@ ADAPTERS = 4
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     folder = make_model(root / "model", FAMILIES["llama-mqa-biases"])[0]
-    kinds: list[dict[str, Any]] = [{"lora_bias": True}, {"use_dora": True, "bias": "all"}, {}, {"use_rslora": True}]
-    return folder, [
-        own_vectors(make_adapter(folder, root / str(n), seed=n, r=4 + n, **kind)) for n, kind in enumerate(kinds)
-    ]
+    kinds: list[dict[str, Any]] = [{}, {"lora_alpha": 12}, {}, {"use_rslora": True}]
+    return folder, [make_adapter(folder, root / str(n), seed=n, r=4 + n, **kind) for n, kind in enumerate(kinds)]
 
 
 def offline(folder, **options):

@@ -78,7 +78,6 @@ class LayerCase:
             parts = self._tiles(a), self._tiles(b), first
             steps = wide // (2 if self.rows == "bf16" else 1)
             values = {"a": parts[0], "b": parts[1], "first_ranks": parts[2]}
-            values |= {"affine": None, "is_affine": 0}
             SLOT.fill(self.words[slot], {**values, "a_tiles": len(a) // TILE_COLUMNS, "b_steps": steps})
             self.kept.append(parts)
 
@@ -218,7 +217,7 @@ class ExpertCase:
                 self._tiles(torch.nn.functional.pad(b, (0, wide - rank))),
                 torch.zeros(EXPERTS * COLUMNS // TILE_COLUMNS, dtype=torch.int32),
             )
-            values = {**dict(zip(("a", "b", "first_ranks"), parts, strict=True)), "affine": None, "is_affine": 0}
+            values = dict(zip(("a", "b", "first_ranks"), parts, strict=True))
             steps = wide // (2 if rows == "bf16" else 1)
             SLOT.fill(words, {**values, "a_tiles": tall // TILE_COLUMNS, "b_steps": steps})
             self.kept.append(parts)
