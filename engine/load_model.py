@@ -159,9 +159,7 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
             " --dtype float32 computes with exactly its weights"
         )
     if config.quantization is not None:
-        yield from config.quantization.rounding_notes(
-            device, experts=config.moe is not None, latents=config.latents is not None
-        )
+        yield from config.quantization.rounding_notes(device, latents=config.latents is not None)
     for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (

@@ -27,9 +27,11 @@ _ALWAYS_WRITTEN = {
     "RopeConfig": "kind theta interleaved factor original_max_position low_freq_factor high_freq_factor"
     " attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factors long_factors",
     "MoeConfig": "sigmoid scale shared",
-    "MatrixScheme": "kind group rows symmetric ordered activations row_codes row_zeros",
+    "MatrixScheme": "kind group rows symmetric ordered activations row_codes",
     "Quantization": "schemes weights row_codes",
 }
+# These fields are gone, and releases that had them wrote these values for all that is still read alike.
+_ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
 # In 0.2.0 layers of this family could not norm queries and keys, and ``qk_norm``, which meant nothing there, had its
 # default, true. Now it may be false or true, and false is what they were.
 _ONCE_WITHOUT_QK_NORM = "cohere"
@@ -65,9 +67,10 @@ def _has_wider_vectors(path: Path) -> bool:
 def _written(value: Any) -> Any:
     """Returns a part of a config as JSON has it, without the later fields that have their defaults."""
     if is_dataclass(value):
-        always = _ALWAYS_WRITTEN.get(type(value).__name__, "").split()
-        named = ((one, getattr(value, one.name)) for one in fields(value))
-        return {one.name: _written(content) for one, content in named if one.name in always or content != _default(one)}
+        kind, named = type(value).__name__, ((one, getattr(value, one.name)) for one in fields(value))
+        always = _ALWAYS_WRITTEN.get(kind, "").split()
+        now = {one.name: _written(content) for one, content in named if one.name in always or content != _default(one)}
+        return now | _ONCE_WRITTEN.get(kind, {})
     if isinstance(value, Mapping):
         return {key: _written(content) for key, content in value.items()}
     if isinstance(value, (list, tuple)):

@@ -21,7 +21,7 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, select_rows
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, plain, select_rows
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -36,7 +36,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
     not fit the config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        return Linear(plain(weight, dtype), bias, row_codes=row_codes_of([weight]))
+        return Linear(plain(weight, dtype), bias, rounds_rows=all_round_rows([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
         embedding = checkpoint.take("embedding", dtype)
@@ -247,14 +247,11 @@ def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
 
 
 def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
-    """Yields and forgets the matrices of a layer's experts, and removes their row codes unless all have the same.
-
-    A step rounds the rows of all experts in one way, and a wider scale than an expert's own would cost it accuracy.
-    """
-    codes = {matrix.row_codes if isinstance(matrix, QuantizedMatrix) else None for matrix in experts}
+    """Yields and forgets the matrices of a layer's experts. Their rows are rounded for all of them, or for none."""
+    every = all_round_rows(experts)
     experts.reverse()
     while experts:
         matrix = experts.pop()
-        if isinstance(matrix, QuantizedMatrix) and len(codes) > 1:
-            matrix = replace(matrix, row_codes=None)
+        if isinstance(matrix, QuantizedMatrix) and not every:
+            matrix = replace(matrix, rounds_rows=False)
         yield matrix

@@ -120,7 +120,6 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         ordered=size > 0 and rows == 1 and weights.get("actorder") in _ORDERED,
         activations=activations,
         row_codes=row_codes,
-        row_zeros=row_codes == "static" and not (inputs or {}).get("symmetric", True),
         fp8_rows=activations == "fp8" and (inputs or {}).get("dynamic") is True,
     )
 
@@ -154,7 +153,5 @@ def _activations(inputs: Any) -> tuple[str, str]:
         return f"fp{bits}", ""
     dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)
     strategy = words_of(inputs, "strategy", "token" if dynamic else "tensor")
-    if dynamic is True and strategy == "token":
-        return "", "dynamic" if symmetric else "asymmetric"
     # One scale for all rows of a step would make a row's result depend on the other rows.
-    return ("", "static") if not dynamic and strategy == "tensor" else ("int8", "")
+    return ("", "dynamic") if dynamic is True and strategy == "token" and symmetric else ("int8", "")

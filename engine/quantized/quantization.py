@@ -42,9 +42,8 @@ class MatrixScheme:
         ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
         activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8", "fp4") where no product
             here does, or "".
-        row_codes: how products here round a layer's inputs to int8, one of
-            :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
-        row_zeros: whether static row codes have a zero point, which a tensor of its own says.
+        row_codes: "dynamic" where products on CPUs round a layer's inputs to int8
+            (:func:`pillion.kernels.torch.quantized_matrix.rounded_rows`), or "".
         fp8_rows: whether the producer rounds a layer's inputs to FP8 by their own sizes (dynamic activations), as GPUs
             do.
     """
@@ -58,7 +57,6 @@ class MatrixScheme:
     ordered: bool = False
     activations: str = ""
     row_codes: str = ""
-    row_zeros: bool = False
     fp8_rows: bool = False
 
     @property
@@ -106,20 +104,20 @@ class Quantization:
         return bool(self.schemes) and all(scheme.fp8_rows for _, scheme in self.schemes)
 
     @property
-    def row_schemes(self) -> frozenset[str]:
-        """Gives the ways in which products on CPUs round the inputs of some layers to int8."""
-        return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
+    def rounds_rows(self) -> bool:
+        """Says whether products on CPUs round the inputs of some layers to int8."""
+        return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
 
-    def rounding_notes(self, device: str, *, experts: bool, latents: bool) -> Iterator[str]:
-        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``experts`` and
-        ``latents`` say whether the model has a mixture of experts, and attention over latents."""
-        rounded, ways = self.activations, self.row_schemes
-        if device == "cuda" and self.method == OWN_METHOD and ways:
+    def rounding_notes(self, device: str, *, latents: bool) -> Iterator[str]:
+        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``latents`` says
+        whether the model has attention over latents."""
+        rounded = self.activations
+        if device == "cuda" and self.method == OWN_METHOD and self.rounds_rows:
             yield (
                 "--quantization int8-dynamic rounds the inputs of linear layers on CPUs only; here they are not"
                 " rounded, which is nearer to the unquantized model"
             )
-        elif device == "cuda" and ways:
+        elif device == "cuda" and self.rounds_rows:
             rounded |= {"int8"}
         if device == "cuda" and self.fp8_rows:
             rounded -= {"fp8"}  # A worker that does not do the same says so.
@@ -128,12 +126,7 @@ class Quantization:
                 "the checkpoint's producer also rounds the inputs of quantized layers to"
                 f" {' and '.join(sorted(rounded))}; here they are not rounded, which is nearer to the unquantized model"
             )
-        if device == "cpu" and experts and "static" in ways:
-            yield (
-                "inputs of experts are rounded to int8 only where all experts of a layer have the same scale for them;"
-                " else they are not rounded, which is nearer to the unquantized model"
-            )
-        if device == "cpu" and latents and ways and self.method != OWN_METHOD:
+        if device == "cpu" and latents and self.rounds_rows and self.method != OWN_METHOD:
             yield (
                 "latents are not rounded to int8 where keys and values are made of them, which is nearer to the"
                 " unquantized model"

@@ -7,7 +7,7 @@ that all kernels must have:
 
     weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
 
-Where the matrix has ``row_codes``, a row is rounded before the product with the matrix.
+Where the matrix has ``rounds_rows``, a row is rounded before the product with the matrix.
 """
 
 from __future__ import annotations
@@ -56,47 +56,17 @@ _PIECE_WEIGHTS = 2**22
 _WHOLE = ("uint4", "int4", "int8")
 
 
-# Rows become codes in one of these ways.
-ROW_SCHEMES = ("dynamic", "asymmetric", "static")
-# These are the numbers of int8, and what the largest size in a row becomes where codes are symmetric, as in
-# compressed-tensors.
-LEAST_CODE, MOST_CODE, SYMMETRIC_CODE = -128, 127, 127.5
+# These are the numbers of int8, and what the largest size in a row becomes, as in compressed-tensors.
+LEAST_CODE, MOST_CODE, LARGEST_SIZE = -128, 127, 127.5
 
 
-@dataclass(frozen=True, slots=True)
-class RowCodes:
-    """Says how rows are rounded to int8 before the product with a matrix: x becomes scale * (code - zero).
-
-    Attributes:
-        scheme: one of ROW_SCHEMES. "dynamic": each row has a scale, by its largest size, and no zero. "asymmetric":
-            each row has a scale and a zero, by its least and largest value. "static": all rows have ``scale`` and
-            ``zero``.
-        scale: of all rows.
-        zero: of all rows, -128 to 127.
-    """
-
-    scheme: str = "dynamic"
-    scale: float = 1.0
-    zero: int = 0
-
-    @property
-    def has_zeros(self) -> bool:
-        """Returns whether rows may have zero points."""
-        return self.scheme == "asymmetric" or self.zero != 0
-
-    def round(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rounds rows [..., K] to the numbers that their codes stand for, of the same shape and type."""
-        wide = rows.float()
-        scale, zero = torch.tensor(self.scale), torch.tensor(float(self.zero))
-        if self.scheme == "dynamic":
-            scale, zero = wide.abs().amax(-1, keepdim=True) / SYMMETRIC_CODE, torch.tensor(0.0)
-        elif self.scheme == "asymmetric":
-            low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
-            # The range of a finite row may be more than float32 holds, but half of it is not.
-            scale = (high / 2 - low / 2) / ((MOST_CODE - LEAST_CODE) / 2)
-            zero = (LEAST_CODE - low / scale).clamp(LEAST_CODE, MOST_CODE).round()
-        codes = (wide / scale + zero).round().clamp(LEAST_CODE, MOST_CODE)
-        return torch.where(scale == 0, 0.0, (codes - zero) * scale).to(rows.dtype)
+def rounded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Rounds rows [..., K] to int8, each by a scale that its largest size decides; returns the numbers that the codes
+    stand for, of the same shape and type."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1, keepdim=True) / LARGEST_SIZE
+    codes = (wide / scale).round().clamp(LEAST_CODE, MOST_CODE)
+    return torch.where(scale == 0, 0.0, codes * scale).to(rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +80,7 @@ class QuantizedMatrix:
         offsets: float32, of the shape of ``scales``, or None where all are 0.
         group: inputs that share a scale; K or more for one scale for each output.
         order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
-        row_codes: how rows are rounded that meet the matrix, or None where they are taken as they are.
+        rounds_rows: whether rows that meet the matrix are rounded (:func:`rounded_rows`).
         factors: float32 [N], where each output's scales are products of this number and floats of 8 bits (E4M3), or
             None where nothing is known of that. Packers may keep such scales in 8 bits; values do not depend on it.
     """
@@ -121,7 +91,7 @@ class QuantizedMatrix:
     group: int
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
-    row_codes: RowCodes | None = None
+    rounds_rows: bool = False
     factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -177,23 +147,9 @@ def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
-def row_codes_of(matrices: Sequence[Matrix]) -> RowCodes | None:
-    """Returns how rows are rounded that are multiplied by all these matrices; None where they are not rounded.
-
-    Where the scales of all rows differ, the least scale and zero that hold the numbers of all of them are taken.
-    """
-    found = [matrix.row_codes if isinstance(matrix, QuantizedMatrix) else None for matrix in matrices]
-    known = [each for each in found if each is not None]
-    if len(known) < len(found) or len({each.scheme for each in known}) != 1:
-        return None
-    if len(set(known)) == 1:
-        return known[0]
-    low = min(each.scale * (LEAST_CODE - each.zero) for each in known)
-    high = max(each.scale * (MOST_CODE - each.zero) for each in known)
-    if not any(each.zero for each in known):
-        return RowCodes("static", max(each.scale for each in known))
-    scale = (high - low) / (MOST_CODE - LEAST_CODE)
-    return RowCodes("static", scale, max(LEAST_CODE, min(MOST_CODE, round(LEAST_CODE - low / scale))))
+def all_round_rows(matrices: Sequence[Matrix]) -> bool:
+    """Says whether all these matrices, which multiply the same rows, want them rounded."""
+    return all(isinstance(matrix, QuantizedMatrix) and matrix.rounds_rows for matrix in matrices)
 
 
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
@@ -236,7 +192,6 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
         factors = [part.factors for part in alike if part.factors is not None]
         return replace(
             alike[0],
-            row_codes=row_codes_of(parts),
             factors=torch.cat(factors) if len(factors) == len(alike) else None,
             codes=torch.cat([part.codes for part in alike]),
             scales=torch.cat([part.scales for part in alike]),
@@ -261,9 +216,9 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
-    # All matrices that are joined multiply the same rows of activations, so either all of them round the rows by the
-    # same scheme, or none does.
-    rounded = len({part.row_codes and part.row_codes.scheme for part in parts}) == 1
+    # All matrices that are joined multiply the same rows of activations, so either all of them round the rows, or none
+    # does.
+    rounded = len({part.rounds_rows for part in parts}) == 1
     return groups and codings and rounded and all(same_order(part, first) for part in parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, RowCodes
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, rounded_rows
 
 # The layout hardly depends on the expected number of rows; measured with 1, 16 and 256.
 PACKED_FOR_ROWS = 16
@@ -48,12 +48,12 @@ class Linear:
         bias: torch.Tensor | None = None,
         *,
         pack: bool | None = None,
-        row_codes: RowCodes | None = None,
+        rounds_rows: bool = False,
     ) -> None:
         """Packs the weight if ``pack`` is true, or if it is None and :func:`can_pack` allows it. A packed weight is a
-        copy of its own. ``row_codes`` says how rows are rounded before the product."""
+        copy of its own. ``rounds_rows`` says whether rows are rounded before the product."""
         self._bias = bias
-        self._row_codes = row_codes
+        self._rounds_rows = rounds_rows
         self._weight: Any = weight
         if isinstance(weight, QuantizedMatrix):
             assert pack is False
@@ -82,8 +82,8 @@ class Linear:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiplies rows [T, in] -> [T, out]."""
-        if self._row_codes is not None:
-            rows = self._row_codes.round(rows)
+        if self._rounds_rows:
+            rows = rounded_rows(rows)
         if not self._packed:
             return linear(rows, self._weight, self._bias)
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")

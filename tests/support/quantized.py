@@ -520,9 +520,7 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     ),
     "w8a8-static": lambda group: static_int8(),
     "w8a8-static-asymmetric": lambda group: static_int8(False),
-    "w4a8": lambda group: compressed(
-        "pack-quantized", {**INT8_ROWS, "symmetric": False}, num_bits=4, strategy="group", group_size=group
-    ),
+    "w4a8": lambda group: compressed("pack-quantized", INT8_ROWS, num_bits=4, strategy="group", group_size=group),
     "fp8-tensor": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="tensor"),
     "fp8-channel": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="channel"),
     "fp8-block": lambda group: compressed(

@@ -41,12 +41,10 @@ class ExpertGroups(NamedTuple):
 
 
 class MatrixRows(NamedTuple):
-    """Says how rows are multiplied by a matrix: as ``x``, with ``sums`` of their inputs, after ``operations``.
-    ``zeros`` says whether the rows are codes with zero points."""
+    """Says how rows are multiplied by a matrix: as ``x``, with ``sums`` of their inputs, after ``operations``."""
 
     x: Buffer
     sums: Buffer | None = None
-    zeros: bool = False
     operations: Sequence[Operation] = ()
 
 
@@ -188,7 +186,7 @@ class OperationBuilder:
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
-        if linear.order is not None or linear.row_codes is not None or linear.offsets:
+        if linear.order is not None or linear.rounds_rows or linear.offsets:
             ready = _rows_for_codes(self, linear, x)
             yield from ready.operations
         x, sums = ready.x, ready.sums
@@ -200,7 +198,6 @@ class OperationBuilder:
             bias=linear.bias is not None,
             grouped=groups is not None,
             offsets=linear.offsets,
-            zeros=ready.zeros,
             x_step=steps[0],
             out_step=steps[1],
         )
@@ -273,14 +270,14 @@ class OperationBuilder:
 def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
     """Makes the operations that a matrix needs for its inputs: to reorder them, to round them to codes, and to sum them
     up by groups."""
-    operations, sums, row_codes = [], None, linear.row_codes
+    operations, sums = [], None
     if linear.order is not None:
         ordered = builder.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
         values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
         values |= {"x_stride": x.stride, "out_stride": ordered.stride}
         operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
         x = ordered
-    if row_codes is not None:
+    if linear.rounds_rows:
         operation = _coded(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
@@ -290,15 +287,13 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.group}
         values |= {"x_stride": x.stride, "sums_stride": sums.stride}
         operations.append(Operation(SumInputs(builder.bf16, builder.rows_of, x.each), values, builder.when))
-    zeros = linear.kind == INT8_DOTS and row_codes is not None and row_codes.has_zeros
-    return MatrixRows(x, sums, zeros, operations)
+    return MatrixRows(x, sums, operations)
 
 
 def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
     """Makes the operation that rounds ``x`` for the matrix: to codes for a product in integers, else to the numbers
     that they stand for."""
-    row_codes, depth, as_codes = linear.row_codes, linear.depth, linear.kind == INT8_DOTS
-    assert row_codes is not None
+    depth, as_codes = linear.depth, linear.kind == INT8_DOTS
     out = builder.buffer(f"{'codes' if as_codes else 'rounded'}{depth}x{x.each}", depth, x.dtype, x.each)
     constants = None
     if as_codes:
@@ -312,8 +307,6 @@ def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation
         "x_stride": x.stride,
         "out_stride": out.stride,
         "constants_stride": 0 if constants is None else constants.stride,
-        "scale": row_codes.scale,
-        "zero": row_codes.zero,
     }
-    spec = CodeInputs(row_codes.scheme, x.dtype != "float32", builder.rows_of, x.each, as_codes)
+    spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each, as_codes)
     return Operation(spec, values, builder.when)

@@ -8,7 +8,6 @@ large model needs the memory of one layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,22 +50,13 @@ from pillion.kernels.cpu.products.packing import (
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized import quantized_packing
 from pillion.kernels.cpu.states.convolutions import pack_taps
-from pillion.kernels.torch.quantized_matrix import (
-    LEAST_CODE,
-    MOST_CODE,
-    ROW_SCHEMES,
-    Matrix,
-    QuantizedMatrix,
-    RowCodes,
-    row_codes_of,
-    select_rows,
-)
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Plain matrices are of these kinds, by the model's type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
 # These numbers describe a matrix in the file of packed weights; the kind is its place among all kinds.
-_NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
+_NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets", "rounds_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +73,7 @@ class CpuLinear:
         pairs: number of pairs of 16 columns with padding.
         group: number of inputs that share a scale, quantized; else 0.
         offsets: whether such groups have offsets.
-        row_codes: how rows are rounded before the product, or None where they are taken as they are.
+        rounds_rows: whether rows are rounded before the product.
     """
 
     kind: str
@@ -96,7 +86,7 @@ class CpuLinear:
     matrix_bytes: int
     group: int
     offsets: bool
-    row_codes: RowCodes | None = None
+    rounds_rows: bool = False
 
 
 class PackedMatrices:
@@ -118,19 +108,18 @@ class PackedMatrices:
         """Returns the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
         them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
-        kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
+        kind = KINDS[numbers.pop("kind") % len(KINDS)]
+        offsets, rounds_rows = numbers.pop("offsets") != 0, numbers.pop("rounds_rows") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
-        row_codes = self._row_codes(name)
         linear = CpuLinear(
-            kind=kind, data=data, bias=bias, order=order, offsets=offsets, row_codes=row_codes, **numbers
+            kind=kind, data=data, bias=bias, order=order, offsets=offsets, rounds_rows=rounds_rows, **numbers
         )
         sound = min(linear.depth, linear.pairs, linear.num_matrices) > 0 and data.dtype == PLAIN_TYPES.get(
             kind, torch.uint8
         )
         if kind not in PLAIN_TYPES:
-            rounded = row_codes is not None
-            sound = sound and quantized_packing.sound(kind, linear.depth, linear.group, rounded=rounded)
+            sound = sound and quantized_packing.sound(kind, linear.depth, linear.group, rounded=rounds_rows)
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -140,17 +129,6 @@ class PackedMatrices:
         if not sound:
             raise _damaged(name)
         return linear
-
-    def _row_codes(self, name: str) -> RowCodes | None:
-        stored = self.tensors.get(f"{name}.row_codes")
-        if stored is None:
-            return None
-        scheme, scale, zero = stored.tolist() if stored.shape == (3,) else (math.nan,) * 3
-        if not (
-            scheme in range(len(ROW_SCHEMES)) and 0 < scale < math.inf and zero in range(LEAST_CODE, MOST_CODE + 1)
-        ):
-            raise _damaged(name)
-        return RowCodes(ROW_SCHEMES[int(scheme)], scale, int(zero))
 
 
 class CpuWeights(PackedMatrices, PackedFile):
@@ -361,12 +339,9 @@ class MatrixPacker:
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
         if first.order is not None:
             self.writer.tensor(name + ".order", first.order)
-        row_codes = row_codes_of(matrices)
-        if row_codes is not None:
-            numbers = ROW_SCHEMES.index(row_codes.scheme), row_codes.scale, row_codes.zero
-            self.writer.tensor(name + ".row_codes", torch.tensor(numbers, dtype=torch.float32))
-        kind = KINDS.index(first.kind)
-        values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
+        kind, rounds_rows = KINDS.index(first.kind), bool(matrices) and all_round_rows(matrices)
+        sizes = first.depth, first.pairs, len(packed), first.nbytes, first.group
+        values = (kind, *sizes, int(first.offsets), int(rounds_rows))
         for field, value in zip(_NUMBERS, values, strict=True):
             self.writer.number(f"{name}.{field}", value)
 

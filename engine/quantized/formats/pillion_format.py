@@ -18,7 +18,7 @@ import torch
 from pillion.engine.checkpoints.weight_format import TensorHeader
 from pillion.engine.quantized.formats.layout import finite, stem, unpack_halves
 from pillion.errors import ConfigError
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether there are offsets.
 
@@ -26,11 +26,11 @@ _FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether the
 class PillionFormat:
     """Reads Pillion's own layout, as a :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
 
-    ``row_codes`` says how rows are rounded before a product with a matrix of one-byte codes, or "" where they are not.
+    ``rounds_rows`` says whether rows are rounded before a product with a matrix of one-byte codes.
     """
 
-    def __init__(self, row_codes: str = "") -> None:
-        self._row_codes = RowCodes(row_codes) if row_codes else None
+    def __init__(self, *, rounds_rows: bool = False) -> None:
+        self._rounds_rows = rounds_rows
         self._shifted: set[str] = set()  # The matrices with these names have offsets.
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
@@ -62,7 +62,9 @@ class PillionFormat:
         offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
         group = columns // scales.shape[1]
         if codes.dtype == torch.int8:
-            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes)
+            return QuantizedMatrix(
+                "int8", codes.view(torch.uint8), scales, group, offsets, rounds_rows=self._rounds_rows
+            )
         halves = unpack_halves(codes)[..., :columns]
         return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
 

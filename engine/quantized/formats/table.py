@@ -16,11 +16,11 @@ from pillion.engine.quantized.formats.bitsandbytes import Int8Layout, Nf4Layout
 from pillion.engine.quantized.formats.compressed import CodesLayout, PackedLayout
 from pillion.engine.quantized.formats.fp4 import Mxfp4Layout, Nvfp4Layout, PackedMxfp4Layout
 from pillion.engine.quantized.formats.int32_layouts import AwqLayout, GptqLayout
-from pillion.engine.quantized.formats.layout import Get, Headers, Layout, Part, finite, stem
+from pillion.engine.quantized.formats.layout import Headers, Layout, Part, stem
 from pillion.engine.quantized.formats.pillion_format import PillionFormat
 from pillion.engine.quantized.quantization import OWN_METHOD, MatrixScheme, Quantization
 from pillion.errors import ConfigError
-from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, QuantizedMatrix, RowCodes
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 LAYOUTS: Mapping[str, Layout] = {
     "awq": AwqLayout(),
@@ -35,8 +35,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mxfp4": Mxfp4Layout(),
     "packed_mxfp4": PackedMxfp4Layout(),
 }
-# Some producers store these tensors about the rounding of a layer's inputs and outputs. Integer products use the
-# first two.
+# Some producers store these tensors about the rounding of a layer's inputs and outputs, which nothing here reads.
 _OF_ROWS = (
     "input_scale",
     "input_zero_point",
@@ -53,7 +52,7 @@ def format_of(config: ModelConfig) -> WeightFormat | None:
     if quantization is None:
         return None
     own = quantization.method == OWN_METHOD
-    return PillionFormat(quantization.row_codes) if own else ConfiguredFormat(quantization)
+    return PillionFormat(rounds_rows=bool(quantization.row_codes)) if own else ConfiguredFormat(quantization)
 
 
 class ConfiguredFormat:
@@ -75,20 +74,12 @@ class ConfiguredFormat:
         for part in parts:
             _check(part, headers, self._words)
         names = [part.name for part in parts] + [_of_rows(name, noted) for noted in _OF_ROWS]
-        if scheme.row_codes == "static" and _of_rows(name, "input_scale") not in headers:
-            raise ConfigError(f"{_of_rows(name, 'input_scale')} is missing, which inputs of int8 without dynamic need")
-        if scheme.row_zeros and (missing := _of_rows(name, "input_zero_point")) not in headers:
-            raise ConfigError(f"{missing} is missing, which inputs of int8 without dynamic and symmetric need")
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         scheme = self._scheme(stem(name))
         assert scheme is not None
-        matrix = LAYOUTS[scheme.layout].read(name, shape, scheme, get)
-        if not scheme.row_codes:
-            return matrix
-        static = scheme.row_codes == "static"
-        return replace(matrix, row_codes=_static(name, get) if static else RowCodes(scheme.row_codes))
+        return replace(LAYOUTS[scheme.layout].read(name, shape, scheme, get), rounds_rows=bool(scheme.row_codes))
 
     def _scheme(self, module: str) -> MatrixScheme | None:
         """Returns the scheme whose pattern is the first to match a module's name; None if the config has none for
@@ -105,21 +96,6 @@ def _of_rows(name: str, noted: str) -> str:
     """Returns the name of the tensor that says something of the inputs of the matrix ``name``."""
     module = stem(name)
     return f"{module}{'_' if module == name else '.'}{noted}"
-
-
-def _static(name: str, get: Get) -> RowCodes:
-    """Reads the scale and the zero point by which the inputs of the matrix ``name`` are rounded."""
-    scale_name, zero_name = (_of_rows(name, noted) for noted in ("input_scale", "input_zero_point"))
-    try:
-        zero = get(zero_name).flatten().tolist()
-    except KeyError:
-        zero = [0]
-    scale = finite(scale_name, get(scale_name)).flatten().tolist()
-    if len(scale) != 1 or scale[0] <= 0:
-        raise ConfigError(f"{scale_name} holds {str(scale)[:60]}, not one number above 0")
-    if len(zero) != 1 or zero[0] not in range(LEAST_CODE, MOST_CODE + 1):
-        raise ConfigError(f"{zero_name} holds {str(zero)[:60]}, not one whole number from {LEAST_CODE} to {MOST_CODE}")
-    return RowCodes("static", scale[0], int(zero[0]))
 
 
 def _check(part: Part, headers: Headers, words: str) -> None:

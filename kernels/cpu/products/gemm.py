@@ -92,7 +92,6 @@ class Gemm(KernelSpec):
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
         offsets: whether quantized weights have offsets.
-        zeros: whether rows of codes have zero points.
         x_step, out_step: where these are not 0, all rows meet each matrix, and these are the bytes from the columns of
             x, and of out, that belong to one matrix to those of the next: matrices of heads.
     """
@@ -107,7 +106,6 @@ class Gemm(KernelSpec):
     bias: bool = False
     grouped: bool = False
     offsets: bool = False
-    zeros: bool = False
     x_step: int = 0
     out_step: int = 0
 
@@ -329,16 +327,14 @@ class DotPanels(Panels):
     def totals(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
         k, args, spec = self.body.k, self.body.call.args, self.body.spec
         about = args.pointer("input_sums") + row * args.number("input_sums_stride")
-        scale, shift, zero, sum_ = (about + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
+        scale, shift, sum_ = (about + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
         found = []
         for half in range(2):
             at = half * VECTOR_BYTES
             total = k.load_quads(sums + at) + k.broadcast_quad(shift)
-            if spec.zeros:
-                total = total - k.broadcast_quad(zero) * k.load_quads(panel + (TOTALS_BYTES + at))
             value = k.real_lanes(total) * k.broadcast(scale) * k.load(panel + at)
             if spec.offsets:
-                value = k.fma(k.load(panel + (2 * TOTALS_BYTES + at)), k.broadcast(sum_), value)
+                value = k.fma(k.load(panel + (TOTALS_BYTES + at)), k.broadcast(sum_), value)
             found.append(value)
         return found
 

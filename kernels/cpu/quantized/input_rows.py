@@ -10,13 +10,12 @@ from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Ke
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, SYMMETRIC_CODE
+from pillion.kernels.torch.quantized_matrix import LARGEST_SIZE, LEAST_CODE, MOST_CODE
 
 # Each row of codes has a record of constants with these byte offsets: the scale as float32; the shift as int32, which a
-# product's sums need for the bias of stored codes; the zero point as int32; and the sum of the numbers that its codes
-# stand for, as float32.
-ROW_CONSTANTS = {"scale": 0, "shift": 4, "zero": 8, "sum": 12}
-ROW_CONSTANTS_BYTES = 16
+# product's sums need for the bias of stored codes; and the sum of the numbers that its codes stand for, as float32.
+ROW_CONSTANTS = {"scale": 0, "shift": 4, "sum": 8}
+ROW_CONSTANTS_BYTES = 12
 # The sums of this many groups of inputs are computed at a time, because four vectors are added up together.
 SUMMED_GROUPS = 4
 _BYTES = ir.VectorType(I8, LANES)
@@ -85,24 +84,21 @@ class SumInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class CodeInputs(KernelSpec):
-    """Rounds each row to int8: x -> scale * (code - zero), as :class:`pillion.kernels.torch.quantized_matrix.RowCodes`.
+    """Rounds each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows` does: x becomes scale
+    times code.
 
     ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. With ``codes``, ``out`` [rows, depth] is
     int8, and ``constants`` [rows] are a row's ROW_CONSTANTS. Else ``out`` has x's type, and holds what codes stand for.
-    There are ``each`` rows for each of ``rows_of``.
-
-    ``scheme``: "dynamic" takes the scale from the row's largest size, "asymmetric" scale and zero from its least and
-    largest value, and "static" takes those of the record. A row that is not finite has a scale that is not, either.
+    There are ``each`` rows for each of ``rows_of``. The scale follows from the row's largest size; a row that is not
+    finite has a scale that is not, either.
     """
 
     layout = RecordLayout(
         "code_inputs",
         pointers=("x", "out", "constants"),
         numbers=("depth", "x_stride", "out_stride", "constants_stride"),
-        reals=("scale", "zero"),
     )
 
-    scheme: str
     bf16: bool
     rows_of: str = "tokens"
     each: int = 1
@@ -115,12 +111,7 @@ class CodeInputs(KernelSpec):
         size, vectors = 2 if self.bf16 else 4, depth // LANES
         with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each) as row:
             source, target = x + row * x_stride, out + row * out_stride
-            if self.scheme == "static":
-                # A row with NaN or infinities must not get codes that look finite.
-                wrong = self._largest(k, source, vectors) * 0.0
-                scale, zero = args.real("scale") + wrong, args.real("zero")
-            else:
-                scale, zero = self._range(k, source, vectors)
+            scale = self._largest(k, source, vectors) / LARGEST_SIZE
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
             with k.range(vectors) as i:
@@ -129,15 +120,15 @@ class CodeInputs(KernelSpec):
                 # middle of two codes, where the last bit decides.
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
-                code = _bounded(k, k.rounded(quotient + zero))
+                code = _bounded(k, k.rounded(quotient))
                 if self.codes:
                     whole = k.whole_lanes(code)
                     total.value = total.value + whole
                     k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
                 else:
-                    k.store_float(target + i * (LANES * size), (code - zero) * scale, self.bf16)
+                    k.store_float(target + i * (LANES * size), code * scale, self.bf16)
             if self.codes:
-                self._constants(k, constants + row * constants_stride, total, scale, zero, depth)
+                self._constants(k, constants + row * constants_stride, total, scale)
 
     def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
         """Returns the largest size in a row, in all lanes; NaN and infinities are above all numbers."""
@@ -148,32 +139,14 @@ class CodeInputs(KernelSpec):
             )
         return k.largest_size(sizes.value)
 
-    def _range(self, k: Kernel, source: Ptr, vectors: Int) -> tuple[Vec, Vec]:
-        """Returns a row's scale and zero, in all lanes."""
-        size = self._largest(k, source, vectors)
-        if self.scheme == "dynamic":
-            return size / SYMMETRIC_CODE, k.vector(0.0)
-        least, most = k.variable(k.vector(0.0)), k.variable(k.vector(0.0))
-        with k.range(vectors) as i:
-            value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
-            least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
-        low = k.maximum(least.value * -1.0) * -1.0
-        # Where a row's value is not finite, the scale is not finite either.
-        half = k.maximum(most.value) * 0.5 - low * 0.5
-        scale = half / ((MOST_CODE - LEAST_CODE) / 2) + size * 0.0
-        zero = k.rounded(_bounded(k, k.vector(float(LEAST_CODE)) - low / scale))
-        return scale, k.select(scale > 0.0, zero, k.vector(0.0))
-
-    def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec, zero: Vec, depth: Int) -> None:
+    def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec) -> None:
         """Stores a row's constants. ``codes`` holds the sum of the row's codes in each lane."""
-        b, total, whole = k.builder, k.sum_quads(codes.value), k.whole_lanes(zero)
+        b, total = k.builder, k.sum_quads(codes.value)
         shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-k.code_bias] * LANES)))
-        numbers = total - whole * Quads(k, k.splat(b.trunc(depth.ir, I32)))
         values: dict[str, Vec | Quads] = {
             "scale": scale,
             "shift": shift,
-            "zero": whole,
-            "sum": k.real_lanes(numbers) * scale,
+            "sum": k.real_lanes(total) * scale,
         }
         for name, place in ROW_CONSTANTS.items():
             k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)

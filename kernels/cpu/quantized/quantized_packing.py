@@ -1,8 +1,8 @@
 """Lays out quantized matrices for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and
 tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
 
-    int8_dots  [N / 32]: float32 scales [2 tiles][16], int32 sums of each output's codes, float32 offsets where the
-           matrix has them, and the codes [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
+    int8_dots  [N / 32]: float32 scales [2 tiles][16], float32 offsets where the matrix has them, and the codes
+           [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
     codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
            the group's inputs (pillion.kernels.cpu.quantized.codes)
 """
@@ -26,7 +26,7 @@ from pillion.kernels.cpu.quantized.codes import (
     pack_codes,
     unpack_codes,
 )
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, row_codes_of, same_order
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, same_order
 
 # The products of the codes of at most this many inputs, 255 * 128 each at most, add up to an integer of 32 bits.
 MAX_DOT_INPUTS = 2**31 // (255 * 128)
@@ -56,7 +56,7 @@ def sound(kind: str, depth: int, group: int, *, rounded: bool) -> bool:
 
 def dots_constants_bytes(offsets: bool) -> int:
     """Returns the number of bytes of a panel of ``INT8_DOTS`` before its codes."""
-    return TOTALS_BYTES * (3 if offsets else 2)
+    return TOTALS_BYTES * (2 if offsets else 1)
 
 
 def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
@@ -70,7 +70,7 @@ def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
             return wide
         if not same_order(matrix, first):
             return wide
-    if row_codes_of(matrices) is not None and all(map(_fits_dots, matrices)):
+    if all_round_rows(matrices) and all(map(_fits_dots, matrices)):
         return INT8_DOTS
     codes = codes_of(first.coding, (matrix.codes for matrix in quantized))
     for name in (f"{codes}_half", f"{first.coding}_half"):
@@ -107,7 +107,7 @@ def unpack_quantized(packed: PackedWeight) -> torch.Tensor:
     """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
     if packed.kind in CODE_KINDS:
         return _unpack_codes(packed)
-    scales, _, *offsets, codes = _dots_parts(packed)
+    scales, *offsets, codes = _dots_parts(packed)
     wide = (codes - 128.0).double() * scales.view(torch.float32).double()[..., None]
     return (wide + offsets[0].view(torch.float32).double()[..., None] if offsets else wide).flatten(0, 1)
 
@@ -126,7 +126,7 @@ def _pack_dots(matrices: Sequence[QuantizedMatrix], offsets: bool) -> PackedWeig
     depth = inputs + -inputs % DEPTH_MULTIPLE
     codes = _panels([pad(matrix.codes.view(torch.int8), (0, depth - inputs)) for matrix in matrices])
     units = (codes.view(torch.uint8) ^ 128).view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2)
-    constants = [_panels([matrix.scales for matrix in matrices]), codes.sum(2, dtype=torch.int32)]
+    constants = [_panels([matrix.scales for matrix in matrices])]
     if offsets:
         constants.append(_panels([_offsets(matrix, INT8_DOTS) for matrix in matrices]))
     before = [part.reshape(len(codes), PANEL_COLUMNS).view(torch.uint8) for part in constants]
@@ -134,7 +134,7 @@ def _pack_dots(matrices: Sequence[QuantizedMatrix], offsets: bool) -> PackedWeig
 
 
 def _dots_parts(packed: PackedWeight) -> tuple[torch.Tensor, ...]:
-    """Returns the parts of a packed matrix of this kind: scales, sums and perhaps offsets, uint8 [pairs, 32 * 4] each,
+    """Returns the parts of a packed matrix of this kind: scales and perhaps offsets, uint8 [pairs, 32 * 4] each,
     and the codes [pairs, 32, depth]."""
     constants = dots_constants_bytes(packed.offsets)
     whole = packed.data.view(packed.pairs, -1)

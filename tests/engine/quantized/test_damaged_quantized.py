@@ -107,7 +107,6 @@ def state(**changes):
         # What changes the numbers, and that the config says is there.
         ("gptq-act-order", drop(f"{Q}.g_idx"), "q_proj.g_idx is missing, which a matrix of gptq"),
         ("w4a16-act-order", drop(f"{Q}.weight_g_idx"), "q_proj.weight_g_idx is missing"),
-        ("w8a8-static-asymmetric", drop(f"{Q}.input_zero_point"), "q_proj.input_zero_point is missing, which inputs"),
         ("nf4", drop(f"{Q}.weight.quant_state.bitsandbytes__nf4"), "quant_state.bitsandbytes__nf4 is missing"),
         ("nf4", drop(f"{Q}.weight.absmax"), "q_proj.weight.absmax is missing"),
         ("bnb-int8", drop(f"{Q}.SCB"), "q_proj.SCB is missing, which a matrix of bitsandbytes, 8 bits needs"),

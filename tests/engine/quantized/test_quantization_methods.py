@@ -79,9 +79,9 @@ def test_rounded_activations_are_noted():
     ("rows", "row_codes", "activations"),
     [
         ({}, "dynamic", ""),
-        ({"symmetric": False}, "asymmetric", ""),
-        ({"strategy": "tensor", "dynamic": False}, "static", ""),
-        ({"strategy": None, "dynamic": False}, "static", ""),
+        ({"symmetric": False}, "", "int8"),
+        ({"strategy": "tensor", "dynamic": False}, "", "int8"),
+        ({"strategy": None, "dynamic": False}, "", "int8"),
         ({"strategy": "tensor"}, "", "int8"),
         ({"strategy": "group", "group_size": 32}, "", "int8"),
         ({"strategy": "token", "dynamic": False}, "", "int8"),
@@ -91,7 +91,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
     made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
     found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
     assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
-    assert found.row_schemes == ({row_codes} - {""})
+    assert found.rounds_rows == bool(row_codes)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, packed_kind
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, rounded_rows, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.examples import examples
@@ -36,30 +36,28 @@ from tests.support.kernel_runner import (
 )
 from tests.support.machine_code import assembly
 
-SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
 PRODUCTS = (
     Gemm(INT8_DOTS, "bf16", "store"),
-    Gemm(INT8_DOTS, "fp32", "add", bias=True, offsets=True, zeros=True),
-    Gemm(INT8_DOTS, "bf16", "gated_silu", zeros=True),
+    Gemm(INT8_DOTS, "fp32", "add", bias=True, offsets=True),
+    Gemm(INT8_DOTS, "bf16", "gated_silu"),
     Gemm(INT8_DOTS, "fp32", "gated_silu"),
 )
 GROUPED = (Gemm(INT8_DOTS, "bf16", "store", grouped=True), Gemm(INT8_DOTS, "bf16", "gated_silu", grouped=True))
-CODES = [CodeInputs(scheme, bf16) for scheme in ("dynamic", "asymmetric", "static") for bf16 in (True, False)]
-ROUNDED = [CodeInputs("dynamic", True, codes=False), CodeInputs("asymmetric", False, each=2, codes=False)]
+CODES = [CodeInputs(bf16) for bf16 in (True, False)]
+ROUNDED = [CodeInputs(True, codes=False), CodeInputs(False, each=2, codes=False)]
 SPECS = [*PRODUCTS, *GROUPED, *CODES, *ROUNDED]
 FACTOR = 0.5
 
 runner = runner_of(SPECS, ALL_MODES)
 
 
-def rounded_by(runner: Any, spec: CodeInputs, row_codes: RowCodes, x: torch.Tensor, threads: int = 3):
+def rounded_by(runner: Any, spec: CodeInputs, x: torch.Tensor, threads: int = 3):
     """Codes, or what they stand for, and the constants of rows; fails if something was written after them."""
     count, depth = x.shape
     kind = torch.int8 if spec.codes else x.dtype
-    out, constants = torch.full((count + 1, depth + 64), 7, dtype=kind), torch.full((count + 1, 4), 7.0)
+    out, constants = torch.full((count + 1, depth + 64), 7, dtype=kind), torch.full((count + 1, 3), 7.0)
     values = {"x": x, "out": out, "constants": constants, "depth": depth, "x_stride": stride(x)}
     values |= {"out_stride": stride(out), "constants_stride": ROW_CONSTANTS_BYTES}
-    values |= {"scale": row_codes.scale, "zero": row_codes.zero}
     runner.run(spec, values, rows_step(count // spec.each), threads)
     assert (out[count] == 7).all()
     assert (out[:, depth:] == 7).all()
@@ -68,23 +66,21 @@ def rounded_by(runner: Any, spec: CodeInputs, row_codes: RowCodes, x: torch.Tens
 
 
 def meaning(codes: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """scale * (code - zero)."""
-    zeros = constants.view(torch.int32)[:, 2:3]
-    return (codes.int() - zeros).float() * constants[:, :1]
+    """scale * code."""
+    return codes.float() * constants[:, :1]
 
 
-@pytest.mark.parametrize("row_codes", SCHEMES, ids=str)
 @pytest.mark.parametrize("bf16", [True, False])
-def test_rows_become_the_codes_of_torch(runner, row_codes, bf16):
+def test_rows_become_the_codes_of_torch(runner, bf16):
     x = normal(7, 208, seed=3) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1.0, 1.0, 1e4])[:, None]
     x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
     x = x.bfloat16() if bf16 else x
-    codes, constants = rounded_by(runner, CodeInputs(row_codes.scheme, bf16), row_codes, x)
+    codes, constants = rounded_by(runner, CodeInputs(bf16), x)
     found = meaning(codes, constants)
-    assert torch.equal(found, row_codes.round(x.float()))
-    torch.testing.assert_close(constants[:, 3], found.double().sum(1).float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, rounded_rows(x.float()))
+    torch.testing.assert_close(constants[:, 2], found.double().sum(1).float(), rtol=1e-5, atol=1e-5)
     for row in (0, 6):
-        alone = rounded_by(runner, CodeInputs(row_codes.scheme, bf16), row_codes, x[row : row + 1].clone())
+        alone = rounded_by(runner, CodeInputs(bf16), x[row : row + 1].clone())
         assert torch.equal(alone[0][0], codes[row])
         assert torch.equal(alone[1].view(torch.int32)[0], constants.view(torch.int32)[row])
 
@@ -93,26 +89,16 @@ def test_rows_become_the_codes_of_torch(runner, row_codes, bf16):
 def test_rows_become_what_their_codes_stand_for(runner, spec):
     x = normal(6, 48, seed=3)
     x = x.bfloat16() if spec.bf16 else x
-    found, _ = rounded_by(runner, spec, RowCodes(spec.scheme), x)
-    assert torch.equal(found, RowCodes(spec.scheme).round(x))
+    found, _ = rounded_by(runner, spec, x)
+    assert torch.equal(found, rounded_rows(x))
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "asymmetric", "static"])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_stays_so(runner, scheme, wrong):
+def test_a_row_that_is_not_finite_stays_so(runner, wrong):
     x = normal(3, 64)
     x[1, 40] = wrong
-    _, constants = rounded_by(runner, CodeInputs(scheme, False), RowCodes(scheme), x)
+    _, constants = rounded_by(runner, CodeInputs(False), x)
     assert constants[:, 0].isfinite().tolist() == [True, False, True]
-
-
-def test_a_row_whose_range_is_more_than_float32_holds(runner):
-    x = normal(2, 64) * 1e37
-    x[1, 3], x[1, 50] = 3e38, -2e38
-    codes, constants = rounded_by(runner, CodeInputs("asymmetric", False), RowCodes("asymmetric"), x)
-    found = RowCodes("asymmetric").round(x)
-    assert torch.equal(meaning(codes, constants), found)
-    assert ((found - x).abs() <= 0.51 * constants[:, :1]).all()
 
 
 class Product:
@@ -120,10 +106,9 @@ class Product:
 
     def __init__(self, spec: Gemm, rows: int, columns: int, inputs: int, groups: list[int] | None = None) -> None:
         self.spec = spec
-        self.row_codes = RowCodes("asymmetric") if spec.zeros else RowCodes()
         self.packed: list[PackedWeight] = []
         for seed in range(0, 2 * len(groups or [0]), 2):
-            gate, up = (_matrix(columns, inputs, spec.offsets, self.row_codes, seed + half) for half in range(2))
+            gate, up = (_matrix(columns, inputs, spec.offsets, seed + half) for half in range(2))
             assert packed_kind([gate, up], "fp32") == INT8_DOTS
             gated = spec.epilogue in GATED
             self.packed.append(pack_gated(gate, up, INT8_DOTS) if gated else pack_linear(gate, INT8_DOTS))
@@ -144,8 +129,7 @@ class Product:
 
     def values(self, runner: Any, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
         first = self.packed[0]
-        codes, constants = rounded_by(runner, CodeInputs(self.row_codes.scheme, self.spec.rows == "bf16"),
-                                      self.row_codes, x)  # fmt: skip
+        codes, constants = rounded_by(runner, CodeInputs(self.spec.rows == "bf16"), x)
         return {
             "x": padded(codes, extra=1, filler=127),
             "weights": torch.stack([one.data for one in self.packed]),
@@ -179,7 +163,7 @@ class Product:
         return room[: end - begin]
 
     def expected(self) -> torch.Tensor:
-        rounded, out = self.row_codes.round(self.x.float()), self.new_out(0, len(self.x))
+        rounded, out = rounded_rows(self.x.float()), self.new_out(0, len(self.x))
         if self.starts is None:
             return reference_gemm(rounded, self.packed[0], self.spec.epilogue, self.bias, out, FACTOR)
         found = [
@@ -189,13 +173,13 @@ class Product:
         return torch.cat(found)
 
 
-def _matrix(columns: int, inputs: int, shifted: bool, row_codes: RowCodes, seed: int) -> QuantizedMatrix:
+def _matrix(columns: int, inputs: int, shifted: bool, seed: int) -> QuantizedMatrix:
     """Random codes, of which both ends occur."""
     codes = torch.randint(0, 256, (columns, inputs), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     codes[0, 0], codes[-1, -1] = 128, 127
     scales = (normal(columns, 1, seed=seed + 50).abs() + 0.5) / (74 * inputs**0.5)
     offsets = normal(columns, 1, seed=seed + 60) / inputs**0.5 if shifted else None
-    return QuantizedMatrix("int8", codes, scales, inputs, offsets, row_codes=row_codes)
+    return QuantizedMatrix("int8", codes, scales, inputs, offsets, rounds_rows=True)
 
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
@@ -241,12 +225,13 @@ def test_no_sum_is_too_large(runner, ends):
     """All codes at their ends, in a depth at which neither 16 bits nor float32's 24 hold a sum."""
     of_weights, of_rows = ends
     codes = torch.full((32, 16_384), of_weights, dtype=torch.int8).view(torch.uint8)
-    static = RowCodes("static", 1.0)
-    packed = pack_linear(QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, row_codes=static), INT8_DOTS)
+    matrix = QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, rounds_rows=True)
+    packed = pack_linear(matrix, INT8_DOTS)
     one = Product(PRODUCTS[0], 3, 32, 16)
-    one.packed, one.row_codes = [packed], static
+    one.packed = [packed]
     one.x = torch.full((3, 16_384), float(of_rows)).bfloat16()
-    assert torch.equal(one.run(runner).double(), one.expected())
+    # The scale of a row is a float32, by which its sum is multiplied once.
+    torch.testing.assert_close(one.run(runner).double(), one.expected(), rtol=1e-6, atol=0)
 
 
 @with_checks
@@ -293,29 +278,23 @@ def test_many_codes_meet_codes_in_matrix_tiles():
 def test_all_rows_of_the_table_give_the_same_bits(name):
     """Sums are whole numbers, and scales are applied in one order."""
     one = Product(PRODUCTS[3], 21, 64, 80)
-    specs, found = [one.spec, CodeInputs("dynamic", False)], []
+    specs, found = [one.spec, CodeInputs(False)], []
     for row in ("avx512_bf16", name):
         runner = Runner(specs, isa_or_skip(row), checked=False)
-        found.append(rounded_by(runner, specs[1], RowCodes(), one.x)[0])
+        found.append(rounded_by(runner, specs[1], one.x)[0])
         found.append(one.run(runner, threads=1))
         runner.close()
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
 
 
-def test_parts_of_one_projection_have_one_scale():
-    """The least that holds the rows of all, as in vLLM."""
-    parts = [_matrix(32, 32, False, each, 1) for each in (SCHEMES[2], SCHEMES[3])]
-    assert row_codes_of([parts[0], parts[0]]) == SCHEMES[2]
-    wider = QuantizedMatrix("int8", parts[0].codes, parts[0].scales, 32, row_codes=RowCodes("static", 0.05))
-    assert row_codes_of([parts[0], wider]) == RowCodes("static", 0.05)
-    both = row_codes_of(parts)
-    assert both is not None
-    assert both.scale == pytest.approx(0.03 * 262 / 255)
-    assert [both.scale * (end - both.zero) for end in (-128, 127)] == pytest.approx([-3.84, 4.02], abs=both.scale)
-    plain = QuantizedMatrix("int8", parts[0].codes, parts[0].scales, 32)
-    assert isinstance(stack_rows([parts[0], plain], torch.float32), torch.Tensor)
-    assert stack_rows([parts[0], wider], torch.float32).row_codes == RowCodes("static", 0.05)
+def test_parts_of_one_projection_round_rows_together_or_not():
+    part = _matrix(32, 32, False, 1)
+    taken = QuantizedMatrix("int8", part.codes, part.scales, 32)
+    assert isinstance(stack_rows([part, taken], torch.float32), torch.Tensor)
+    both = stack_rows([part, part], torch.float32)
+    assert isinstance(both, QuantizedMatrix)
+    assert both.rounds_rows
 
 
 def test_specs_have_names_of_their_own():
