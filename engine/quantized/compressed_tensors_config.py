@@ -110,6 +110,9 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     rows, size = _shares(weights, "tensor_group" if layout == "nvfp4" else "group")
     inputs = group.get("input_activations")
     activations, row_codes = _activations(inputs)
+    if row_codes and (bits != 8 or size):
+        # Only whole numbers by whole numbers are quicker for it.
+        activations, row_codes = "int8", ""
     return MatrixScheme(
         layout=layout,
         kind=f"fp{bits}" if bits == floats else "int",

@@ -186,7 +186,7 @@ class OperationBuilder:
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
-        if linear.order is not None or linear.rounds_rows or linear.offsets:
+        if linear.order is not None or linear.kind == INT8_DOTS or linear.offsets:
             ready = _rows_for_codes(self, linear, x)
             yield from ready.operations
         x, sums = ready.x, ready.sums
@@ -277,7 +277,7 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         values |= {"x_stride": x.stride, "out_stride": ordered.stride}
         operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
         x = ordered
-    if linear.rounds_rows:
+    if linear.kind == INT8_DOTS:
         operation = _coded(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
@@ -291,14 +291,10 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
 
 
 def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
-    """Makes the operation that rounds ``x`` for the matrix: to codes for a product in integers, else to the numbers
-    that they stand for."""
-    depth, as_codes = linear.depth, linear.kind == INT8_DOTS
-    out = builder.buffer(f"{'codes' if as_codes else 'rounded'}{depth}x{x.each}", depth, x.dtype, x.each)
-    constants = None
-    if as_codes:
-        out = replace(out, dtype="int8")
-        constants = builder.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
+    """Makes the operation that rounds ``x`` to codes for a product in integers with the matrix."""
+    depth = linear.depth
+    out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")
+    constants = builder.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
     values = {
         "x": x,
         "out": out,
@@ -306,7 +302,7 @@ def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation
         "depth": depth,
         "x_stride": x.stride,
         "out_stride": out.stride,
-        "constants_stride": 0 if constants is None else constants.stride,
+        "constants_stride": constants.stride,
     }
-    spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each, as_codes)
+    spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each)
     return Operation(spec, values, builder.when)

@@ -50,13 +50,13 @@ from pillion.kernels.cpu.products.packing import (
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized import quantized_packing
 from pillion.kernels.cpu.states.convolutions import pack_taps
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, select_rows
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Plain matrices are of these kinds, by the model's type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
 # These numbers describe a matrix in the file of packed weights; the kind is its place among all kinds.
-_NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets", "rounds_rows")
+_NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,6 @@ class CpuLinear:
         pairs: number of pairs of 16 columns with padding.
         group: number of inputs that share a scale, quantized; else 0.
         offsets: whether such groups have offsets.
-        rounds_rows: whether rows are rounded before the product.
     """
 
     kind: str
@@ -86,7 +85,6 @@ class CpuLinear:
     matrix_bytes: int
     group: int
     offsets: bool
-    rounds_rows: bool = False
 
 
 class PackedMatrices:
@@ -108,18 +106,15 @@ class PackedMatrices:
         """Returns the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
         them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
-        kind = KINDS[numbers.pop("kind") % len(KINDS)]
-        offsets, rounds_rows = numbers.pop("offsets") != 0, numbers.pop("rounds_rows") != 0
+        kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
-        linear = CpuLinear(
-            kind=kind, data=data, bias=bias, order=order, offsets=offsets, rounds_rows=rounds_rows, **numbers
-        )
+        linear = CpuLinear(kind=kind, data=data, bias=bias, order=order, offsets=offsets, **numbers)
         sound = min(linear.depth, linear.pairs, linear.num_matrices) > 0 and data.dtype == PLAIN_TYPES.get(
             kind, torch.uint8
         )
         if kind not in PLAIN_TYPES:
-            sound = sound and quantized_packing.sound(kind, linear.depth, linear.group, rounded=rounds_rows)
+            sound = sound and quantized_packing.sound(kind, linear.depth, linear.group)
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -339,9 +334,8 @@ class MatrixPacker:
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
         if first.order is not None:
             self.writer.tensor(name + ".order", first.order)
-        kind, rounds_rows = KINDS.index(first.kind), bool(matrices) and all_round_rows(matrices)
-        sizes = first.depth, first.pairs, len(packed), first.nbytes, first.group
-        values = (kind, *sizes, int(first.offsets), int(rounds_rows))
+        kind = KINDS.index(first.kind)
+        values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
         for field, value in zip(_NUMBERS, values, strict=True):
             self.writer.number(f"{name}.{field}", value)
 

@@ -87,10 +87,9 @@ class CodeInputs(KernelSpec):
     """Rounds each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows` does: x becomes scale
     times code.
 
-    ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. With ``codes``, ``out`` [rows, depth] is
-    int8, and ``constants`` [rows] are a row's ROW_CONSTANTS. Else ``out`` has x's type, and holds what codes stand for.
-    There are ``each`` rows for each of ``rows_of``. The scale follows from the row's largest size; a row that is not
-    finite has a scale that is not, either.
+    ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. ``out`` [rows, depth] is int8, and
+    ``constants`` [rows] are a row's ROW_CONSTANTS. There are ``each`` rows for each of ``rows_of``. The scale follows
+    from the row's largest size; a row that is not finite has a scale that is not, either.
     """
 
     layout = RecordLayout(
@@ -102,7 +101,6 @@ class CodeInputs(KernelSpec):
     bf16: bool
     rows_of: str = "tokens"
     each: int = 1
-    codes: bool = True
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
@@ -121,14 +119,10 @@ class CodeInputs(KernelSpec):
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
                 code = _bounded(k, k.rounded(quotient))
-                if self.codes:
-                    whole = k.whole_lanes(code)
-                    total.value = total.value + whole
-                    k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
-                else:
-                    k.store_float(target + i * (LANES * size), code * scale, self.bf16)
-            if self.codes:
-                self._constants(k, constants + row * constants_stride, total, scale)
+                whole = k.whole_lanes(code)
+                total.value = total.value + whole
+                k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
+            self._constants(k, constants + row * constants_stride, total, scale)
 
     def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
         """Returns the largest size in a row, in all lanes; NaN and infinities are above all numbers."""

@@ -45,12 +45,12 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
     return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
 
 
-def sound(kind: str, depth: int, group: int, *, rounded: bool) -> bool:
-    """Returns whether the kernels can work with these sizes. ``rounded`` says whether rows become codes."""
+def sound(kind: str, depth: int, group: int) -> bool:
+    """Returns whether the kernels can work with these sizes."""
     if depth % DEPTH_MULTIPLE:
         return False
     if kind == INT8_DOTS:
-        return rounded and depth < MAX_DOT_INPUTS + DEPTH_MULTIPLE
+        return depth < MAX_DOT_INPUTS + DEPTH_MULTIPLE
     return 0 < group <= MAX_GROUP_INPUTS and group % DEPTH_MULTIPLE == 0
 
 

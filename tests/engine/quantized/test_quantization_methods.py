@@ -89,9 +89,14 @@ def test_rounded_activations_are_noted():
 )
 def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
     made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
-    found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    group = {**GROUP, "weights": weights, "input_activations": made}
+    found = parsed({**PACKED, "format": "int-quantized", "config_groups": {"group_0": group}})
     assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
     assert found.rounds_rows == bool(row_codes)
+    # Rows meet no whole numbers where weights are in groups.
+    grouped = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
+    assert (grouped.rounds_rows, grouped.activations) == (False, {"int8"})
 
 
 @pytest.mark.parametrize(
