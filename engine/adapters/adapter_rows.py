@@ -88,9 +88,3 @@ def adapter_shapes(config: ModelConfig) -> dict[str, LayerShape]:
                 exact = tensor.role is Role.EXACT_MATRIX
                 found[f"layers.{index}.{tensor.name}"] = LayerShape(outputs, inputs, tensor.experts, exact)
     return found
-
-
-def plain_shapes(config: ModelConfig) -> dict[str, LayerShape]:
-    """Returns those of :func:`adapter_shapes` that all rows pass in the model's type."""
-    found = adapter_shapes(config)
-    return {name: shape for name, shape in found.items() if not shape.experts and not shape.exact}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pillion.engine.adapters.adapter_files import modules
-from pillion.engine.adapters.adapter_rows import adapter_shapes, plain_shapes
+from pillion.engine.adapters.adapter_rows import adapter_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.models.model_config import ModelConfig
 
@@ -30,7 +30,9 @@ def random_adapter(
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}
-    for name, shape in (adapter_shapes if experts else plain_shapes)(config).items():
+    for name, shape in adapter_shapes(config).items():
+        if not experts and (shape.experts or shape.exact):
+            continue
         outputs, inputs = shape.outputs, shape.inputs
         each = (shape.experts,) if shape.experts else ()
         own_dtype = torch.float32 if shape.exact else dtype
