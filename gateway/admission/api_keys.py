@@ -207,7 +207,7 @@ def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
 
 def _check_field(where: str, field: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if field == "operator":
+    if field in ("operator", "keep_content"):
         good, wanted = isinstance(value, bool), "true or false"
     elif field == "models":
         good = isinstance(value, list) and 0 < len(value) <= MAX_MODELS

@@ -45,6 +45,7 @@ class Tenant:
         cache_group: tenants of one group share KV; "" shares with nobody.
         operator: whether it may see the whole cluster (GetStatus), and load and unload adapters.
         models: the names of the models and adapters that it may use; empty for all.
+        keep_content: whether bundles may keep its texts and tokens, so that it is replayed and mirrored.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Tenant:
     cache_group: str = ""
     operator: bool = False
     models: tuple[str, ...] = ()
+    keep_content: bool = True
 
     def may_use(self, name: str) -> bool:
         """Returns whether the tenant may use the model, or the adapter, of this name."""

@@ -93,8 +93,12 @@ class Recorder:
             chosen = "asked"
         elif random.random() < self._flags.record_share:  # noqa: S311  (nobody gains by a guess)
             chosen = "share"
+        content = self._flags.record_content
+        if content == "full" and not permit.tenant.keep_content:
+            content = "hash"
         story = Story(
             id=new_answer_id(),
+            content=content,
             admitted=admitted,
             tenant=tenant,
             chosen=chosen,
@@ -174,7 +178,7 @@ class Recorder:
 
 def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> Bundle:
     """Makes the bundle of a request that has ended."""
-    admitted, content = story.admitted, flags.record_content
+    admitted, content = story.admitted, story.content
     ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
     model = BundleModel(name=admitted.model, fingerprint=admitted.fingerprint, asked=asked, adapter=admitted.adapter)
     return Bundle(

@@ -30,7 +30,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.request_machine import AnswerAction
-from pillion.records.bundle import GAP_BOUNDS_MS, Reason, StoryEvent, TokenTimes, WeighedRoute
+from pillion.records.bundle import GAP_BOUNDS_MS, Content, Reason, StoryEvent, TokenTimes, WeighedRoute
 from pillion.types import Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
@@ -117,6 +117,7 @@ class Story:
     Attributes:
         id: the id of the request's bundle.
         tenant: whose request it is.
+        content: what of its texts and tokens the bundle keeps.
         chosen: why it is recorded, however it ends; None where that depends on its end.
         answers: an empty log for each answer that is generated.
         on_end: called once, when the request has ended.
@@ -128,6 +129,7 @@ class Story:
     id: str
     admitted: AdmittedRequest
     tenant: str
+    content: Content
     chosen: Reason | None
     answers: list[AnswerLog]
     on_end: Callable[[Story], None]

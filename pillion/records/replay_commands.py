@@ -61,7 +61,6 @@ def replay(
 @option("--share", "Share of the bundles that is replayed.", 1.0, type=click.FloatRange(0, 1, min_open=True))
 @option("--rule", "The most that may be: differs=SHARE, distance=LOGPROBS, slower=TIMES.", "differs=0")
 @option("--requests", "Replays after which the rule decides.", 200, type=click.IntRange(1, 100_000))
-@option("--without-tenant without", "Leave out this tenant's bundles. Repeat it for more.", (), multiple=True)
 @option("--concurrency", "Most replays at once.", 1, type=click.IntRange(1, 16))
 @option(
     "--tokens-per-second tokens_per_s",

@@ -134,6 +134,7 @@ def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         ("[tenant.acme]\nrequests_per_minute = 1.5", "must be a whole number"),
         ("[tenant.acme]\nmost_urgent_priority = 101", "from -100 to 100"),
         ("[tenant.acme]\noperator = 1", "operator must be true or false"),
+        ("[tenant.acme]\nkeep_content = 0", "keep_content must be true or false"),
         ("[tenant.acme]\ncache_group = ''", "cache_group must be a name"),
         ("[key]\ntenant = 'acme'", "write a key as"),
         (ENTRY, "there is no [tenant.acme]"),

@@ -17,6 +17,7 @@ def story_of(tenant: str = "a", answers: int = 1) -> Story:
         id="0" * 24,
         admitted=admitted_request(),
         tenant=tenant,
+        content="hash",
         chosen=None,
         answers=logs,
         on_end=lambda _: None,

@@ -17,8 +17,10 @@ import pytest_asyncio
 
 from lab.testbed.conditions import until
 from lab.testbed.recorded_requests import KINDS, TEMPLATE, ask, bundles_in, bundles_of, recorded_model, replayed
+from pillion import AsyncClient
 from pillion.engine.backends import host_backend
 from pillion.errors import ConfigError
+from pillion.gateway.admission.api_keys import hash_of, new_key
 from pillion.records import bundle as bundles
 from pillion.records.bundle import Bundle
 from pillion.records.canary import CanaryTally, parse_rule
@@ -159,8 +161,32 @@ async def test_the_same_version_is_promoted(
     assert (tally.all.mean_distance, tally.all.compared_tokens > 0) == (0.0, True)
     status, _, lines = await canary(recorded, target, wanted=len(KINDS) + 1)
     assert (status, lines[-1].partition(":")[0]) == (UNDECIDED, "undecided")
-    status, _, lines = await canary(recorded, target, without=("",), wanted=1)
-    assert (status, lines[0]) == (UNDECIDED, f"not replayed: {len(KINDS)} of tenants left out")
+
+
+async def test_nothing_of_a_tenant_that_opted_out_is_mirrored(components: Components, tmp_path: pathlib.Path) -> None:
+    keys, file = {"acme": new_key(), "quiet": new_key()}, tmp_path / "keys.toml"
+    entries = [f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in keys.items()]
+    file.write_text("[tenant.acme]\n[tenant.quiet]\nkeep_content = false\n" + "".join(entries))
+    records, reached = tmp_path / "records", components.folder / "records"
+    edge = {"record_path": str(records), "record_content": "full", "record_share": 1.0, "api_keys": str(file)}
+    async with components.another_gateway_address(**edge) as address:
+        for key in keys.values():
+            async with AsyncClient(address, api_key=key) as client:
+                await ask(client, "chat")
+        paths = await bundles_of(records, 2)
+    found = {one.tenant: one for one in (bundles.read(path, None)[0] for path in paths)}
+    assert (found["quiet"].content, found["quiet"].request.messages, found["quiet"].request.token_ids) == (
+        "hash",
+        (),
+        (),
+    )
+    before = set(bundles_in(reached))
+    status, tally, lines = await canary(records, components.gateway.grpc_address, wanted=2)
+    assert (status, tally.all.counts, lines[1]) == (UNDECIDED, {"equal": 1}, "not replayed: 1 that cannot be")
+    # The other gateway records all that reaches it.
+    await until("the replay's bundle", lambda: set(bundles_in(reached)) > before)
+    labels = [bundles.read(path, None)[0].request.label for path in set(bundles_in(reached)) - before]
+    assert labels == [f"replay-{found['acme'].id}"]
 
 
 async def test_a_wrong_kernel_and_a_changed_template_are_told(
