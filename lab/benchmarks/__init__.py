@@ -25,7 +25,8 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   disk).
 - Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow),
   `warm_restart` (how long a killed component takes until it is ready), `pauses` (what clients see of killed and
-  stopped components), `replays` (recorded requests of every kind, again at another cluster).
+  stopped components), `replays` (recorded requests of every kind, again at another cluster), `canaries` (what a canary
+  tells of the next version, and what it costs streams).
 - Shared code: `report` (results and the machine), `plot` (charts), `traces` and `mooncake` (made request traces),
   `accuracy` (how well weights predict a text).
 

@@ -43,6 +43,7 @@ CLUSTERS = "it starts clusters, which take half a minute of computing and more"
 KERNELS = "it compiles or runs large kernels for half a minute"
 LEFT_OUT = {
     "budget": CLUSTERS,
+    "canaries": CLUSTERS,
     "capacity": "it looks for the rate of each system in runs of half a minute",
     "cluster": CLUSTERS,
     "cpu_attention": KERNELS,
