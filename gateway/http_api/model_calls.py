@@ -20,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,23 +50,26 @@ StartRunner = Callable[[GenerateRequest], Awaitable[RequestRunner]]
 DeltaBatch = list[tuple[int, Delta]]
 
 
+@dataclass(slots=True, eq=False)
 class DeltaReader:
     """Starts the requests of a call with the first ``read``, and reads their deltas. ``close`` cancels all of them, at
     any time (I8)."""
 
-    def __init__(self, requests: Sequence[GenerateRequest], start: StartRunner) -> None:
-        self._requests = requests
-        self._start = start
-        # This holds the runners by the number of their prompts, in the order in which they were started.
-        self._runners: dict[int, RequestRunner] = {}
-        self._pumps: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = asyncio.Queue(MAX_WAITING_DELTAS)
-        # This is the number of the prompt whose error was raised.
-        self.failed = 0
-        self._running = 0
-        # This function returns the next deltas, at least one, or none at the end of all answers. It raises
-        # PillionError.
-        self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
+    _requests: Sequence[GenerateRequest]
+    _start: StartRunner
+    # This holds the runners by the number of their prompts, in the order in which they were started.
+    _runners: dict[int, RequestRunner] = field(default_factory=dict)
+    _pumps: list[asyncio.Task[None]] = field(default_factory=list)
+    _queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = field(
+        default_factory=partial(asyncio.Queue, MAX_WAITING_DELTAS)
+    )
+    # This is the number of the prompt whose error was raised.
+    failed: int = 0
+    _running: int = 0
+
+    async def read(self) -> DeltaBatch:
+        """Returns the next deltas, at least one, or none at the end of all answers. Raises PillionError."""
+        return await (self._read_one() if len(self._requests) == 1 else self._read_several())
 
     @property
     def admitted(self) -> AdmittedRequest:

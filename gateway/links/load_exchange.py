@@ -18,6 +18,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.defects import Defects
@@ -194,15 +195,15 @@ class LoadExchange:
         self._answers = answers
 
 
+@dataclass(slots=True, eq=False)
 class AssignedLoad:
     """Represents one answer's share of its gateway's ``load``, which the planner reads."""
 
-    def __init__(self, load: OwnLoad) -> None:
-        self._load = load
-        # For each component this has the answer's streams or tokens, and its prompt tokens that are yet to be computed
-        # there.
-        self._assigned: dict[str, tuple[int, int]] = {}
-        self._over = False
+    _load: OwnLoad
+    # For each component this has the answer's streams or tokens, and its prompt tokens that are yet to be computed
+    # there.
+    _assigned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _over: bool = False
 
     def end(self) -> None:
         """Gives the answer's share back for good: what a worker tells late, such as a chunk's acknowledgement after the

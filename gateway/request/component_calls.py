@@ -20,7 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -296,6 +296,7 @@ def _pool(submit: Submit, admitted: AdmittedRequest, pooled: PoolingRows) -> Non
     submit.second_from = pooled.second_from
 
 
+@dataclass(slots=True, eq=False)
 class ComponentCalls:
     """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
     runs at a time, and at most one decode stream.
@@ -305,34 +306,24 @@ class ComponentCalls:
     ``chain`` has the hashes of the latest attempt's whole blocks.
     """
 
-    def __init__(
-        self,
-        admitted: AdmittedRequest,
-        seed: int,
-        tokens: Callable[[], tuple[int, ...]],
-        cluster: Cluster,
-        span: trace.Span,
-        post: Callable[[Event], None],
-        broken: Callable[[BaseException], None],
-    ) -> None:
-        self._admitted = admitted
-        self._seed = seed
-        self._tokens = tokens
-        self._cluster = cluster
-        self._span = span
-        self._post = post
-        self._broken = broken
-        self._work: asyncio.Task[None] | None = None
-        self.chain = BlockHashChain()
-        self.load = AssignedLoad(cluster.load)
-        self._stream: tuple[str, int] | None = None
-        self._begun = False
-        # This says whether the worker has told that a step computes the stream's prompt.
-        self._in_step = False
-        # The stream was submitted with this ticket; one that the worker opens has no number here.
-        self._hold: TicketHold | None = None
-        # The latest attempt brought these tokens of the prompt.
-        self.brought_tokens = BroughtTokens()
+    _admitted: AdmittedRequest
+    _seed: int
+    _tokens: Callable[[], tuple[int, ...]]
+    _cluster: Cluster
+    _span: trace.Span
+    _post: Callable[[Event], None]
+    _broken: Callable[[BaseException], None]
+    load: AssignedLoad
+    chain: BlockHashChain = field(default_factory=BlockHashChain)
+    # The latest attempt brought these tokens of the prompt.
+    brought_tokens: BroughtTokens = field(default_factory=BroughtTokens)
+    _work: asyncio.Task[None] | None = None
+    _stream: tuple[str, int] | None = None
+    _begun: bool = False
+    # This says whether the worker has told that a step computes the stream's prompt.
+    _in_step: bool = False
+    # The stream was submitted with this ticket; one that the worker opens has no number here.
+    _hold: TicketHold | None = None
 
     def perform(self, action: Action) -> None:
         """Begins or ends the work that an action calls for; the class of the action names the events that are posted in

@@ -54,8 +54,9 @@ exactly one terminal action.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 
 from msgspec import structs
@@ -88,6 +89,8 @@ MAX_WORKERS_KILLED = 2
 # The call of a prefill range may outlive its answer this long, where the answer ended before the prefill range's last
 # acknowledgement.
 LAST_ACK_WAIT_MS = 1000
+# The log probabilities of all tokens of a prompt count as given where this answer's client wants none.
+NONE_WANTED = sys.maxsize
 
 
 class RequestState(Enum):
@@ -103,62 +106,59 @@ class RequestState(Enum):
     DONE = "done"
 
 
+@dataclass(eq=False)
 class RequestMachine:
     """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds. At most ``max_attempts``
     in a row bring nothing.
 
     A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. A
     machine that is ``resumed`` goes on after the tokens that another gateway has given; there ``cached_tokens`` of the
-    prompt were found. ``scored_tokens`` log probabilities of the prompt have been given; None: this answer's client
-    wants none.
+    prompt were found. ``scored_tokens`` log probabilities of the prompt have been given, or are not wanted.
     """
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        stop_token_ids: frozenset[int],
-        max_attempts: int,
-        arrived: float,
-        follows: bool = False,
-        resumed: AnswerSoFar | None = None,
-        cached_tokens: int = 0,
-        scored_tokens: int | None = None,
-    ) -> None:
-        self.prompt = prompt
-        # This many log probabilities of the prompt have been given, or are not wanted.
-        most_scored = len(prompt) - 1
-        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens, most_scored)
-        self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
-        self.attempt = 1
-        self.emitted: list[int] = []
-        self.plan: RequestPlan | None = None
-        self.hold: TicketHold | None = None
-        self._max_tokens = max_tokens
-        self._stop_ids = stop_token_ids
-        self._max_attempts = max_attempts
-        # This counts attempts since the last one that brought tokens or chunks. Only their number is bounded, because a
-        # stream that makes progress should not be given up, however often it has to move. An attempt that failed
-        # because a component was away does not count.
-        self._fruitless = 1
-        # This counts losses since the last attempt that made progress, those of absent components included.
-        self._losses = 0
-        # This counts tickets refused in a row while the request waits for what it has lost.
-        self._lost_tickets = 0
-        self._avoid: frozenset[str] = frozenset()
-        # These workers died in a step with this request since the client last got something.
-        self._killed: tuple[str, ...] = ()
-        # These say since when the request waits for components that it has lost, and how long it had waited before,
-        # since the client last got something. Their sum is bounded, however often components are lost.
-        self._looking_s, self._looked_s = 0.0, 0.0
-        # These say whether a prefill range, and the decode worker's stream, of this attempt are open.
-        self._prefill_open = False
-        self._stream_open = False
-        # This says how the stream was lost: of a follower before its leader began, of other answers while their prefill
-        # range goes on.
-        self._lost: ev.DecodeLost | None = None
-        self._timeline = _Timeline(arrived)
-        self.held = HeldKv()
+    prompt: tuple[int, ...]
+    _max_tokens: int
+    _stop_ids: frozenset[int]
+    _max_attempts: int
+    arrived: InitVar[float]
+    follows: InitVar[bool] = False
+    resumed: InitVar[AnswerSoFar | None] = None
+    cached_tokens: InitVar[int] = 0
+    scored_tokens: int = NONE_WANTED
+    state: RequestState = RequestState.PLANNING
+    attempt: int = 1
+    emitted: list[int] = field(default_factory=list)
+    plan: RequestPlan | None = None
+    hold: TicketHold | None = None
+    # This counts attempts since the last one that brought tokens or chunks. Only their number is bounded, because a
+    # stream that makes progress should not be given up, however often it has to move. An attempt that failed because a
+    # component was away does not count.
+    _fruitless: int = 1
+    # This counts losses since the last attempt that made progress, those of absent components included.
+    _losses: int = 0
+    # This counts tickets refused in a row while the request waits for what it has lost.
+    _lost_tickets: int = 0
+    _avoid: frozenset[str] = frozenset()
+    # These workers died in a step with this request since the client last got something.
+    _killed: tuple[str, ...] = ()
+    # These say since when the request waits for components that it has lost, and how long it had waited before, since
+    # the client last got something. Their sum is bounded, however often components are lost.
+    _looking_s: float = 0.0
+    _looked_s: float = 0.0
+    # These say whether a prefill range, and the decode worker's stream, of this attempt are open.
+    _prefill_open: bool = False
+    _stream_open: bool = False
+    # This says how the stream was lost: of a follower before its leader began, of other answers while their prefill
+    # range goes on.
+    _lost: ev.DecodeLost | None = None
+    held: HeldKv = field(init=False)
+    _timeline: _Timeline = field(init=False)
+
+    def __post_init__(self, arrived: float, follows: bool, resumed: AnswerSoFar | None, cached_tokens: int) -> None:
+        self.scored_tokens = min(self.scored_tokens, len(self.prompt) - 1)
+        self._timeline, self.held = _Timeline(arrived), HeldKv()
+        if follows:
+            self.state = RequestState.FOLLOWING
         if resumed is not None:
             self.emitted.extend(resumed.token_ids)
             self._timeline.found, self._timeline.cached_tokens = True, cached_tokens
@@ -526,25 +526,25 @@ class RequestMachine:
         return self.plan
 
 
+@dataclass(slots=True, eq=False)
 class _Timeline:
     """Records the moments of a request, for Timings."""
 
-    def __init__(self, arrived: float) -> None:
-        self.arrived = arrived
-        # This is the time at which the request's first ticket was opened.
-        self.admitted: float | None = None
-        self.found = False
-        self.cached_tokens = 0
-        self.acked_tokens = 0
-        self.chunks = 0
-        self.chunks_before = 0
-        self.prefill_sent: float | None = None
-        self.prefill_ms = 0.0
-        self.first_token: float | None = None
-        self.ended: float | None = None
-        self.decode: DecodeTimings | None = None
-        # These are draft tokens of earlier attempts, and those of them that were right.
-        self.draft_tokens_before = 0, 0
+    arrived: float
+    # This is the time at which the request's first ticket was opened.
+    admitted: float | None = None
+    found: bool = False
+    cached_tokens: int = 0
+    acked_tokens: int = 0
+    chunks: int = 0
+    chunks_before: int = 0
+    prefill_sent: float | None = None
+    prefill_ms: float = 0.0
+    first_token: float | None = None
+    ended: float | None = None
+    decode: DecodeTimings | None = None
+    # These are draft tokens of earlier attempts, and those of them that were right.
+    draft_tokens_before: tuple[int, int] = (0, 0)
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
@@ -612,6 +612,7 @@ class _Timeline:
         )
 
 
+@dataclass(slots=True, eq=False)
 class HeldKv:
     """Sums up what the attempts of one answer have computed, and for how long they have held KV, for the receipt of its
     request. Times are monotonic, in seconds.
@@ -627,13 +628,13 @@ class HeldKv:
         token_byte_s: that of a single token that was held in all attempts.
     """
 
-    def __init__(self) -> None:
-        self.computed_tokens = 0
-        self.byte_s = self.token_byte_s = 0.0
-        self._plan: RequestPlan | None = None
-        self._since_s = 0.0
-        # The leader counts these tokens, which the attempt of a further answer shares with it.
-        self._shared_tokens = 0
+    computed_tokens: int = 0
+    byte_s: float = 0.0
+    token_byte_s: float = 0.0
+    _plan: RequestPlan | None = None
+    _since_s: float = 0.0
+    # The leader counts these tokens, which the attempt of a further answer shares with it.
+    _shared_tokens: int = 0
 
     def begin(self, now_s: float) -> None:
         """Notes that an attempt has got its memory."""

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,14 @@ from opentelemetry import trace
 
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.load_exchange import AssignedLoad
 from pillion.gateway.recorder.story import Story
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.request_machine import (
+    NONE_WANTED,
     AnswerAction,
     ParallelSamples,
     RequestMachine,
@@ -52,6 +54,7 @@ LOGGED_SILENCE_S = 60.0
 DEFECT = "internal error; the gateway's log says more"
 
 
+@dataclass(eq=False)
 class RequestRunner:
     """Runs a request, and iterates asynchronously over its deltas for one reader; raises PillionError where the request
     fails.
@@ -68,55 +71,53 @@ class RequestRunner:
         story: is told what happens to the request; None where nobody keeps it.
     """
 
-    def __init__(
-        self,
-        admitted: AdmittedRequest,
-        cluster: Cluster,
-        answers: Sequence[AnswerText],
-        span: trace.Span,
-        meter: RequestMeter,
-        on_end: Callable[[Usage], None],
-        story: Story | None = None,
-    ) -> None:
-        self.admitted = admitted
-        self._answers = tuple(answers)
-        self._span = span
-        self._meter = meter
-        self._on_end = on_end
-        self._story = story
-        indexes = range(len(self._answers))
+    admitted: AdmittedRequest
+    _cluster: Cluster
+    _answers: Sequence[AnswerText]
+    _span: trace.Span
+    _meter: RequestMeter
+    _on_end: Callable[[Usage], None]
+    _story: Story | None = None
+    ended: bool = False
+    # This is the vector of the text once the request has ended, where one was asked for: float32, least significant
+    # byte first.
+    vector: bytes = b""
+    # This says whether the request ended with an error that neither the client nor its deadline caused.
+    failed_unserved: bool = False
+    # This says whether that error asks the client to come again later, since the workers have no room.
+    refused: bool = False
+    # This is the error of a request that the gateway itself failed.
+    defect: PillionError | None = None
+    _inbox: deque[tuple[int | None, Event]] = field(default_factory=deque)
+    _handling: bool = False
+    _deadline: asyncio.TimerHandle | None = None
+    _silence: asyncio.TimerHandle | None = None
+    # The reader awaits this future while no delta is pending.
+    _waiter: asyncio.Future[None] | None = None
+    _emitted: bool = False
+
+    def __post_init__(self) -> None:
+        admitted, indexes = self.admitted, range(len(self._answers))
         self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
-        seeds = [answer_seed(admitted.sampling.seed or 0, index) for index in indexes]
         self._calls = [
             ComponentCalls(
-                admitted, seed, machine.tokens, cluster, span, partial(self._post, index), self._fail_by_defect
+                admitted,
+                answer_seed(admitted.sampling.seed or 0, index),
+                machine.tokens,
+                self._cluster,
+                self._span,
+                partial(self._post, index),
+                self._fail_by_defect,
+                AssignedLoad(self._cluster.load),
             )
-            for index, (seed, machine) in enumerate(zip(seeds, self._samples.machines, strict=True))
+            for index, machine in enumerate(self._samples.machines)
         ]
-        self._outbox = Outbox(
-            admitted.request_id, len(indexes), admitted.answers, admitted.asked.sampling.logprobs is not None
-        )
-        self._inbox: deque[tuple[int | None, Event]] = deque()
-        self._handling = False
-        # This is the error of a request that the gateway itself failed.
-        self.defect: PillionError | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._silence: asyncio.TimerHandle | None = None
+        shows_logprobs = admitted.asked.sampling.logprobs is not None
+        self._outbox = Outbox(admitted.request_id, len(indexes), admitted.answers, shows_logprobs)
         self._last_event_s = [time.monotonic()] * len(indexes)
-        # The reader awaits this future while no delta is pending.
-        self._waiter: asyncio.Future[None] | None = None
-        self._emitted = False
         self._reasons = [""] * len(indexes)
         for index, answer in enumerate(admitted.resume.answers if admitted.resume is not None else ()):
             self._reasons[index] = answer.finish_reason.value if answer.finish_reason is not None else ""
-        self.ended = False
-        # This is the vector of the text once the request has ended, where one was asked for: float32, least significant
-        # byte first.
-        self.vector = b""
-        # This says whether the request ended with an error that neither the client nor its deadline caused.
-        self.failed_unserved = False
-        # This says whether that error asks the client to come again later, since the workers have no room.
-        self.refused = False
 
     def start(self) -> None:
         """Begins the request. Call once."""
@@ -411,7 +412,7 @@ def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
         follows=index > 0 and resume is None,
         resumed=None if resume is None else resume.answers[index],
         cached_tokens=0 if resume is None else resume.origin.cached_tokens,
-        scored_tokens=scored_tokens if scores else None,
+        scored_tokens=scored_tokens if scores else NONE_WANTED,
     )
 
 
@@ -434,6 +435,7 @@ class _Unread:
     stop_string: str = ""
 
 
+@dataclass(eq=False)
 class Outbox:
     """Holds the deltas of a request for its reader: answers come in the order in which they have something new.
 
@@ -444,18 +446,20 @@ class Outbox:
         show_logprobs: whether deltas carry log probabilities.
     """
 
-    def __init__(self, request_id: str, generated: int, given: int, show_logprobs: bool) -> None:
-        self._request_id = request_id
+    _request_id: str
+    generated: InitVar[int]
+    _given: int
+    _show_logprobs: bool
+    _pending: deque[int] = field(default_factory=deque)
+    _scores: deque[TokenLogprob] = field(default_factory=deque)
+    _last: tuple[Usage, Timings] | None = None
+    _error: PillionError | None = None
+    # This says whether the reader has taken everything.
+    over: bool = False
+
+    def __post_init__(self, generated: int) -> None:
         self._pending_deltas = [_Unread() for _ in range(generated)]
-        self._given = given
-        self._ranks = given < generated
-        self._show_logprobs = show_logprobs
-        self._pending: deque[int] = deque()
-        self._scores: deque[TokenLogprob] = deque()
-        self._last: tuple[Usage, Timings] | None = None
-        self._error: PillionError | None = None
-        # This says whether the reader has taken everything.
-        self.over = False
+        self._ranks = self._given < generated
 
     @property
     def pending(self) -> bool:

@@ -8,6 +8,7 @@ begin_span ... describe_span         the request's trace span; a RequestRunner e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 from opentelemetry import trace
@@ -39,6 +40,7 @@ class BroughtTokens(NamedTuple):
     bucket: int = 0
 
 
+@dataclass(eq=False)
 class RequestMeter:
     """Measures one request for metrics. Times are monotonic, in seconds.
 
@@ -47,16 +49,16 @@ class RequestMeter:
         answers: number of answers that are generated.
     """
 
-    def __init__(self, meters: Meters, model: str, operation: str, arrived_s: float, answers: int) -> None:
-        self._meters = meters
-        self._model = model
-        self._operation = operation
-        self._arrived_s = arrived_s
-        self._itl = meters.distribution(names.ITL, model)
-        self._generated = meters.counter(names.GENERATED_TOKENS, model)
-        self._first_s = [0.0] * answers
-        self._last_s = [0.0] * answers
-        self._counts = [0] * answers
+    _meters: Meters
+    _model: str
+    _operation: str
+    _arrived_s: float
+    answers: InitVar[int]
+
+    def __post_init__(self, answers: int) -> None:
+        self._itl = self._meters.distribution(names.ITL, self._model)
+        self._generated = self._meters.counter(names.GENERATED_TOKENS, self._model)
+        self._first_s, self._last_s, self._counts = [0.0] * answers, [0.0] * answers, [0] * answers
 
     def first_s(self) -> float:
         """Returns the time at which the first token of any answer came; 0.0 where none did."""
