@@ -126,14 +126,14 @@ class OpenAIApi:
             "system_fingerprint": reader.admitted.system_fingerprint,
         }
         texts, ids = self._calls.texts_of(entry), reader.prompt_ids
-        if asked.tokens_as_ids:
+        if asked.body.return_tokens_as_token_ids:
             texts = TokenTexts(entry.tokenizer.spellings, by_ids=True)
         if is_chat and entry.formats.read_answers(asked.requests[0].tools):
             reasons = entry.formats.reasoning_parser != NONE
             return ReadResponseWriter(head, texts, asked, ids, reasons)
         if is_chat:
             return ChatResponseWriter(head, texts, asked, ids)
-        echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.echo else []
+        echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.body.echo else []
         return CompletionResponseWriter(head, texts, asked, ids, echoed)
 
 

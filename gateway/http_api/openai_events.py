@@ -17,6 +17,7 @@ import msgspec
 
 from pillion.gateway.http_api.custom_tools import CustomCalls
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
+from pillion.gateway.http_api.openai_fields import ChatBody
 from pillion.gateway.http_api.openai_logprobs import TextPlace, TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
@@ -82,8 +83,9 @@ class ResponseWriter(AnswerWriter):
         self._tokens = tokens
         self._asked = asked
         self._prompt_ids = prompt_ids
-        # These say whether answers show log probabilities, and token ids.
-        self._shows, self._shows_ids = asked.logprobs, asked.token_ids
+        # These say whether answers show log probabilities, token ids, and usage in each event.
+        self._shows, self._shows_ids = asked.logprobs, bool(asked.body.return_token_ids)
+        self._shows_usage = asked.continuous_usage
         # A chunk that brings no token yet has this usage, as JSON.
         self._usage_before = b""
         self._per_prompt = asked.answers
@@ -100,7 +102,7 @@ class ResponseWriter(AnswerWriter):
         """Returns the server-sent events of these deltas: one for each, and one before it where an answer begins with
         an event of its own."""
         so_far = b""
-        if self._asked.continuous_usage:
+        if self._shows_usage:
             counted = usage()
             so_far = usage_json(counted)
             self._usage_before = usage_json(Usage(counted.prompt_tokens, counted.cached_tokens, 0))
@@ -204,10 +206,10 @@ class ResponseWriter(AnswerWriter):
         return _encode({**whole, **self._asked_timings(), **self._around()})
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        return usage_fields(usage, with_receipt=self._asked.timings)
+        return usage_fields(usage, with_receipt=bool(self._asked.body.timings))
 
     def _asked_timings(self) -> dict[str, Any]:
-        return {"timings": self._timings} if self._asked.timings and self._timings is not None else {}
+        return {"timings": self._timings} if self._asked.body.timings and self._timings is not None else {}
 
     @property
     def _score_copies(self) -> int:
@@ -216,7 +218,7 @@ class ResponseWriter(AnswerWriter):
 
     def _listed_scores(self, prompt: int) -> dict[str, Any]:
         """Returns vLLM's field with the log probabilities of a prompt; nothing if it was not asked for."""
-        most = self._asked.prompt_logprobs
+        most = self._asked.body.prompt_logprobs
         return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
 
     def _around(self) -> dict[str, Any]:
@@ -296,7 +298,11 @@ class ReadResponseWriter(ChatResponseWriter):
         self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds, reasons: bool
     ) -> None:
         super().__init__(head, tokens, asked, prompt_ids)
-        if reasons and not asked.include_reasoning:
+        assert isinstance(asked.body, ChatBody)
+        self._hides_reasoning = asked.body.include_reasoning is False
+        # Reasoning without a field of its own stands in the content, between marks.
+        self._joins_reasoning = asked.body.separate_reasoning is False
+        if reasons and self._hides_reasoning:
             self._shows = self._shows_ids = False
         self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
         self._custom = CustomCalls(asked.custom)
@@ -333,9 +339,9 @@ class ReadResponseWriter(ChatResponseWriter):
 
     def _presented(self, index: int, delta: Delta) -> Delta:
         """Returns the delta with its reasoning where the call wants it: left out, or between marks in its content."""
-        if not self._asked.include_reasoning:
+        if self._hides_reasoning:
             return replace(delta, reasoning="") if delta.reasoning else delta
-        if self._asked.separate_reasoning:
+        if not self._joins_reasoning:
             return delta
         parts, text = self._parts[index], delta.text
         if parts.joined and not parts.left and (text or delta.tool_calls) and not delta.reasoning:
@@ -443,13 +449,13 @@ class CompletionResponseWriter(ResponseWriter):
 
     @property
     def _score_copies(self) -> int:
-        return self._per_prompt * ((self._asked.prompt_logprobs is not None) + self._echoes_scores)
+        return self._per_prompt * ((self._asked.body.prompt_logprobs is not None) + self._echoes_scores)
 
     def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
         if not self._echoes_scores:
             return ()
         scores, most = self._scores[index // self._per_prompt], self._asked.requests[0].sampling.logprobs or 0
-        if most >= (self._asked.prompt_logprobs or 0):
+        if most >= (self._asked.body.prompt_logprobs or 0):
             return scores
         return [replace(one, top_ids=one.top_ids[:most], top_logprobs=one.top_logprobs[:most]) for one in scores]
 

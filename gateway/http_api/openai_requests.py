@@ -40,7 +40,6 @@ from pillion.gateway.http_api.openai_fields import (
     GrammarOfInput,
     Int,
     MessageBody,
-    StreamOptions,
     ThinkingSwitch,
     TokenizeBody,
 )
@@ -140,36 +139,36 @@ class OpenAIRequest(AskedCall):
     """Holds a parsed call to either endpoint.
 
     Attributes:
-        include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
-        timings: whether the whole answer, or the stream's end, says where the prompt and the time went.
-        echo: whether each answer begins with its prompt.
+        body: says what the answer shows.
         echoed: the last message of a conversation, with which each answer begins; "" for none.
-        token_ids: whether the token ids of prompts and answers are shown.
-        tokens_as_ids: whether log probabilities name tokens by their ids.
-        include_reasoning: whether answers show what the model thought.
-        separate_reasoning: whether that has a field of its own; else it stands in the content, between marks.
-        logprobs: whether log probabilities are shown.
-        prompt_logprobs: number of alternatives that are listed with log probabilities of the prompt; None lists none.
         custom: the names of the custom tools.
     """
 
-    include_usage: bool
-    continuous_usage: bool
-    timings: bool
-    echo: bool
-    logprobs: bool
+    body: CompletionBody | ChatBody
     echoed: str = ""
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
-    prompt_logprobs: int | None = None
     custom: frozenset[str] = frozenset()
 
     @property
     def answers(self) -> int:
         """Gives the number of answers to each prompt."""
         return self.requests[0].sampling.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Says whether a stream has usage at its end."""
+        options, usage = self.body.stream_options, self.body.usage
+        return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Says whether a stream has usage in each event."""
+        options = self.body.stream_options
+        return options is not None and bool(options.continuous_usage_stats) and self.include_usage
+
+    @property
+    def logprobs(self) -> bool:
+        """Says whether log probabilities are shown; a completion may ask for none beside those of its tokens."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
 
 
 def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
@@ -196,7 +195,8 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     )
     scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
     names = tuple({"text": field, "token_ids": field, **scores, **structure_names} for field in prompts)
-    return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    _check_options(body, len(requests))
+    return OpenAIRequest(requests=requests, names=names, stream=bool(body.stream), body=body)
 
 
 def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
@@ -218,13 +218,10 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     hints = _hints(body.kv_hints) if body.kv_hints else ""
     request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
     names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
-    asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
-    return replace(
-        asked,
-        custom=custom,
-        echoed=_echoed(messages[-1], options) if body.echo else "",
-        include_reasoning=body.include_reasoning is not False,
-        separate_reasoning=body.separate_reasoning is not False,
+    _check_options(body, 1)
+    echoed = _echoed(messages[-1], options) if body.echo else ""
+    return OpenAIRequest(
+        requests=(request,), names=(names,), stream=bool(body.stream), body=body, echoed=echoed, custom=custom
     )
 
 
@@ -548,37 +545,16 @@ def _hints(raw: Raw) -> str:
     return "" if sent is None else bytes(raw).decode()
 
 
-def _openai_request(
-    body: CompletionBody | ChatBody,
-    requests: tuple[GenerateRequest, ...],
-    names: tuple[Mapping[str, str], ...],
-    *,
-    echo: bool,
-    logprobs: bool,
-) -> OpenAIRequest:
-    options = body.stream_options or StreamOptions()
-    include_usage = bool(options.include_usage) or (body.usage is not None and bool(body.usage.include))
+def _check_options(body: CompletionBody | ChatBody, prompts: int) -> None:
+    """Raises ApiError for what an answer to so many prompts cannot show."""
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
             "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
         )
-    if body.timings and len(requests) > 1:
+    if body.timings and prompts > 1:
         raise refused("timings", "it needs a single prompt")
     if body.stream_options is not None and not body.stream:
         note_ignored("stream_options")
-    return OpenAIRequest(
-        requests=requests,
-        names=names,
-        stream=bool(body.stream),
-        include_usage=include_usage,
-        continuous_usage=include_usage and bool(options.continuous_usage_stats),
-        timings=bool(body.timings),
-        echo=echo,
-        logprobs=logprobs,
-        token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        prompt_logprobs=body.prompt_logprobs,
-    )
 
 
 def read_metadata(raw: Raw) -> dict[str, str]:

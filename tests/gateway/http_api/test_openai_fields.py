@@ -124,7 +124,7 @@ def test_what_nobody_said_is_nobodys() -> None:
     assert chat().requests[0].sampling == SamplingParams()
     assert complete().requests[0].sampling == SamplingParams(max_tokens=DEFAULT_COMPLETION_TOKENS)
     assert complete(min_tokens=40).requests[0].sampling.max_tokens == 40
-    assert not any((chat().stream, chat().include_usage, chat().logprobs, complete().echo))
+    assert not any((chat().stream, chat().include_usage, chat().logprobs, complete().body.echo))
 
 
 def test_lengths_and_logprobs_of_a_conversation() -> None:
@@ -144,12 +144,12 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
 
 def test_echo_and_logprobs_of_a_completion() -> None:
     assert complete(logprobs=3).requests[0].sampling.logprobs == 3
-    assert complete(echo=True).echo
+    assert complete(echo=True).body.echo
     scored = complete(echo=True, logprobs=1, max_tokens=0)
-    assert (scored.requests[0].sampling.prompt_logprobs, scored.prompt_logprobs) == (1, None)
+    assert (scored.requests[0].sampling.prompt_logprobs, scored.body.prompt_logprobs) == (1, None)
     assert scored.names[0]["sampling.prompt_logprobs"] == "logprobs"
     both = complete(echo=True, logprobs=1, prompt_logprobs=4)
-    assert (both.requests[0].sampling.prompt_logprobs, both.prompt_logprobs) == (4, 4)
+    assert (both.requests[0].sampling.prompt_logprobs, both.body.prompt_logprobs) == (4, 4)
     assert "sampling.prompt_logprobs" not in both.names[0]
     assert complete(echo=True, prompt_logprobs=0).requests[0].sampling.prompt_logprobs == 0
     assert refusal(complete, prompt_logprobs=0, stream=True).param == "prompt_logprobs"
