@@ -68,6 +68,12 @@ class HttpCall:
 
     # This counts the bytes of all bodies that this process is reading.
     bodies_bytes = 0
+    # So many of them are this call's.
+    _body_bytes = 0
+    tenant = OPEN
+    started = _reading = _streams = False
+    # Once events have begun, this writes an error as an event, from its body; None: as the API's errors say.
+    error_event: Callable[[bytes], bytes] | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:
         self.error_form = error_form
@@ -85,14 +91,8 @@ class HttpCall:
         # What is refused, or had no effect, leaves a trace under this name of the API.
         self.api = self.path
         self._refusals: Refusals | None = scope.get("pillion.refusals")
-        self.started = self._reading = self._streams = False
-        # So many of the bytes that this process holds of bodies are this call's.
-        self._body_bytes = 0
-        self.tenant = OPEN
         self.answer_id = new_answer_id()
         self.request_id = request_label(self.header(b"x-request-id"), self.answer_id)
-        # Once events have begun, this writes an error as an event, from its body; None: as the API's errors say.
-        self.error_event: Callable[[bytes], bytes] | None = None
         # The response gets these headers beside those of its kind.
         self.notes: Headers = []
 
@@ -366,8 +366,12 @@ def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Colle
     """Returns whether a browser may have sent this call for a page of an origin that is not ``allowed``, without asking
     first. ``headers`` have names in small letters."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    if method in _SAFE or method in _ASKED_FIRST or kind == JSON_TYPE:
-        return False
+    unasked = method not in _SAFE and method not in _ASKED_FIRST and kind != JSON_TYPE
+    return unasked and _is_foreign(headers, allowed)
+
+
+def _is_foreign(headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
+    """Returns whether a browser may have sent a call for a page of an origin that is not ``allowed``."""
     origin, site = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"sec-fetch-site", b"")
     if site in (b"same-origin", b"none") or (not site and not origin):
         return False

@@ -106,6 +106,13 @@ _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS, _PLAIN_CHAT = ToolOptions(), ChatOptions()
 _STRUCTURE = "sampling.structured_outputs"
+# Workers get neither stop strings, which the gateway finds, nor the grammar, which stands beside the sampling
+# parameters, nor what concerns the text or the prompt.
+_GATEWAYS_OWN = (
+    *("stop", "structured_outputs", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
+    *("detokenize", "truncate_prompt_tokens", "truncation_side"),
+)
+_NOT_FOR_WORKERS: Mapping[str, Any] = {name: getattr(SamplingParams(), name) for name in _GATEWAYS_OWN}
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
 
@@ -348,18 +355,8 @@ def resolve(
     resolved = replace(
         sampling,
         **unset,
-        # Workers get neither stop strings, which the gateway finds, nor the grammar, which stands beside the
-        # sampling parameters.
-        stop=(),
+        **_NOT_FOR_WORKERS,
         stop_token_ids=tuple(dict.fromkeys(ends)),
-        structured_outputs=None,
-        # What concerns the text or the prompt is the gateway's business, too.
-        bad_words=(),
-        skip_special_tokens=None,
-        include_stop_str_in_output=False,
-        detokenize=None,
-        truncate_prompt_tokens=None,
-        truncation_side="",
         top_k=max(0, top_k or 0),
         seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
         max_tokens=wanted,

@@ -20,6 +20,12 @@ _FINISH_TO_PB = {
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _SHAPE = "structured_outputs"
 _OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None and field.name != _SHAPE)
+# The types of all other fields: tuples, a dict, booleans and a text.
+_PLAIN = {
+    field.name: type(value)
+    for field in fields(SamplingParams)
+    if (value := getattr(SamplingParams(), field.name)) is not None
+}
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
@@ -63,18 +69,8 @@ def finish_from_pb(number: int) -> FinishReason | None:
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """Reads sampling parameters. A field that was not sent is None, not zero."""
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    return SamplingParams(
-        **given,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(message.bad_words),
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        truncation_side=message.truncation_side,
-        structured_outputs=_structured_from_pb(message.structured_outputs),
-    )
+    given |= {name: kind(getattr(message, name)) for name, kind in _PLAIN.items()}
+    return SamplingParams(**given, structured_outputs=_structured_from_pb(message.structured_outputs))
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
