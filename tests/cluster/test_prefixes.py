@@ -79,6 +79,8 @@ async def press(components: Components) -> None:
     slots = components.kvnode.pool.ledger.num_slots
     for _ in range(2 * slots // 24 + 1):
         await cached(components.client, [7] * (24 * BLOCK), cache_salt=f"pressure {next(seeds)}")
+        # The next one would need more of the pool while this one's ticket is still there.
+        await components.proven()
 
 
 async def test_warm_computes_once_and_generates_nothing(components: Components) -> None:

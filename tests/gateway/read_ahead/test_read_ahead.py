@@ -65,6 +65,8 @@ async def evicted(components: Components) -> list[int]:
         await until("free slots", lambda: len(pool.ledger.free) * 2 >= SLOTS)
         if not any(block in pool.ledger.tree.by_hash for block in hashes[:BLOCKS]):
             break
+    # Else what is read ahead would have to leave for blocks that tickets still hold.
+    await components.proven()
     view = components.gateway.gateway.cluster.view
     await until("the gateway to know of the disk", lambda: view.of("kvnode")[0].disk_blocks)
     return first
