@@ -78,6 +78,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop": ("e", "Q"), "seed": 8, "temperature": 1.0, "max_tokens": 60},
     {"structured_outputs": StructuredOutputs(regex="[a-z]{20}"), "ignore_eos": False, "max_tokens": 30},
 )
+# Each kind comes with each of nine prompts, three salts, and with and without a cancellation.
+REQUESTS = 84
 
 
 @pytest.mark.parametrize("policy", ["disaggregated", "auto"])
@@ -110,7 +112,7 @@ async def test_what_stays_leased_without_a_request_is_named(policy: str, tmp_pat
                 async with at_once:
                     await one(components, number)
 
-            await asyncio.gather(*map(in_turn, range(168)))
+            await asyncio.gather(*map(in_turn, range(REQUESTS)))
             await components.proven()
             pool, meters = components.kvnode.pool, components.decode.worker.meters
 
