@@ -29,7 +29,7 @@ export async function look() {
   }
   if (mine !== generation) return;
   byId("records").hidden = false;
-  say(byId("records-about"), stories.length ? `The newest ${some(stories.length, "bundle")} of --record-path`
+  say(byId("records-about"), stories.length ? `${some(stories.length, "bundle")}, the newest first`
     : "Nothing is recorded yet.");
   byId("stories").replaceChildren(...stories.map(drawn));
 }

@@ -101,8 +101,10 @@ async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
             digests.append((await fakes.client.load_adapter("red", str(folder), in_place=True)).adapter)
             for prompt in prompts:
                 await ask(fakes, prompt, model="red")
-        await ask(fakes, model="toy")
-        found = await recorded(records, 6)
+        await fakes.client.load_adapter("blue", str(first))
+        for model_name in ("blue", "toy"):
+            await ask(fakes, model=model_name)
+        found = await recorded(records, 7)
     changed = [bundle for bundle in found if any("This gateway last had" in one for one in sentences(bundle))]
     assert changed == [found[2]]
     # A block of the fakes has 4 tokens.
