@@ -50,7 +50,7 @@ MAX_WAITING_STORIES = 128
 # In a minute at most this many requests of one tenant are recorded because they failed, were slow or were asked for.
 TENANT_RECORDS_PER_MINUTE = 120
 MINUTE_S = 60
-# A gateway remembers with which adapter it last had so many beginnings of prompts computed.
+# A gateway remembers with which adapter it last served so many beginnings of prompts.
 MAX_BEGINNINGS = 4096
 # A gateway that stops waits this long for the last bundles to be written.
 LAST_WRITES_S = 5.0
@@ -79,7 +79,7 @@ class Recorder:
         self._minute, self._caused = 0, Counter[str]()
         # This has the digest of the adapter and when its answer ended, by what begins equal chains but for the adapter:
         # its name, the salt and the first block.
-        self._computed: dict[tuple[str, str, tuple[int, ...]], tuple[str, float]] = {}
+        self._served: dict[tuple[str, str, tuple[int, ...]], tuple[str, float]] = {}
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class Recorder:
             on_end=self._ended,
         )
         story.ready(time.monotonic())
-        adapter, then_s = self._computed.get(self._beginning(admitted), (admitted.adapter, 0.0))
+        adapter, then_s = self._served.get(self._beginning(admitted), (admitted.adapter, 0.0))
         if adapter != admitted.adapter:
             story.adapter_changed(time.monotonic(), self._flags.block_size, adapter, then_s)
         return story
@@ -128,10 +128,10 @@ class Recorder:
     def _ended(self, story: Story) -> None:
         admitted = story.admitted
         if admitted.adapter and len(admitted.prompt) > self._flags.block_size and story.answers[0].first_s:
-            self._computed.pop(self._beginning(admitted), None)
-            self._computed[self._beginning(admitted)] = admitted.adapter, story.ended_s
-            if len(self._computed) > MAX_BEGINNINGS:
-                del self._computed[next(iter(self._computed))]
+            self._served.pop(self._beginning(admitted), None)
+            self._served[self._beginning(admitted)] = admitted.adapter, story.ended_s
+            if len(self._served) > MAX_BEGINNINGS:
+                del self._served[next(iter(self._served))]
         reason = self._why(story) or story.chosen
         if reason is None:
             return

@@ -6,7 +6,7 @@ What is collected are the machine's own values. They are put into a bundle's wor
 where it is recorded: ``what`` is then one of these.
 
     arrived, ready, waits, turn                  the gateway's edge; ``ready`` says how long the grammar took
-    adapter_changed                              the prompt's beginning was computed with another adapter of this name
+    adapter_changed                              an adapter of this name served the prompt's beginning, and was replaced
     planned, retry, plan_lost                    a plan with the routes that were weighed; a further attempt
     memory, ticket, ticket_lost                  the KV node's line for memory, and what the node has pinned
     fetch, fetched                               blocks of other nodes and lower tiers
@@ -159,8 +159,8 @@ class Story:
         self._tell("waits", now, words=words, figures={"running": running, "waiting": sum(before.values())})
 
     def adapter_changed(self, now: float, tokens: int, digest: str, then_s: float) -> None:
-        """Notes that this gateway last had the first ``tokens`` of the prompt computed with an adapter of another
-        ``digest``, until ``then_s``, whose name the request's adapter has now."""
+        """Notes that this gateway last served the first ``tokens`` of the prompt at ``then_s``, with an adapter of
+        another ``digest`` whose name the request's adapter has now."""
         self._tell("adapter_changed", now, tokens=tokens, words=digest, figures={"ago_ms": _ms(now - then_s)})
 
     def turn(self, now: float) -> None:

@@ -221,9 +221,9 @@ def _prefix(bundle: Bundle) -> Iterator[str]:
             then_ms = bundle.created_unix_ms + changed.at_ms - changed.figures["ago_ms"]
             then = f"{datetime.fromtimestamp(then_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
             digests = f"{changed.words[:10]} then, {bundle.model.adapter[:10]} now"
-            computed = f"This gateway last had its first {changed.tokens:,} tokens computed at {then}"
+            served = f"This gateway last served its first {changed.tokens:,} tokens at {then}"
             whose = f"with another adapter of the name {bundle.model.asked} ({digests})"
-            yield f"{computed}, {whose}, and KV of one adapter does not serve another."
+            yield f"{served}, {whose}, and KV of one adapter does not serve another."
     if expected > cached:
         yield f"The index had promised {expected:,} cached tokens, and {cached:,} were found."
 

@@ -105,13 +105,13 @@ async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
         for model_name in ("blue", "toy"):
             await ask(fakes, model=model_name)
         found = await recorded(records, 7)
-    changed = [bundle for bundle in found if any("This gateway last had" in one for one in sentences(bundle))]
+    changed = [bundle for bundle in found if any("This gateway last served" in one for one in sentences(bundle))]
     assert changed == [found[2]]
     # A block of the fakes has 4 tokens.
     then = f"({digests[0][:10]} then, {digests[1][:10]} now), and KV of one adapter does not serve another."
     told(
         found[2],
-        "This gateway last had its first 4 tokens computed at ",
+        "This gateway last served its first 4 tokens at ",
         f" with another adapter of the name red {then}",
     )
 

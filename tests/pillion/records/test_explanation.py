@@ -228,7 +228,7 @@ def test_an_adapter_that_was_replaced_is_told_where_nothing_was_cached() -> None
     changed = event(10, "adapter_changed", tokens=16, words="a" * 64, figures={"ago_ms": 60_010.0})
     events = (event(10, "ready"), changed, *submitted(20))
     assert (
-        "This gateway last had its first 16 tokens computed at 2023-11-14 22:12:20 UTC, with another adapter of the"
+        "This gateway last served its first 16 tokens at 2023-11-14 22:12:20 UTC, with another adapter of the"
         " name red (aaaaaaaaaa then, bbbbbbbbbb now), and KV of one adapter does not serve another."
     ) in sentences(story(*events, model=model))
     warm = sentences(story(*events, model=model, usage=Usage(3, 2, 9)))
