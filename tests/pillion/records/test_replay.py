@@ -22,10 +22,12 @@ from pillion.engine.backends import host_backend
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of, new_key
 from pillion.records import bundle as bundles
-from pillion.records.bundle import Bundle
+from pillion.records.bundle import Bundle, BundleModel
 from pillion.records.canary import CanaryTally, parse_rule
 from pillion.records.canary_run import PROMOTE, STOP, UNDECIDED, Canary
-from pillion.records.replay import sent_grammar
+from pillion.records.replay import model_of, sent_grammar
+from pillion.types import ModelInfo
+from tests.pillion.records.test_bundle import bundle_of
 from tests.support.components import Components, running_components
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -240,3 +242,16 @@ async def test_a_workers_grammar_is_sent_as_a_client_can() -> None:
     joined["grammars"][0]["lark_grammar"] = "%llguidance {}\nstart: (x) (@client)\n"
     with pytest.raises(ConfigError, match="calls of tools"):
         sent_grammar(msgspec.json.encode(joined).decode())
+
+
+async def test_the_model_is_found_by_its_weights_and_adapter() -> None:
+    names = (("toy", ""), ("red", "ab"), ("blue", "cd"))
+    models = [ModelInfo(name, 512, "weights", adapter=adapter) for name, adapter in names]
+    for asked, adapter, wanted in (("gone", "", "toy"), ("gone", "cd", "blue"), ("red", "ab", "red")):
+        bundle = bundle_of(model=BundleModel(name="toy", fingerprint="weights", asked=asked, adapter=adapter))
+        assert model_of(bundle, models, "", any_model=False).name == wanted
+        assert model_of(bundle, models, "red", any_model=True).name == "red"
+    # The name has another adapter now.
+    bundle = bundle_of(model=BundleModel(name="toy", fingerprint="weights", asked="red", adapter="ef"))
+    with pytest.raises(ConfigError, match="has other weights"):
+        model_of(bundle, models, "", any_model=False)
