@@ -97,7 +97,7 @@ async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
     records = tmp_path / "records"
     async with explained(records, config=model / "config.json", **lora) as fakes:
         digests = []
-        for folder, prompts in ((first, (PROMPT, PROMPT)), (second, (PROMPT, "Another prompt.", PROMPT))):
+        for folder, prompts in ((first, (PROMPT, PROMPT)), (second, ("Another prompt.", PROMPT, PROMPT))):
             digests.append((await fakes.client.load_adapter("red", str(folder), in_place=True)).adapter)
             for prompt in prompts:
                 await ask(fakes, prompt, model="red")
@@ -106,11 +106,11 @@ async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
             await ask(fakes, model=model_name)
         found = await recorded(records, 7)
     changed = [bundle for bundle in found if any("This gateway last served" in one for one in sentences(bundle))]
-    assert changed == [found[2]]
+    assert changed == [found[3]]
     # A block of the fakes has 4 tokens.
     then = f"({digests[0][:10]} then, {digests[1][:10]} now), and KV of one adapter does not serve another."
     told(
-        found[2],
+        found[3],
         "This gateway last served its first 4 tokens at ",
         f" with another adapter of the name red {then}",
     )

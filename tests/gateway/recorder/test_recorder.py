@@ -9,6 +9,7 @@ import pathlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from lab.testbed.conditions import until
 from lab.testbed.recorded_requests import TEMPLATE
 from pillion import Delta, PillionError
 from pillion.client.client_requests import prompt_request, to_pb
+from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
+from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.recorder import recorder as recorders
 from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
 from pillion.gateway.request.validation import RECORD_HEADER
@@ -30,6 +33,7 @@ from pillion.wire.public import origin_from_pb
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 from tests.support.http import call
+from tests.support.scripted import admitted_request
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally."
@@ -195,6 +199,16 @@ async def test_a_slow_request_is_recorded_and_one_that_is_given_up(tmp_path: pat
         assert (given_up.reason, given_up.answers[0].tokens) == ("slow", 0)
         assert given_up.story[-1].words.startswith("Cancelled")
         fakes.decode.go_on()
+
+
+def test_nobody_waits_for_a_batch(tmp_path: pathlib.Path) -> None:
+    recorder = recorders.Recorder(GatewayFlags(model="toy", record_path=str(tmp_path), record_slow_ms=1000))
+    permit: Any = SimpleNamespace(tenant=OPEN, answers=1)
+    for background in (True, False):
+        admitted = replace(admitted_request(), background=background)
+        recorder.begin(admitted, permit, asked=False).ended(admitted.arrived + 2.0)
+    recorder.close()
+    assert recorder.counts == {"slow": 1}
 
 
 async def test_nobody_waits_for_a_folder_that_takes_nothing(
