@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from lab.benchmarks.replays import TIERS, run_replays
+from lab.benchmarks.replays import run_replays
 
 REQUESTS = 60
 
@@ -21,6 +21,5 @@ def test_recorded_requests_replay_equal() -> None:
     assert (found["requests"], found["unequal"]) == (REQUESTS, [])
     equal = found["equal"]
     assert equal["all"] == REQUESTS
-    kinds = ("split", "with a prefix in the pool", "with an adapter", "with a grammar", "of several answers")
-    for kind in (*kinds, *TIERS.values()):
+    for kind in ("split", "with a cached prefix", "with an adapter", "with a grammar", "of several answers"):
         assert equal[kind], kind
