@@ -4,7 +4,7 @@ http_server.py       the table of pages, and the server
 http_connection.py   one connection: bounds of idle, slow and malicious clients
 http_call.py         one call: its body, its response, the client that goes away; what foreign pages may not send
 asked_address.py     the address and the path of a proxy under which clients ask the port
-request_bodies.py    a body as it comes, inflated (no I/O)
+request_bodies.py    a body as it comes: inflated, and without images that no model sees (no I/O)
 http_errors.py       errors as OpenAI's and Anthropic's clients know them
 model_calls.py       calls that a model answers, at any of the APIs: their deltas, and the pace of writes
 output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools

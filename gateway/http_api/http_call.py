@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
-from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, BodyReader, too_large
+from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES, BodyReader, too_large
 from pillion.gateway.request.refusals import STRANGERS, Caller, Refusals
 from pillion.gateway.request.request_runner import DEFECT
 from pillion.gateway.request.validation import new_answer_id, request_label
@@ -102,14 +102,14 @@ class HttpCall:
         return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
-        """Reads the whole body, which must be JSON by its header, and inflates it. Raises ApiError before more than
-        MAX_BODY_BYTES are kept."""
+        """Reads the whole body, which must be JSON by its header: inflated, and without images that no model sees.
+        Raises ApiError before more than MAX_BODY_BYTES are kept."""
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
         reader = BodyReader(self.header(b"content-encoding").strip().lower())
         length = self._headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > MAX_BODY_BYTES:
+        if not length.isdigit() or len(length) > 18 or int(length) > MAX_SENT_BYTES:
             raise too_large()
         self._reading = True
         try:
@@ -230,16 +230,16 @@ class HttpCall:
             message = await self._receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            part, kept = message.get("body", b""), reader.kept
-            if reader.packed or len(kept) + len(part) > LOOP_BYTES:
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if reader.packed or reader.kept_bytes + len(part) > LOOP_BYTES:
                 await asyncio.to_thread(reader.feed, part)
             else:
                 reader.feed(part)
-            HttpCall.bodies_bytes += len(kept) - self._body_bytes
-            self._body_bytes = len(kept)
-            if not message.get("more_body", False):
+            HttpCall.bodies_bytes += reader.kept_bytes - self._body_bytes
+            self._body_bytes = reader.kept_bytes
+            if not more:
                 self._reading = False
-                return await asyncio.to_thread(reader.whole) if len(kept) > LOOP_BYTES else reader.whole()
+                return await asyncio.to_thread(reader.whole) if reader.kept_bytes > LOOP_BYTES else reader.whole()
             if HttpCall.bodies_bytes > MAX_BODIES_BYTES:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)

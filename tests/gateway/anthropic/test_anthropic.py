@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from pillion.errors import DeadlineExceeded, Internal, Overloaded, PermissionDenied, Unavailable
 from pillion.gateway.admission.api_keys import hash_of
-from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES
+from pillion.gateway.http_api.request_bodies import MAX_SENT_BYTES
 from pillion.types import ChatMessage, FinishReason
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
@@ -285,7 +285,7 @@ async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> N
         ("/v1/messages", ASKED, {"Content-Type": "text/plain"}, 415, "invalid_request_error", ""),
         ("/v1/messages", ASKED, {"X-Filler": "x" * 40_000}, 431, "invalid_request_error", ""),
         ("/v1/messages", None, {}, 405, "invalid_request_error", ""),
-        ("/v1/messages", b"", {"Content-Length": str(MAX_BODY_BYTES + 1)}, 413, "request_too_large", ""),
+        ("/v1/messages", b"", {"Content-Length": str(MAX_SENT_BYTES + 1)}, 413, "request_too_large", ""),
     ]
     for path, body, headers, status, kind, field in wrong:
         reply = await call(address, path, body, {"anthropic-version": "2023-06-01", **headers})

@@ -16,7 +16,7 @@ from lab.testbed.conditions import until
 from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_errors import from_pillion
-from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES
+from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES
 from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster
 from tests.support.http import call, connected, request_bytes, send
 
@@ -247,7 +247,7 @@ async def test_bodies_are_bounded_before_they_are_read() -> None:
         address = fakes.gateway.http_address
         # Announced: nothing of it needs to be sent.
         async with connected(address) as (reader, writer):
-            head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": str(MAX_BODY_BYTES + 1)})
+            head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": str(MAX_SENT_BYTES + 1)})
             writer.write(head)
             assert (await reader.readline()).split()[1] == b"413"
         # Not announced: as soon as it is too much.

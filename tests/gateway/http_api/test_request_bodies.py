@@ -1,7 +1,8 @@
-"""Bodies as they come: compressed, or too large."""
+"""Bodies as they come: compressed, too large, or full of images that no model sees."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import sys
@@ -9,10 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pillion.gateway.http_api import request_bodies
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, BodyReader
+from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, BodyReader, ImageCutter
+from tests.support.examples import examples
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import JSON, call
 
@@ -130,3 +134,186 @@ def test_a_body_of_too_many_items_is_refused() -> None:
     with pytest.raises(ApiError, match="items") as error:
         read("", *[b"{}," * (2**20 // 3)] * (MAX_BODY_BYTES // 2**20))
     assert error.value.status == 413
+
+
+PNG = "iVBORw0KGgo/" * 40
+# A model reads these, though they look like images.
+URL = f"data:image/png;base64,{PNG}"
+SEEN = (
+    URL,
+    json.dumps({"image_url": URL}),
+    json.dumps({"source": {"type": "base64", "data": PNG}}),
+    PNG,
+    "",
+    'a\\"b\\',
+)
+MARK = "an image"
+
+
+def image_parts() -> st.SearchStrategy[Any]:
+    """Parts whose images no model sees; each image is MARK."""
+    kinds = st.sampled_from(["png", "jpeg", "svg+xml"])
+    url = kinds.map(lambda kind: f"data:image/{kind};base64,{MARK}")
+    source = st.permutations([("type", "base64"), ("media_type", "image/png"), ("data", MARK), ("extra", None)]).map(
+        dict
+    )
+    return st.one_of(
+        url.map(lambda one: {"type": "image_url", "image_url": {"detail": "high", "url": one}}),
+        url.map(lambda one: {"image_url": one, "type": "input_image"}),
+        source.map(lambda one: {"type": "image", "source": one}),
+    )
+
+
+def seen_parts() -> st.SearchStrategy[Any]:
+    """Parts with what a model reads, or may read one day, and with other files."""
+    text = st.sampled_from(SEEN)
+    return st.one_of(
+        text.map(lambda one: {"type": "text", "text": one}),
+        text.map(lambda one: {"type": "tool_use", "id": "1", "name": "f", "input": {"image_url": one, "data": one}}),
+        text.map(
+            lambda one: {
+                "type": "tool_use",
+                "input": {"content": [{"image_url": {"url": one}, "source": {"type": "base64", "data": one}}]},
+            }
+        ),
+        text.map(lambda one: {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": one}}),
+        text.map(lambda one: {"source": {"type": "base64", "media_type": "application/pdf", "data": one}}),
+        text.map(
+            lambda one: {"source": {"data": None, "type": "base64", one: "media_type", "media_type": "image/png"}}
+        ),
+        st.just({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}),
+    )
+
+
+def bodies() -> st.SearchStrategy[Any]:
+    """Bodies of chats, with images as MARK."""
+    part = st.one_of(image_parts(), seen_parts())
+    result = st.lists(part, max_size=3).map(lambda parts: {"type": "tool_result", "tool_use_id": "1", "content": parts})
+    result = st.one_of(part, result.filter(lambda one: all("input" not in part for part in one["content"])))
+    text = st.sampled_from(SEEN)
+    message = st.fixed_dictionaries(
+        {"role": st.just("user"), "content": st.one_of(text, st.lists(result, max_size=4))},
+        optional={
+            "tool_calls": text.map(
+                lambda one: [{"function": {"name": "f", "arguments": one}, "image_url": {"url": one}}]
+            ),
+            "images": st.lists(image_parts().filter(lambda one: "source" not in one), max_size=2),
+            "image_url": text,
+        },
+    )
+    item = st.fixed_dictionaries(
+        {},
+        optional={
+            "content": st.lists(part.filter(lambda one: "source" not in one), max_size=3),
+            "output": st.one_of(text, st.lists(part.filter(lambda one: "source" not in one), max_size=3)),
+            "arguments": text,
+            "input": text,
+        },
+    )
+    return st.fixed_dictionaries(
+        {"messages": st.lists(message, max_size=4)},
+        optional={
+            "tools": text.map(lambda one: [{"parameters": {"image_url": {"url": one}}, "image_url": one}]),
+            "input": st.lists(item, max_size=3),
+            "prompt": text,
+            "image_url": text,
+            "source": st.just({"type": "base64", "media_type": "image/png", "data": PNG}),
+        },
+    )
+
+
+@given(body=bodies(), data=st.data())
+@settings(max_examples=examples(300), deadline=None)
+def test_images_are_left_out_and_nothing_else(body: Any, data: st.DataObject) -> None:
+    """The plain body with its images, in chunks of any sizes, is read as the body without them."""
+    plain = json.dumps(
+        body,
+        ensure_ascii=data.draw(st.booleans()),
+        separators=data.draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\n\t", " :  ")])),
+    )
+    escaped = data.draw(st.booleans())
+    sent = plain.replace(MARK, PNG.replace("/", "\\/") if escaped else PNG).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=12)))
+    before, request_bodies.SMALL_BYTES = request_bodies.SMALL_BYTES, 0
+    try:
+        cutter = ImageCutter()
+        for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+            cutter.feed(sent[begin:end])
+    finally:
+        request_bodies.SMALL_BYTES = before
+    assert json.loads(bytes(cutter.kept)) == json.loads(plain.replace(MARK, ""))
+
+
+@given(
+    st.lists(
+        st.sampled_from([*'{}[]",:\\ ', *('"image_url"', '"data"', '"source"', '"messages"', "data:image/png;base64,")])
+    )
+)
+@settings(max_examples=examples(300), deadline=None)
+def test_bytes_that_are_no_json_are_read_somehow(pieces: list[str]) -> None:
+    cutter, raw = ImageCutter(), "".join(pieces).encode()
+    before, request_bodies.SMALL_BYTES = request_bodies.SMALL_BYTES, 0
+    try:
+        for at in range(len(raw)):
+            cutter.feed(raw[at : at + 1])
+    finally:
+        request_bodies.SMALL_BYTES = before
+    assert len(cutter.kept) <= len(raw)
+
+
+async def test_twelve_screenshots_do_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each API, in the results of a tool; together they are larger than a body may be."""
+    shot = PNG * (MAX_BODY_BYTES // 11 // len(PNG))
+    result = [{"type": "text", "text": "Here."}]
+    chat = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shot}"}}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": shot}}
+    item = {"type": "input_image", "image_url": f"data:image/png;base64,{shot}"}
+    ask, use = {"role": "user", "content": "look"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": {
+            "messages": [
+                ask,
+                {"role": "assistant", "content": None, "tool_calls": [made]},
+                {"role": "tool", "tool_call_id": "1", "content": [*result, *[chat] * 12]},
+            ]
+        },
+        "/v1/messages": {
+            "max_tokens": 5,
+            "messages": [
+                ask,
+                {"role": "assistant", "content": [use]},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "1", "content": [*result, *[block] * 12]}],
+                },
+            ],
+        },
+        "/v1/responses": {
+            "input": [
+                ask,
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "1",
+                    "output": [{"type": "input_text", "text": "Here."}, *[item] * 12],
+                },
+            ]
+        },
+    }
+    monkeypatch.setattr("tests.support.fake_components.MAX_LEN", 4096)
+    async with running_fake_cluster("abc") as fakes:
+        for path, body in bodies.items():
+            raw = json.dumps(body).encode()
+            assert len(raw) > MAX_BODY_BYTES
+            reply = await call(fakes.gateway.http_address, path, raw)
+            small = json.dumps(copy.deepcopy(body)).replace(shot, "AAAA")
+            same = await call(fakes.gateway.http_address, path, json.loads(small))
+            assert reply.status == same.status, (path, reply.body, same.body)
+            if reply.status == 200:
+                first, second = fakes.decode.submits[-2:]
+                assert first.token_ids == second.token_ids
+            else:
+                # This API does not take images in a tool's result, however small they are.
+                assert (path, reply.error) == ("/v1/chat/completions", same.error)
+        await fakes.settled()
