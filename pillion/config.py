@@ -265,7 +265,9 @@ def other_default(cls: type, name: str, default: Any) -> Any:
 class CommonFlags:
     """Holds the flags of every component."""
 
-    redis_url: str = flag("", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://.")
+    redis_url: str = flag(
+        "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
+    )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a component.", least=10)

@@ -288,7 +288,7 @@ class Tracer:
             self.way.calls.append("Decode/Connect submit")
         elif name == "StepLoop.post_event" and values["self"] is self._steps and values["event"] is Scheduler.add:
             self._handed_over = True
-        elif name == "RedisLink.call":
+        elif name == "RedisLink.call_each":
             self.way.calls.append(f"Redis {values['script']}")
         elif name == "BoxedProcess._run":
             # The process is started with -I and an empty environment, so that its two files are named and not traced.

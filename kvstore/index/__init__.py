@@ -5,7 +5,7 @@
     announcer.py       Announcer: a KV node's task that sends heartbeats and updates.
     redis_writer.py    IndexWriter: a KV node's calls: announce, sweep.
     redis_keys.py      the keys' names and layout. Sans-IO.
-    redis_link.py      RedisLink: scripts with deadlines, and a circuit breaker.
+    redis_link.py      RedisLink: scripts with deadlines, circuit breakers, Cluster shards.
     redis_url.py       --redis-url and redis-py's client for it.
     lua/               the scripts: every change and every question.
     shared_buckets.py  SharedBuckets: tenants' quotas that all gateways share.

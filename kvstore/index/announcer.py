@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,8 @@ RETRY_S = 0.5
 REPEAT_BLOCKS_PER_S = 50_000
 REPEAT_DUTY = 0.25
 REPEAT_S = 3600.0
+# One heartbeat checks this many groups for buckets that Redis has lost.
+CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
@@ -55,6 +58,8 @@ class AnnounceQueue:
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._updates: dict[bytes, IndexEvent] = {}
+        # These are the events of shards of Redis that did not answer.
+        self._aside: dict[bytes, IndexEvent] = {}
         self._rest: Iterator[tuple[bytes, bytes]] = iter(())
         self._went_meanwhile: set[bytes] = set()
         self.repeating = False
@@ -69,6 +74,7 @@ class AnnounceQueue:
             return
         for event in events:
             self._updates.pop(event.block_hash, None)
+            self._aside.pop(event.block_hash, None)
             self._updates[event.block_hash] = event
             if self.repeating and not event.here:
                 self._went_meanwhile.add(event.block_hash)
@@ -92,12 +98,23 @@ class AnnounceQueue:
         events = [
             IndexEvent(block_hash, here=True, segment=segment)
             for block_hash, segment in taken
-            if not any(block_hash in newer for newer in (self._went_meanwhile, self._updates))
+            if not any(block_hash in newer for newer in (self._went_meanwhile, self._updates, self._aside))
         ]
         if len(taken) < count:
             self.repeating = False
             self._went_meanwhile.clear()
         return events
+
+    def set_aside(self, events: Iterable[IndexEvent]) -> None:
+        """Keeps the events of a shard that does not answer apart, so that other shards get theirs. Newer events win."""
+        for event in events:
+            if event.block_hash not in self._updates:
+                self._aside[event.block_hash] = event
+        self._bound()
+
+    def try_again(self, count: int) -> None:
+        """Puts at most ``count`` of the events that were set aside back among the updates."""
+        self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
         """Puts events back whose announcement failed; newer events of the same blocks win."""
@@ -106,8 +123,9 @@ class AnnounceQueue:
         self._bound()
 
     def _bound(self) -> None:
-        if max(len(self._updates), len(self._went_meanwhile)) > self._max_blocks:
+        if len(self._updates) + len(self._aside) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
             self._updates.clear()
+            self._aside.clear()
             self._went_meanwhile.clear()
             self._rest, self.repeating = iter(()), False
             self.overflowed = True
@@ -142,9 +160,12 @@ class Announcer:
         self._changed = asyncio.Event()
         self._next_heartbeat_s = float("-inf")
         self._entry = b""
-        # This is the generation since the last repetition; another one shows that Redis has lost its data.
-        self._generation = b""
+        # For each group this holds its generation since the last repetition; another one shows that a shard has lost
+        # its data.
+        self._generations: dict[bytes, bytes] = {}
         self._lost = False
+        # This says whether one of Redis's servers did not take its share of the last batch.
+        self._partly = False
         self._repeat_at_s = 0.0
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
@@ -209,15 +230,23 @@ class Announcer:
         self._entry = answer.node_number + struct.pack(">I", self.boot_epoch)
         if self._lost or not answer.known or (now >= self._repeat_at_s and not self._queue.repeating):
             self._lost = False
-            self._generation = b""
+            self._generations.clear()
             self._queue.repeat_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
+        # While a shard is away, one batch per heartbeat is sent, to find out whether the shard is back.
+        self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
+        with contextlib.suppress(Unavailable):
+            self._check_generations(await self._writer.generations(self._some_groups()))
         try:
-            self._sweep, generation = await self._writer.sweep(self._sweep, self._live)
-            self._check_generation(generation)
+            self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
+            self._check_generations(generations)
         except Unavailable:
-            # A group that cannot be swept must not keep the others from it.
+            # The next group is tried, because it may be on another Redis server.
             self._sweep = SweepPlace((self._sweep.group + 1) % keys.GROUPS)
+
+    def _some_groups(self) -> list[bytes]:
+        known = list(self._generations)
+        return known if len(known) <= CHECKED_GROUPS else random.sample(known, CHECKED_GROUPS)
 
     async def _live(self) -> frozenset[bytes]:
         return (await self._registry.nodes()).entries()
@@ -239,19 +268,25 @@ class Announcer:
         return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, elapsed_s / REPEAT_DUTY) - elapsed_s
 
     async def _send(self, events: list[IndexEvent]) -> None:
-        """Announces a batch of events. Raises Unavailable, after putting all of them back into the queue."""
+        """Announces a batch of events. Raises Unavailable, after putting all of them back into the queue, if no shard
+        took any."""
         if not events:
             return
         try:
-            self._check_generation(await self._writer.announce(self._entry, events))
+            result = await self._writer.announce(self._entry, events)
+            self._check_generations(result.generations)
         except BaseException:
+            self._partly = True
             self._queue.put_back(events)
             raise
+        self._partly = bool(result.unreported)
+        self._queue.set_aside(result.unreported)
 
-    def _check_generation(self, generation: bytes) -> None:
-        """Makes the next heartbeat start a repetition if the buckets were lost."""
-        self._generation = self._generation or generation
-        self._lost |= self._generation != generation
+    def _check_generations(self, generations: dict[bytes, bytes]) -> None:
+        """Makes the next heartbeat start a repetition if a group was lost."""
+        for group, generation in generations.items():
+            if self._generations.setdefault(group, generation) != generation:
+                self._lost = True
 
     def _note(self, *, answered: bool, reason: str = "") -> None:
         """Logs whether Redis answers, but only when that changes, so that a Redis that is away for an hour is logged

@@ -5,17 +5,20 @@
 
 The index is a hint: losing it costs prefix hits, not tokens. A restarted or dead node's entries are void without a scan
 (:mod:`pillion.kvstore.index.registry`): a look-up drops them with the table of nodes, which it keeps for a moment, and
-KV nodes sweep them out bit by bit. Keys: kvstore/index/redis_keys.py and docs/index.md. Redis >= 6.2: one server, or
-Sentinel's master.
+KV nodes sweep them out bit by bit. Keys: kvstore/index/redis_keys.py and docs/index.md. Redis >= 6.2: one server,
+Sentinel or Cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pillion.errors import Unavailable
@@ -29,6 +32,8 @@ log = logging.getLogger("pillion.index")
 
 # A look-up that takes longer than this is worth less than the prefill it saves.
 LOOKUP_DEADLINE_MS = 250
+# This part of LOOKUP_DEADLINE_MS is kept for a Cluster's second round: a shard that hangs uses up the first.
+SECOND_ROUND_MS = 100
 # A look-up trusts the table of nodes for this long, and asks at most this often about an entry that is not in it.
 NODES_MAX_AGE_MS = 1000
 NODES_MIN_AGE_MS = 50
@@ -157,16 +162,60 @@ class Index(RedisScripts):
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
         """Returns how many leading blocks of the chain each entry has."""
-        fields = keys.chain_fields(block_hashes)
-        call = ScriptCall(keys.chain_buckets(block_hashes), [fields, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP])
+        if self._link.cluster:
+            return await self._ends_of_segments(block_hashes, until_s)
+        call = _look_up(keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes))
         return await self._link.call("lookup", call, _read_ends, deadline_ms=_left_ms(until_s))
 
+    async def _ends_of_segments(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
+        """Asks the shards of a Cluster about segments of the chain, in two rounds: some that are evenly spread, and
+        then those between two of them where a node's chain ends."""
+        buckets, fields = keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes)
+        width = SEGMENT_BLOCKS * keys.FIELD_BYTES
+        parts = [_look_up([key], fields[at * width : (at + 1) * width]) for at, key in enumerate(buckets)]
+        reached: dict[int, dict[bytes, int]] = {}
+
+        async def ask(numbers: Sequence[int], until_s: float) -> None:
+            if not numbers:
+                return
+            calls = [parts[number] for number in numbers]
+            ends = await self._link.call_each("lookup", calls, _read_ends, deadline_ms=_left_ms(until_s))
+            reached.update((number, end) for number, end in zip(numbers, ends, strict=True) if end is not None)
+
+        spread = sorted({*range(0, len(parts), math.isqrt(len(parts))), len(parts) - 1})
+        await ask(spread, until_s - (SECOND_ROUND_MS / 1000 if len(parts) > 1 else 0.0))
+        if reached.get(0) == {}:
+            return {}
+        between = [
+            number
+            for left, right in pairwise(spread)
+            if reached.get(left, {}).keys() - reached.get(right, {}).keys()
+            for number in range(left + 1, right)
+        ]
+        # Hints that are known by then are useful even where the second round fails.
+        with contextlib.suppress(Unavailable):
+            await ask(between, until_s)
+        ends: dict[bytes, int] = {}
+        for number in sorted(reached):
+            ends |= {entry: number * SEGMENT_BLOCKS + blocks for entry, blocks in reached[number].items()}
+        return ends
+
     async def _states(self, block_hashes: bytes, ends: dict[bytes, int], until_s: float) -> dict[bytes, int]:
-        """Returns how many blocks of the chain there are before each entry's last state among those that it has."""
+        """Returns how many blocks of the chain there are before each entry's last state among those that it has. A
+        Cluster is asked about each bucket by itself."""
         runs = list(_state_runs(block_hashes[: max(ends.values()) * HASH_BYTES]))
-        fields, places = b"".join(run.fields for run in runs), (run.places for run in runs)
-        call = ScriptCall([run.bucket for run in runs], [fields, MAX_ENTRIES_PER_LOOKUP, *places])
-        found = await self._link.call("states", call, _read_ends, deadline_ms=_left_ms(until_s))
+        parts = [[run] for run in runs] if self._link.cluster else [runs]
+        calls = [
+            ScriptCall(
+                [run.bucket for run in part],
+                [b"".join(run.fields for run in part), MAX_ENTRIES_PER_LOOKUP, *(run.places for run in part)],
+            )
+            for part in parts
+        ]
+        answers = await self._link.call_each("states", calls, _read_ends, deadline_ms=_left_ms(until_s))
+        found: dict[bytes, int] = {}
+        for part, answer in zip(parts, answers, strict=True):
+            found |= {entry: part[0].first_block + place for entry, place in (answer or {}).items()}
         return {entry: blocks for entry, blocks in found.items() if blocks <= ends.get(entry, 0)}
 
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
@@ -185,11 +234,17 @@ class Index(RedisScripts):
                 log.debug("the table of nodes is not refreshed: %s", error)
 
 
+def _look_up(buckets: list[bytes], fields: bytes) -> ScriptCall:
+    """Returns the call that looks for the blocks of whole segments, by their buckets and fields."""
+    return ScriptCall(buckets, [fields, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP])
+
+
 @dataclass(frozen=True, slots=True)
 class _StateRun:
-    """Holds consecutive blocks of a chain, after which states have their first pages in one bucket: the fields of these
-    pages, packed."""
+    """Holds consecutive blocks of a chain from ``first_block`` on, after which states have their first pages in one
+    bucket: the fields of these pages, packed."""
 
+    first_block: int
     bucket: bytes
     fields: bytes
 
@@ -205,9 +260,9 @@ def _state_runs(block_hashes: bytes) -> Iterator[_StateRun]:
     for number, bucket_key in enumerate(keys.chain_buckets(block_hashes)):
         first = number * SEGMENT_BLOCKS
         within = pages[first : first + SEGMENT_BLOCKS - 1]
-        yield _StateRun(bucket_key, b"".join(page[: keys.FIELD_BYTES] for page in within))
+        yield _StateRun(first, bucket_key, b"".join(page[: keys.FIELD_BYTES] for page in within))
         for page in pages[first + SEGMENT_BLOCKS - 1 : first + SEGMENT_BLOCKS]:
-            yield _StateRun(keys.bucket(page), page[: keys.FIELD_BYTES])
+            yield _StateRun(first + SEGMENT_BLOCKS - 1, keys.bucket(page), page[: keys.FIELD_BYTES])
 
 
 def _left_ms(until_s: float) -> float:

@@ -2,12 +2,12 @@
 
     block i of a chain --> its segment: the SEGMENT_BLOCKS blocks of the chain around it
     segment            --> bucket: 18 bits of the hash of the segment's first block
-    bucket             --> group: the bucket's first 12 bits, which a sweep visits together
+    bucket             --> group: the bucket's first 12 bits, written as hash tag: one slot in a Redis Cluster
     bucket[field]      --> entries of 8 bytes: number and boot epoch of each node that has the block
 
 A key is known from the hashes alone, so clients name every key and a script touches no other. A segment is the unit
 because of the two costs that it balances: a look-up names one key per segment, and all chains that share a segment's
-first block keep their segment in one bucket, however many they are.
+first block keep their segment in one bucket and on one shard, however many they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.ledger.records import IndexEvent
 
 PREFIX = b"pillion:"
+# The registry's keys share a hash tag, so that a heartbeat is one script.
 COMPONENTS = PREFIX + b"{registry}:components"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
@@ -27,11 +28,9 @@ NODES = PREFIX + b"{registry}:nodes"
 # This key has the names of adapters, which all gateways share.
 ADAPTERS = PREFIX + b"adapters"
 
-# Redis loses this key together with the buckets, and so shows their loss.
-GENERATION = PREFIX + b"g:{}"
 # Keys that begin like this hold token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"
-# Keys like this hold what gateways have under way.
+# Keys like this hold what gateways have under way, under one hash tag, so that one script reads it all.
 _LOADS = PREFIX + b"{load}:%b"
 # A key like this holds a KV node's record of prefix pins.
 _PREFIX_PINS = PREFIX + b"prefix_pins:%b"
@@ -68,6 +67,17 @@ def bucket(segment: bytes) -> bytes:
     return b"pillion:b:{%b}%b" % (name[:2], name[2:3])
 
 
+def group_of(bucket_key: bytes) -> bytes:
+    """Returns a bucket key's group: what is between its braces."""
+    return bucket_key[11:13]
+
+
+def generation(group: bytes) -> bytes:
+    """Returns the key of a group's generation: Redis loses it together with the group's buckets, and so shows their
+    loss. One server has one group, ``b""``."""
+    return b"pillion:g:{%b}" % group
+
+
 def group_name(number: int) -> bytes:
     """Returns the name of group 0 .. GROUPS - 1."""
     return bytes((_ALPHABET[number // BUCKETS_PER_GROUP], _ALPHABET[number % BUCKETS_PER_GROUP]))
@@ -100,10 +110,11 @@ class BucketUpdates:
     went: bytearray = field(default_factory=bytearray)
 
 
-def updates_by_bucket(events: Iterable[IndexEvent]) -> dict[bytes, BucketUpdates]:
-    """Sorts events by bucket key."""
-    buckets: dict[bytes, BucketUpdates] = {}
+def updates_by_group(events: Iterable[IndexEvent], *, cluster: bool) -> dict[bytes, dict[bytes, BucketUpdates]]:
+    """Sorts events by group, then by bucket key; on one server all are in the group ``b""``."""
+    groups: dict[bytes, dict[bytes, BucketUpdates]] = {}
     for event in events:
-        updates = buckets.setdefault(bucket(event.segment), BucketUpdates())
+        key = bucket(event.segment)
+        updates = groups.setdefault(group_of(key) if cluster else b"", {}).setdefault(key, BucketUpdates())
         (updates.came if event.here else updates.went).extend(event.block_hash[:FIELD_BYTES])
-    return buckets
+    return groups

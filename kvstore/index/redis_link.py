@@ -2,7 +2,9 @@
 
     closed --failure--> open --OPEN_MS later, one call may try--> closed | open again
 
-While the breaker is open, calls fail at once, so that a dead Redis costs a request nothing (I1, I3).
+Each server has its own breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead
+shard of a Cluster, costs a request nothing (I1, I3). Calls to several shards go out side by side, pipelined per shard,
+and the shards that answer are enough. A Cluster's map of slots is read again in the background after a failure.
 
 Time is the event loop's: a loop of another clock moves deadlines and breakers with it.
 """
@@ -19,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+import redis.asyncio
+from redis.exceptions import ClusterDownError, MovedError, NoScriptError, RedisError, ResponseError
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, connect, parse
@@ -28,6 +31,9 @@ OPEN_MS = 500
 # A failed call that was given less time than this, because an earlier one had used the time up, does not show that the
 # server failed.
 LEAST_PATIENCE_MS = 50
+# A Cluster's map of slots is looked at this often.
+DISCOVERY_INTERVAL_MS = 500
+DISCOVERY_DEADLINE_MS = 5000
 
 # For a pattern of Redis's refusal, this says what helps against it: releases differ in their words, and the client
 # turns some of them into classes.
@@ -48,7 +54,7 @@ Argument = bytes | str | int
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """Describes one run of a script."""
+    """Describes one run of a script. All ``keys`` lie in one hash slot."""
 
     keys: Sequence[bytes]
     args: Sequence[Argument]
@@ -82,39 +88,32 @@ class Breaker:
 
 
 class RedisLink:
-    """Runs scripts, each named without its suffix, by a client of Redis. :func:`open_link` makes it."""
+    """Runs scripts, each named without its suffix, on one server, by a client of Redis. :func:`open_link` makes it."""
+
+    cluster = False
 
     def __init__(self, client: Any, *scripts: str) -> None:
         self._client = client
         self._texts = {name: script_text(name) for name in scripts}
         self._shas = {name: _script_sha(name) for name in scripts}
-        self._breaker = Breaker(OPEN_MS / 1000)
+        self._breakers: dict[str, Breaker] = {}
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Runs a script once and reads its answer by ``read``, which may raise ValueError or TypeError. Raises
-        Unavailable for silence, a refusal and a bad answer."""
-        begun_s = _now_s()
-        if not self._breaker.may_try(begun_s):
-            raise Unavailable("Redis does not answer; waiting before the next try")
-        cancels = _cancels()
-        try:
-            async with asyncio.timeout_at(begun_s + deadline_ms / 1000), self._free:
-                raw = await self._send(script, call)
-                answer = None if isinstance(raw, ResponseError) else _read(read, raw)
-        except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
-            if not isinstance(error, TimeoutError) or _now_s() - begun_s >= LEAST_PATIENCE_MS / 1000:
-                self._breaker.failed(_now_s())
-            if _cancels() > cancels:
-                raise asyncio.CancelledError from None
-            raise Unavailable(f"Redis: {str(error) or 'no answer in time'}") from None
-        self._breaker.succeeded()
-        if _cancels() > cancels:
-            raise asyncio.CancelledError
-        if isinstance(raw, ResponseError):
-            raise Unavailable(f"Redis refuses: {_with_remedy(raw)}")
+        """Runs a script once and reads its answer. Raises Unavailable for silence and for a bad answer."""
+        [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
+
+    async def call_each(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
+    ) -> list[T | None]:
+        """Runs a script several times, at least once; returns the answers, None for calls that failed.
+
+        ``read`` converts a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
+        Unavailable when all calls failed.
+        """
+        return await self._answers(script, calls, read, _now_s() + deadline_ms / 1000)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
@@ -124,23 +123,156 @@ class RedisLink:
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
 
-    async def _send(self, script: str, call: ScriptCall) -> Any:
-        """Returns the raw answer, or the refusal. A script that the server lacks is sent whole."""
-        answer = await self._execute("EVALSHA", self._shas[script], call)
-        if isinstance(answer, NoScriptError):
-            answer = await self._execute("EVAL", self._texts[script], call)
-        return answer
+    async def _answers(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        return await self._ask("", script, calls, read, until)
 
-    async def _execute(self, verb: str, script: str | bytes, call: ScriptCall) -> Any:
+    async def _ask(
+        self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        """Sends all calls of one server and reads the answers. Raises Unavailable if there is none."""
+        breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
+        if not breaker.may_try(_now_s()):
+            raise Unavailable("Redis does not answer; waiting before the next try")
+        cancels, begun_s = _cancels(), _now_s()
         try:
-            return await self._client.execute_command(verb, script, len(call.keys), *call.keys, *call.args)
-        except ResponseError as error:
+            async with asyncio.timeout_at(until), self._free:
+                raw = await self._send(name, script, calls)
+                answers = [_read(read, one) for one in raw]
+        except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
+            if not isinstance(error, TimeoutError) or _now_s() - begun_s >= LEAST_PATIENCE_MS / 1000:
+                breaker.failed(_now_s())
+            if _cancels() > cancels:
+                raise asyncio.CancelledError from None
+            raise Unavailable(f"Redis: {str(error) or 'no answer in time'}") from None
+        breaker.succeeded()
+        if _cancels() > cancels:
+            raise asyncio.CancelledError
+        refused = [one for one in raw if isinstance(one, ResponseError)]
+        if len(refused) == len(raw):
+            raise Unavailable(f"Redis refuses: {_with_remedy(refused[0])}")
+        return answers
+
+    async def _send(self, name: str, script: str, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Sends calls of one server and returns the raw answers, refusals included. A script that the server lacks is
+        sent whole."""
+        answers = await self._execute(name, "EVALSHA", self._shas[script], calls)
+        unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
+        if unknown:
+            again = await self._execute(name, "EVAL", self._texts[script], [calls[i] for i in unknown])
+            for i, one in zip(unknown, again, strict=True):
+                answers[i] = one
+        return answers
+
+    async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Returns the answers of one server, where a refusal is the ResponseError of its call."""
+        answers: list[Any] = []
+        for call in calls:
+            try:
+                answers.append(await self._client.execute_command(*_command(verb, script, call)))
+            except ResponseError as error:
+                answers.append(error)
+        return answers
+
+
+class ClusterLink(RedisLink):
+    """Runs scripts on the shards of a Cluster: side by side, and on each of them pipelined."""
+
+    cluster = True
+
+    def __init__(self, client: redis.asyncio.RedisCluster, *scripts: str) -> None:
+        super().__init__(client, *scripts)
+        self._client: redis.asyncio.RedisCluster = client
+        self._discovery: asyncio.Task[None] | None = None
+        self._discovered_s = 0.0
+
+    async def aclose(self) -> None:
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
+        await super().aclose()
+
+    async def _answers(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None]:
+        answers: list[T | None] = [None] * len(calls)
+        shards = await self._shards(calls, until)
+        outcomes = await asyncio.gather(
+            *(self._outcome(name, script, [calls[i] for i in places], read, until) for name, places in shards.items())
+        )
+        for places, got in zip(shards.values(), outcomes, strict=True):
+            if not isinstance(got, Unavailable):
+                for i, answer in zip(places, got, strict=True):
+                    answers[i] = answer
+        if all(answer is None for answer in answers):
+            raise next((got for got in outcomes if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
+        return answers
+
+    async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
+        """Returns the places of the calls that go to each server, by its name."""
+        known = self._client.nodes_manager.slots_cache
+        if not known:
+            self._discover()
+        if self._discovery is not None and not known:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await asyncio.shield(self._discovery)
+        shards: dict[str, list[int]] = {}
+        for i, call in enumerate(calls):
+            nodes = self._client.nodes_manager.slots_cache.get(self._client.keyslot(call.keys[0]))
+            shards.setdefault(nodes[0].name if nodes else "", []).append(i)
+        return shards
+
+    async def _outcome(
+        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None] | Unavailable:
+        """Returns what :meth:`_ask` returns, or the Unavailable that it raised: then the map of slots may be an old
+        one. A task of this that is cancelled before it has begun leaves nothing behind that was never awaited."""
+        try:
+            return await self._ask(name, script, calls, read, until)
+        except Unavailable as error:
+            self._discover()
             return error
+
+    async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
+        if not name:
+            raise OSError("no shard of the Cluster serves this slot")
+        pipeline = self._client.pipeline()
+        node = self._client.get_node(node_name=name)
+        for call in calls:
+            pipeline.execute_command(*_command(verb, script, call), target_nodes=node)
+        answers = list(await pipeline.execute(raise_on_error=False))
+        for one in answers:
+            if isinstance(one, BaseException) and not isinstance(one, ResponseError):
+                raise one
+            if isinstance(one, MovedError | ClusterDownError):
+                self._discover()
+        return answers
+
+    def _discover(self) -> None:
+        """Reads the map of slots again, in the background and not too often."""
+        now = _now_s()
+        busy = self._discovery is not None and not self._discovery.done()
+        if not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
+            self._discovered_s = now
+            self._discovery = asyncio.create_task(self._read_map(), name="redis cluster map")
+
+    async def _read_map(self) -> None:
+        again = bool(self._client.nodes_manager.slots_cache)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(DISCOVERY_DEADLINE_MS / 1000):
+                await self._client.initialize()
+                if again:
+                    await self._client.nodes_manager.initialize()
 
 
 def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
     """Connects to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
-    return RedisLink(connect(parse(server)) if isinstance(server, str) else server, *scripts)
+    client = connect(parse(server)) if isinstance(server, str) else server
+    if isinstance(client, redis.asyncio.RedisCluster):
+        return ClusterLink(client, *scripts)
+    return RedisLink(client, *scripts)
 
 
 class RedisScripts:
@@ -157,6 +289,10 @@ class RedisScripts:
         await self._link.aclose()
 
 
+def _command(verb: str, script: str | bytes, call: ScriptCall) -> tuple[Argument, ...]:
+    return verb, script, len(call.keys), *call.keys, *call.args
+
+
 def _with_remedy(refusal: ResponseError) -> str:
     """Returns the text of a refusal, with what helps against it where that is known."""
     named = f"{type(refusal).__name__} {refusal}"
@@ -164,8 +300,10 @@ def _with_remedy(refusal: ResponseError) -> str:
     return f"{refusal} What helps: {remedies[0]}." if remedies else str(refusal)
 
 
-def _read(read: Callable[[Any], T], raw: Any) -> T:
-    """Converts a raw answer. Raises ValueError for an answer that cannot be read."""
+def _read(read: Callable[[Any], T], raw: Any) -> T | None:
+    """Converts a raw answer; returns None for a refusal. Raises ValueError for an answer that cannot be read."""
+    if isinstance(raw, ResponseError):
+        return None
     try:
         return read(raw)
     except (ValueError, TypeError, AttributeError, LookupError) as error:

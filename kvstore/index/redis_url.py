@@ -3,6 +3,7 @@
     redis://[user:password@]host[:port][/db]                        one server; rediss:// for TLS
     unix://[user:password@]/path[?db=n]                             one server on this machine
     redis+sentinel://[user:password@]host[:port],.../service[/db]   the master of a service; rediss+sentinel:// for TLS
+    redis+cluster://[user:password@]host[:port],...                 a Redis Cluster; rediss+cluster:// for TLS
 
 Options follow as a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
 Sentinels that want them. User and password are percent-encoded where they must be.
@@ -13,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl, unquote, urlencode
 
 import redis.asyncio
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -30,14 +32,21 @@ CONNECT_TIMEOUT_MS = 1000
 MAX_CONNECTIONS = 16
 MAX_HOSTS = 64
 
-_PORT, _SENTINEL_PORT = 6379, 26379
+ONE: Final = "one server"
+SENTINEL: Final = "sentinel"
+CLUSTER: Final = "cluster"
+
+_PORTS = {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}
 _TLS_OPTIONS = frozenset(
     f"ssl_{name}" for name in ("ca_certs", "ca_data", "cert_reqs", "certfile", "check_hostname", "ciphers", "keyfile")
 )
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 
+Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
+
+
 # A Redis is given by the value of --redis-url or, in the simulator, by what stands for a client of it.
-RedisServerAt = str | redis.asyncio.Redis
+RedisServerAt = str | Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,14 @@ class RedisPlace:
     """Holds a parsed --redis-url: where Redis is, and how to log in.
 
     Attributes:
-        hosts: host and port of the server, or of the Sentinels; none for a Unix socket.
-        service: the name by which Sentinels know the master; "" for a server without Sentinels.
+        mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
+        hosts: host and port of the server, of the Sentinels, or of some of the Cluster's nodes; none for a Unix socket.
+        service: the name by which Sentinels know the master.
         settings: keyword arguments of redis-py's connections: credentials, db, path, TLS.
         sentinel_settings: keyword arguments of connections to the Sentinels themselves.
     """
 
+    mode: str
     hosts: tuple[tuple[str, int], ...]
     service: str
     settings: Mapping[str, Any]
@@ -65,7 +76,7 @@ def parse(url: str) -> RedisPlace:
         raise ConfigError(f"--redis-url {without_password(url)}: {error}") from None
 
 
-def connect(place: RedisPlace) -> redis.asyncio.Redis:
+def connect(place: RedisPlace) -> Client:
     """Makes a client, which connects when it is first used. Raises ConfigError for settings that redis-py refuses."""
     # Pillion sets the deadline of a call; a library that tries again would only use it up.
     limits: dict[str, Any] = {
@@ -79,10 +90,15 @@ def connect(place: RedisPlace) -> redis.asyncio.Redis:
         if option in settings and not Path(settings[option]).is_file():
             raise ConfigError(f"--redis-url: {option}: no file {settings[option]}")
     try:
-        if place.service:
+        if place.mode == CLUSTER:
+            # A Cluster's client asks every node it knows for the slots: none may hold it up for longer than a connect.
+            settings["socket_timeout"] = CONNECT_TIMEOUT_MS / 1000
+            nodes = [ClusterNode(host, port) for host, port in place.hosts]
+            return redis.asyncio.RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
+        if place.mode == SENTINEL:
             asking = {**place.sentinel_settings, **limits, "socket_timeout": CONNECT_TIMEOUT_MS / 1000}
             sentinels = cast(Any, Sentinel)(place.hosts, sentinel_kwargs=asking, **settings)
-            return cast(redis.asyncio.Redis, sentinels.master_for(place.service))
+            return cast(Client, sentinels.master_for(place.service))
         if place.hosts:
             settings["host"], settings["port"] = place.hosts[0]
         settings["unix_socket_path"] = settings.pop("path", None)
@@ -100,14 +116,14 @@ def without_password(url: str) -> str:
 def _parse(url: str) -> RedisPlace:
     scheme, separator, rest = url.partition("://")
     base, plus, kind = scheme.partition("+")
-    sentinels = kind == "sentinel"
-    if not separator or (plus and not sentinels) or base not in ("redis", "rediss", "unix"):
-        raise ValueError("choose redis://, rediss://, unix:// or redis+sentinel://")
-    if base == "unix" and sentinels:
+    mode = {"": ONE, "sentinel": SENTINEL, "cluster": CLUSTER}.get(kind)
+    if not separator or mode is None or (plus and not kind) or base not in ("redis", "rediss", "unix"):
+        raise ValueError("choose redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://")
+    if base == "unix" and mode != ONE:
         raise ValueError("a Unix socket leads to one server")
     body, _, query = rest.partition("?")
     credentials, at, place = body.rpartition("@")
-    own, others = _options(query, base, sentinels=sentinels)
+    own, others = _options(query, base, mode)
     if base == "unix":
         settings = dict(parse_url(f"unix://{credentials}{at}{place}?{urlencode(own)}"))
         if not settings.get("path"):
@@ -116,10 +132,10 @@ def _parse(url: str) -> RedisPlace:
         service = ""
     else:
         named, _, path = place.partition("/")
-        hosts = _hosts(named, _SENTINEL_PORT if sentinels else _PORT)
-        if len(hosts) > 1 and not sentinels:
-            raise ValueError("several hosts: choose redis+sentinel://")
-        service, db = _path(path, sentinels=sentinels)
+        hosts = _hosts(named, _PORTS[mode])
+        if mode == ONE and len(hosts) > 1:
+            raise ValueError("several hosts: choose redis+sentinel:// or redis+cluster://")
+        service, db = _path(path, mode)
         # redis-py reads credentials and options; it is shown one host, whose name does not matter.
         settings = dict(parse_url(f"{base}://{credentials}{at}host/{db}?{urlencode(own)}"))
         settings.pop("host", None)
@@ -128,7 +144,7 @@ def _parse(url: str) -> RedisPlace:
     tls = {name: value for name, value in settings.items() if name.startswith("ssl")}
     if tls.get("ssl_cert_reqs", "required") not in ("none", "optional", "required"):
         raise ValueError("ssl_cert_reqs: choose none, optional or required")
-    return RedisPlace(hosts, service, settings, {**tls, **others})
+    return RedisPlace(mode, hosts, service, settings, {**tls, **others})
 
 
 def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
@@ -146,21 +162,23 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
     return tuple(hosts)
 
 
-def _path(path: str, *, sentinels: bool) -> tuple[str, int]:
+def _path(path: str, mode: str) -> tuple[str, int]:
     """Returns the service and the database number that a URL's path names."""
     service = ""
-    if sentinels:
+    if mode == SENTINEL:
         service, _, path = path.partition("/")
         if not service:
             raise ValueError("the service's name is missing: redis+sentinel://host,host/service")
     if path and not path.isdecimal():
         raise ValueError(f"{path!r} is no database number")
+    if mode == CLUSTER and int(path or 0):
+        raise ValueError("a Cluster has database 0 alone")
     return unquote(service), int(path or 0)
 
 
-def _options(query: str, base: str, *, sentinels: bool) -> tuple[dict[str, str], dict[str, str]]:
+def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the options for all connections, and those for the Sentinels alone under redis-py's names."""
-    allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if sentinels else set())
+    allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if mode == SENTINEL else set())
     allowed |= {"db"} if base == "unix" else set()
     options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     if unknown := sorted(options.keys() - allowed):

@@ -26,9 +26,18 @@ GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceResult:
+    """Holds the generation of each group that took events, and the events of shards that did not answer. Another
+    generation than before means that the group's buckets were lost."""
+
+    generations: dict[bytes, bytes]
+    unreported: list[IndexEvent]
+
+
+@dataclass(frozen=True, slots=True)
 class SweepPlace:
     """Names the place from which a sweep continues: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that
-    bucket. A sweep takes a whole group while it is small."""
+    bucket. A sweep takes a whole group while it is small, so that it soon notices a shard that has lost its memory."""
 
     group: int = 0
     bucket: int = 0
@@ -40,22 +49,40 @@ class IndexWriter(RedisScripts):
 
     scripts = ("announce", "sweep")
 
-    async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> bytes:
-        """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event. Returns
-        the generation: another one than before means that the buckets were lost."""
-        buckets = keys.updates_by_bucket(events)
-        args: list[bytes | int] = [entry, secrets.token_bytes(GENERATION_BYTES), keys.MAX_ENTRIES_PER_BLOCK]
-        for fields in buckets.values():
-            args += (bytes(fields.came), bytes(fields.went))
-        call = ScriptCall([keys.GENERATION, *buckets], args)
-        return await self._link.call("announce", call, as_bytes, deadline_ms=ANNOUNCE_DEADLINE_MS)
+    async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:
+        """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
+        if not events:
+            return AnnounceResult({}, [])
+        by_group = keys.updates_by_group(events, cluster=self._link.cluster)
+        generations = await self._announce(entry, by_group)
+        silent = by_group.keys() - generations.keys()
+        unreported = [event for event in events if silent and keys.group_of(keys.bucket(event.segment)) in silent]
+        return AnnounceResult(generations, unreported)
 
-    async def sweep(self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]) -> tuple[SweepPlace, bytes]:
-        """Drops void entries from some buckets; returns the place to go on at, and the generation.
+    async def generations(self, groups: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Returns the generations of some groups, as far as their shards answer."""
+        return await self._announce(bytes(keys.ENTRY_BYTES), {group: {} for group in groups}) if groups else {}
+
+    async def _announce(self, entry: bytes, groups: dict[bytes, dict[bytes, keys.BucketUpdates]]) -> dict[bytes, bytes]:
+        calls = []
+        for group, buckets in groups.items():
+            args: list[bytes | int] = [entry, secrets.token_bytes(GENERATION_BYTES), keys.MAX_ENTRIES_PER_BLOCK]
+            for fields in buckets.values():
+                args += (bytes(fields.came), bytes(fields.went))
+            calls.append(ScriptCall([keys.generation(group), *buckets], args))
+        answers = await self._link.call_each("announce", calls, as_bytes, deadline_ms=ANNOUNCE_DEADLINE_MS)
+        return {group: found for group, found in zip(groups, answers, strict=True) if found is not None}
+
+    async def sweep(
+        self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]
+    ) -> tuple[SweepPlace, dict[bytes, bytes]]:
+        """Drops void entries from some buckets; returns the place to go on at, and the visited group's generation.
 
         ``live`` reads which entries are alive; it is called after the buckets were read, if they hold any.
         """
-        buckets = [keys.GENERATION, *keys.group_buckets(keys.group_name(at.group), at.bucket)]
+        name = keys.group_name(at.group)
+        group = name if self._link.cluster else b""
+        buckets = [keys.generation(group), *keys.group_buckets(name, at.bucket)]
         fresh = secrets.token_bytes(GENERATION_BYTES)
 
         async def walk(void: bytes) -> _Walk:
@@ -65,7 +92,7 @@ class IndexWriter(RedisScripts):
         walked = await walk(b"")
         if walked.seen and (void := walked.seen - await live()):
             walked = await walk(b"".join(sorted(void)))
-        return _next_place(at, walked), walked.generation
+        return _next_place(at, walked), {group: walked.generation}
 
 
 @dataclass(frozen=True, slots=True)

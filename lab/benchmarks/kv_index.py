@@ -21,6 +21,7 @@ from rich.table import Table
 
 from lab.benchmarks.report import save, show_table
 from lab.testbed.redis import RedisServer, running_redis
+from lab.testbed.redis_kinds import running_cluster
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import BATCH_BLOCKS
@@ -45,11 +46,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--lookups", type=int, default=3000)
+    parser.add_argument("--cluster-blocks", type=int, default=131_072, help="blocks in a Redis Cluster; 0: no Cluster")
     args = parser.parse_args()
     result: dict[str, Any] = {"segment_blocks": SEGMENT_BLOCKS, "prompt_tokens": PROMPT_TOKENS}
     result["hashing_ms"] = hashing(200)
     result["one_server"] = asyncio.run(one_server(args.blocks, args.lookups))
     result["one_beginning"] = asyncio.run(one_beginning(args.blocks))
+    if args.cluster_blocks:
+        result["cluster_of_3"] = asyncio.run(cluster(args.cluster_blocks, args.lookups))
     path = save("kv_index", result)
     show(result)
     print(f"written to {path}")
@@ -143,6 +147,21 @@ async def one_beginning(blocks: int) -> dict[str, Any]:
             }
 
 
+async def cluster(blocks: int, lookups: int) -> dict[str, Any]:
+    """Measures look-ups in a Redis Cluster: a call for every segment, pipelined to each shard."""
+    with running_cluster() as servers:
+        async with components("redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)) as made:
+            index, writer, registry = made
+            entry = await register(registry, "a", 1)
+            begun = time.perf_counter()
+            chains = [await announce(writer, entry, whole_chain()) for _ in range(blocks // PROMPT_BLOCKS)]
+            took_s = time.perf_counter() - begun
+            hit, _ = await look_up(index, chains, lookups // 3, PROMPT_BLOCKS)
+            miss, _ = await look_up(index, [whole_chain() for _ in range(20)], lookups // 4, 0)
+    rate = round(len(chains) * PROMPT_BLOCKS / took_s)
+    return {"blocks": blocks, "announced_blocks_per_s": rate, "hit_ms": figures(hit), "miss_ms": figures(miss)}
+
+
 # Helpers of all measurements
 
 
@@ -189,8 +208,9 @@ async def look_up(index: Index, chains: Sequence[bytes], times: int, blocks: int
         hits = await index.longest_prefix(chain)
         answered = time.perf_counter()
         taken.append(answered - begun)
-        await client.ping()
-        pings.append(time.perf_counter() - answered)
+        if not index._link.cluster:
+            await client.ping()
+            pings.append(time.perf_counter() - answered)
         if (hits[0].blocks if hits else 0) != blocks:
             raise RuntimeError(f"the index found {hits[:1]}, not {blocks} blocks")
     return taken, pings
@@ -219,9 +239,11 @@ def server_us(redis: RedisServer) -> float:
 def show(result: dict[str, Any]) -> None:
     """Prints a table of look-ups and a table of announcements and memory."""
     times = Table("milliseconds", "min", "p50", "p99", title=f"a prompt of {PROMPT_TOKENS} tokens")
-    one = result["one_server"]
+    one, other = result["one_server"], result.get("cluster_of_3")
     rows = {"hashing": result["hashing_ms"], "look-up, all known": one["hit_ms"], "PING": one["ping_ms"]}
     rows |= {"look-up, nothing known": one["miss_ms"], "look-up, 32 nodes": one["hit_of_32_nodes_ms"]}
+    if other:
+        rows |= {"Cluster of 3, all known": other["hit_ms"], "Cluster of 3, nothing known": other["miss_ms"]}
     for name, row in rows.items():
         times.add_row(name, *(f"{row[mark]:.3f}" for mark in ("min", "p50", "p99")))
     show_table(times)
@@ -233,6 +255,8 @@ def show(result: dict[str, Any]) -> None:
     announcements.add_row("prompts of their own", f"{one['blocks']:,}", str(one["bytes_per_block"]), rate, *server)
     shared = result["one_beginning"]
     announcements.add_row("one system prompt", f"{shared['blocks']:,}", str(shared["bytes_per_block"]))
+    if other:
+        announcements.add_row("Cluster of 3", f"{other['blocks']:,}", "", f"{other['announced_blocks_per_s']:,}")
     show_table(announcements)
 
 

@@ -1,4 +1,4 @@
-"""Runs real Redis in its other forms: a master with replica and Sentinels, a server with TLS and ACL."""
+"""Runs real Redis in its other forms: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
 
 from __future__ import annotations
 
@@ -74,6 +74,36 @@ class PortServer:
 def _folder() -> Iterator[pathlib.Path]:
     with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
         yield pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
+    """Runs masters that share the slots evenly, without replicas; each serves on while another is away."""
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no")
+    with _folder() as folder:
+        servers = [PortServer(folder, options) for _ in range(masters)]
+        try:
+            for number, server in enumerate(servers):
+                server.start()
+                slots = range(SLOTS * number // masters, SLOTS * (number + 1) // masters)
+                server.command("CLUSTER ADDSLOTS", *slots)
+                server.command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            for server in servers[1:]:
+                server.command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+            for server in servers:
+                _until_redis("the Cluster to come together", partial(_sees, server, masters))
+            yield servers
+        finally:
+            for server in servers:
+                server.kill()
+
+
+def _sees(server: PortServer, masters: int) -> bool:
+    info, nodes = server.command("CLUSTER INFO"), server.command("CLUSTER NODES")
+    assert isinstance(info, dict)
+    assert isinstance(nodes, dict)
+    joined = [node for node in nodes.values() if node["slots"] and node["connected"]]
+    return info["cluster_state"] == "ok" and info["cluster_slots_ok"] == str(SLOTS) and len(joined) == masters
 
 
 @dataclass

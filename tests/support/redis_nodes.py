@@ -10,7 +10,7 @@ from lab.testbed.conditions import until
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import Index, PrefixHit
-from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
+from pillion.kvstore.index.redis_writer import AnnounceResult, IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
@@ -27,12 +27,12 @@ def patient(caller: Caller) -> Caller:
 
     A component outlasts a Redis that is late, and on a busy machine a sound Redis may take a second.
     """
-    call = caller._link.call
+    call_each = caller._link.call_each
 
     async def patiently(*words: Any, deadline_ms: float) -> Any:
-        return await call(*words, deadline_ms=max(deadline_ms, PATIENT_DEADLINE_MS))
+        return await call_each(*words, deadline_ms=max(deadline_ms, PATIENT_DEADLINE_MS))
 
-    caller._link.call = patiently  # type: ignore[method-assign]
+    caller._link.call_each = patiently  # type: ignore[method-assign]
     pool = caller._link._client.connection_pool  # type: ignore[union-attr]
     pool.connection_kwargs["socket_connect_timeout"] = PATIENT_DEADLINE_MS / 1000
     return caller
@@ -86,11 +86,11 @@ class FakeNode:
         self.entry = beat.node_number + struct.pack(">I", self.record.boot_epoch)
         return beat.known
 
-    async def has(self, chain: Chain, first: int = 0, end: int | None = None) -> None:
-        await self.writer.announce(self.entry, chain.events(first, end))
+    async def has(self, chain: Chain, first: int = 0, end: int | None = None) -> AnnounceResult:
+        return await self.writer.announce(self.entry, chain.events(first, end))
 
-    async def lost(self, chain: Chain, first: int = 0, end: int | None = None) -> None:
-        await self.writer.announce(self.entry, chain.events(first, end, here=False))
+    async def lost(self, chain: Chain, first: int = 0, end: int | None = None) -> AnnounceResult:
+        return await self.writer.announce(self.entry, chain.events(first, end, here=False))
 
     async def sweep_all(self, chain: Chain) -> None:
         """All groups in which the chain has blocks."""
@@ -98,11 +98,8 @@ class FakeNode:
         async def live() -> frozenset[bytes]:
             return (await self.registry.nodes()).entries()
 
-        buckets = {chain.bucket(block) for block in range(len(chain))}
-        for number in range(keys.GROUPS):
-            if buckets.isdisjoint(keys.group_buckets(keys.group_name(number), 0)):
-                continue
-            place = SweepPlace(number)
+        for name in sorted({keys.group_of(chain.bucket(block)) for block in range(len(chain))}):
+            place = SweepPlace(next(n for n in range(keys.GROUPS) if keys.group_name(n) == name))
             group = place.group
             while place.group == group:
                 place, _ = await self.writer.sweep(place, live)

@@ -61,13 +61,13 @@ def wait_for_redis(deadline_ms: float) -> None:
     go on without an answer; on a busy machine a sound Redis may take a second."""
 
     def lengthen(module: ModuleType) -> None:
-        call = module.RedisLink.call
+        call_each = module.RedisLink.call_each
 
         async def patiently(link: Any, *args: Any, **options: Any) -> Any:
             longer = max(options.pop("deadline_ms"), deadline_ms)
-            return await call(link, *args, **options, deadline_ms=longer)
+            return await call_each(link, *args, **options, deadline_ms=longer)
 
-        module.RedisLink.call = patiently
+        module.RedisLink.call_each = patiently
 
     sys.meta_path.insert(0, _ChangeFinder({_REDIS_LINK: lengthen}))
 

@@ -238,13 +238,16 @@ async def test_only_new_heartbeats_are_parsed(redis: RedisServer, monkeypatch: p
     await writer.aclose()
 
 
-def test_keys_are_spread_over_groups() -> None:
+def test_keys_are_spread_and_groups_share_a_slot() -> None:
     chain = Chain(range(3 * SEGMENT_BLOCKS + 1))
     buckets = keys.chain_buckets(chain.packed)
     assert buckets == [chain.bucket(block) for block in range(0, len(chain), SEGMENT_BLOCKS)]
     assert len(set(buckets)) == 4
     for key in buckets:
-        assert sum(key in keys.group_buckets(keys.group_name(number), 0) for number in range(keys.GROUPS)) == 1
+        group = keys.group_of(key)
+        assert key in keys.group_buckets(group, 0)
+        assert b"{%b}" % group in key
+        assert b"{%b}" % group in keys.generation(group)
     assert len({keys.group_name(number) for number in range(keys.GROUPS)}) == keys.GROUPS
     assert keys.chain_fields(chain.packed) == b"".join(chain.field(block) for block in range(len(chain)))
 

@@ -121,7 +121,7 @@ async def test_a_restarted_redis_is_told_again(
         await until_found(index, chain.packed, 4, available=True)
 
 
-@pytest.mark.parametrize("sign", [("DEL", keys.GENERATION), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
+@pytest.mark.parametrize("sign", [("DEL", keys.generation(b"")), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
 async def test_each_sign_of_loss_is_enough(redis: RedisServer, index: Index, sign: tuple[str | bytes, ...]) -> None:
     """Redis was emptied and others have filled it since, or the node's entries were swept while it seemed dead."""
     chain = Chain([1, 2, 3])
@@ -282,3 +282,20 @@ def test_the_queue_is_bounded() -> None:
     queue.push([IndexEvent(b"y", here=False)])
     assert queue.overflowed, "what went while all is said is remembered, and that is bounded too"
     assert (queue.repeating, queue.take_repeated(1)) == (False, [])
+
+
+def test_news_of_a_silent_shard_waits_apart() -> None:
+    queue = AnnounceQueue(4)
+    first, second, third = (IndexEvent(bytes([block]), here=True) for block in range(3))
+    queue.push([first, second])
+    taken = queue.take(2)
+    queue.set_aside(taken[:1])
+    assert not len(queue), "the others' news is not after it"
+    queue.push([IndexEvent(first.block_hash, here=False)])
+    queue.try_again(9)
+    assert [event.here for event in queue.take(9)] == [False], "newer news stands"
+    queue.set_aside([first, second, third])
+    queue.try_again(1)
+    assert len(queue.take(9)) == 1
+    queue.push([IndexEvent(bytes([block]), here=True) for block in range(10, 13)])
+    assert queue.overflowed, "what waits apart counts too"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lab.testbed.redis import RedisServer
+from lab.testbed.redis_kinds import running_cluster
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index.index import Index
 from tests.support.examples import examples
@@ -110,3 +112,20 @@ async def play(url: str, script: list[tuple[str, str, int, int]]) -> None:
 def test_one_server_agrees_with_a_dictionary(redis: RedisServer, script: list[tuple[str, str, int, int]]) -> None:
     redis.command("FLUSHALL")
     asyncio.run(play(redis.url, script))
+
+
+@pytest.fixture(scope="module")
+def cluster_ports() -> Iterator[list[int]]:
+    with running_cluster() as servers:
+        yield [server.port for server in servers]
+
+
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_a_cluster_agrees_with_a_dictionary(cluster_ports: list[int], script: list[tuple[str, str, int, int]]) -> None:
+    import redis as client
+
+    for port in cluster_ports:
+        with client.Redis(port=port) as shard:
+            shard.flushall()
+    asyncio.run(play("redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in cluster_ports), script))

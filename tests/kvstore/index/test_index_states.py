@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from lab.testbed.redis import RedisServer
+from lab.testbed.redis_kinds import PortServer, running_cluster
 from pillion.errors import Unavailable
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
 from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit, PrefixHits
@@ -57,6 +59,23 @@ async def test_the_last_state_of_each_node_is_found_at_every_place_of_a_segment(
     places = {name: sorted(rng.sample(range(1, BLOCKS + 1), 6)) for name in names}
     places |= {"n0": [31], "n1": [32], "n2": [33, 64], "n3": []}
     await check_last_states(await fake_nodes(redis.url, *names), index, places)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[PortServer]]:
+    with running_cluster() as made:
+        yield made
+
+
+@pytest.mark.long
+async def test_a_cluster_of_redis_answers_the_same(servers: list[PortServer]) -> None:
+    url = "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    index = Index(url)
+    try:
+        nodes = await fake_nodes(url, "a", "b")
+        await check_last_states(nodes, index, {"a": [5, 32, 40], "b": [31, 64]})
+    finally:
+        await index.aclose()
 
 
 async def test_a_state_without_its_blocks_is_no_hit(redis: RedisServer, index: Index) -> None:

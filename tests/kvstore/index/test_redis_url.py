@@ -7,12 +7,12 @@ import redis.asyncio
 
 from pillion.errors import ConfigError
 from pillion.kvstore.index.index import Index
-from pillion.kvstore.index.redis_url import connect, parse, without_password
+from pillion.kvstore.index.redis_url import CLUSTER, ONE, SENTINEL, connect, parse, without_password
 
 
 def test_one_server() -> None:
     place = parse("redis://bob:p%40ss%2Fw@h:7000/3")
-    assert (place.service, place.hosts) == ("", (("h", 7000),))
+    assert (place.mode, place.hosts) == (ONE, (("h", 7000),))
     assert place.settings == {"username": "bob", "password": "p@ss/w", "db": 3}
     assert parse("redis://h").hosts == (("h", 6379),)
     assert parse("redis://[::1]:7000").hosts == (("::1", 7000),)
@@ -25,33 +25,36 @@ def test_one_server() -> None:
 
 def test_sentinels() -> None:
     place = parse("redis+sentinel://bob:x@s1,s2:7001/my%20index/4?sentinel_username=u&sentinel_password=w")
-    assert place.service == "my index"
+    assert (place.mode, place.service) == (SENTINEL, "my index")
     assert place.hosts == (("s1", 26379), ("s2", 7001))
     assert place.settings == {"username": "bob", "password": "x", "db": 4}
     assert place.sentinel_settings == {"username": "u", "password": "w"}
 
 
-def test_sentinels_over_tls() -> None:
+def test_a_cluster_over_tls() -> None:
     options = "ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false&ssl_certfile=c&ssl_keyfile=k"
-    place = parse(f"rediss+sentinel://bob:x@s1/main?{options}")
+    place = parse(f"rediss+cluster://bob:x@c1:7000,c2?{options}")
+    assert (place.mode, place.hosts) == (CLUSTER, (("c1", 7000), ("c2", 6379)))
     tls = {"ssl_ca_certs": "/etc/ca.pem", "ssl_check_hostname": False, "ssl_certfile": "c", "ssl_keyfile": "k"}
     assert place.settings == {"username": "bob", "password": "x", "db": 0, "ssl": True, **tls}
     assert place.sentinel_settings == {"ssl": True, **tls}
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "kind"),
     [
-        "redis://127.0.0.1:1/2",
-        "rediss://127.0.0.1:1?ssl_cert_reqs=none&ssl_check_hostname=no",
-        "unix:///nowhere.sock",
-        "redis+sentinel://127.0.0.1:1/main",
-        f"rediss+sentinel://127.0.0.1:1/main?ssl_ca_certs={__file__}",
+        ("redis://127.0.0.1:1/2", redis.asyncio.Redis),
+        ("rediss://127.0.0.1:1?ssl_cert_reqs=none&ssl_check_hostname=no", redis.asyncio.Redis),
+        ("unix:///nowhere.sock", redis.asyncio.Redis),
+        ("redis+sentinel://127.0.0.1:1/main", redis.asyncio.Redis),
+        (f"rediss+sentinel://127.0.0.1:1/main?ssl_ca_certs={__file__}", redis.asyncio.Redis),
+        ("redis+cluster://127.0.0.1:1", redis.asyncio.RedisCluster),
+        (f"rediss+cluster://127.0.0.1:1?ssl_ca_certs={__file__}", redis.asyncio.RedisCluster),
     ],
 )
-async def test_each_form_makes_a_client(url: str) -> None:
+async def test_each_form_makes_a_client(url: str, kind: type) -> None:
     client = connect(parse(url))
-    assert isinstance(client, redis.asyncio.Redis)
+    assert isinstance(client, kind)
     await client.aclose()
 
 
@@ -75,7 +78,7 @@ async def test_each_form_makes_a_client(url: str) -> None:
         "redis+ring://host",
         "redis+sentinel://user:secret@host",
         "redis+sentinel://user:secret@host/main/x",
-        "redis+cluster://user:secret@host",
+        "redis+cluster://user:secret@host/1",
         "redis://" + ",".join(f"h{number}" for number in range(65)),
         "redis://h1,h2",
     ],

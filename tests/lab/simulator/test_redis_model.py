@@ -61,7 +61,7 @@ CHAIN = Chain(range(70))
 FORK = Chain([*range(40), *range(1000, 1030)])
 COMPONENTS = ("a", "b", "worker-1", "worker-2")
 ENTRIES = [struct.pack(">II", number, boot) for number, boot in ((1, 7), (1, 8), (2, 7), (3, 1))]
-GENERATION = keys.GENERATION
+GENERATION = keys.generation(b"")
 BUCKETS = [GENERATION, *{CHAIN.bucket(0), CHAIN.bucket(40), FORK.bucket(40)}]
 LOADS = [keys.load_of("g1"), keys.load_of("g2")]
 OWNERS = [keys.buckets_of("o1"), keys.buckets_of("o2")]
@@ -161,7 +161,7 @@ def _announce(entry: bytes, most: int, blocks: Chain, first: int, came: int, wen
     """The blocks from ``first`` on, so many that came, then so many that went."""
     middle, end = min(first + came, len(blocks)), min(first + came + went, len(blocks))
     events = blocks.events(first, middle) + blocks.events(middle, end, here=False)
-    updates = keys.updates_by_bucket(events)
+    updates = keys.updates_by_group(events, cluster=False).get(b"", {})
     args = [word for one in updates.values() for word in (bytes(one.came), bytes(one.went))]
     return "script", "announce", [GENERATION, *updates], entry, b"fresh-%d" % most, most, *args
 
