@@ -5,6 +5,7 @@
     ledger/         who owns which slot; commits, pins, eviction, waiting for memory. Sans-IO.
     node/           the KV node's process: pool, gRPC service, attach socket, storage.
     client/         what workers and gateways use to reach a node: gRPC client, attachment.
+    events/         streams of a pool's changes to readers outside.
     index/          the index of blocks and the registry of components, in Redis.
     prefix_pins/    chains that tenants want to keep, which are evicted last.
     retentions/     chains that are kept until their next use is expected.

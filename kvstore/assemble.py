@@ -1,6 +1,6 @@
 """Puts a KV node together: this page says what a node has, and which flags turn it on.
 
-    always          the pool's ledger, prefix pins, retentions, adapters, regions, other nodes
+    always          the pool's ledger, prefix pins, retentions, followers, adapters, regions, other nodes
     --kv-device     the memory domain: this host's, or GPUs
     --keeper-socket memory that outlives the node
     --disk-path     a tier on a disk          --object-url  a tier in a bucket
@@ -11,11 +11,14 @@ the storage the tiers' writers. No part looks another one up.
 
 from __future__ import annotations
 
+import secrets
 import time
 
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.events.block_log import BlockLog
+from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
 from pillion.kvstore.ledger.eviction import LruEviction
@@ -68,6 +71,7 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
     shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
     ledger = Ledger(new_id, flags.decode_reserve_percent, retaining, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
+    changes = BlockLog(secrets.randbits(62) + 1)
     return KVNode(
         flags,
         directory,
@@ -76,6 +80,7 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         ledger=ledger,
         prefix_pins=NodePrefixPins(ledger, records),
         retentions=NodeRetentions(ledger, retaining),
+        followers=Followers(ledger.tree, changes, flags.node_id, flags.kv_device),
         adapters=NodeAdapters(flags, directory.addresses),
         regions=RegionServer(flags.node_id, memory),
         disk=DiskFolder(flags.disk_path) if flags.disk_path else None,

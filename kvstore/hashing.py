@@ -89,6 +89,11 @@ def split_hashes(packed: bytes) -> list[bytes]:
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
+def digest_share(block_hash: bytes) -> int:
+    """Returns a block's share of the digest of many blocks, the XOR of all shares: its hash's first 64 bits."""
+    return int.from_bytes(block_hash[:8], "big")
+
+
 def _digest(tag: bytes, *fields: str) -> bytes:
     """Digests fields, each with its length, so that no two different lists of fields have the same bytes."""
     digest = hashlib.sha256(tag)

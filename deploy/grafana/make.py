@@ -517,6 +517,15 @@ def _kv() -> Dashboard:
             "Slots that stay leased without a request: of reads that outlived their fetch, as a disk or a node does"
             " not answer, and of the partial blocks that decode workers keep for next turns.",
         ),
+        Panel(
+            "Followers",
+            "short",
+            (
+                Query(by_component("pillion_kv_followers"), "{{component}}"),
+                Query(rate_by_component("pillion_kv_dropped_followers_total"), "{{component}} dropped/s"),
+            ),
+            "Routers that follow the pool's blocks. A dropped one was too slow; it follows again with a snapshot.",
+        ),
     )
     health = (
         Panel(

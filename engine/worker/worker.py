@@ -502,6 +502,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         namespace=model.namespace().hex(),
         kv_rows=rows,
         kv_heads=pieces,
+        block_tokens=layout.block_size,
         has_states=layout.state_pages > 0,
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,
         timeout_s=ATTACH_TIMEOUT_S,

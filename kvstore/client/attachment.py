@@ -98,6 +98,7 @@ class Attachment(SharedMemory):
         reply: AttachReply,
         block_bytes: int,
         place: int = 0,
+        block_tokens: int = 0,
         has_states: bool = False,
         map_device: MapDevice | None = None,
     ) -> None:
@@ -125,6 +126,8 @@ class Attachment(SharedMemory):
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
+        # The worker names the tokens of a block again when it attaches to the node's next life.
+        self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
         self._kv_rows = self._kv_heads = 0
         self._has_states = has_states
@@ -155,6 +158,7 @@ class Attachment(SharedMemory):
             role=role,
             block_bytes=self.block_bytes,
             namespace=namespace,
+            block_tokens=self._block_tokens,
             kv_rows=self._kv_rows,
             kv_heads=self._kv_heads,
             takes_place=True,
@@ -249,6 +253,7 @@ def attach(
     namespace: str = "",
     kv_rows: int = 0,
     kv_heads: int = 0,
+    block_tokens: int = 0,
     processes: int = 1,
     has_states: bool = False,
     map_device: MapDevice | None = None,
@@ -256,8 +261,9 @@ def attach(
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
     ``kv_rows`` and ``kv_heads`` are rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
-    ``processes`` is how many processes of the worker will use the pool. ``has_states`` says that the worker's model is
-    a hybrid one. ``map_device`` maps a pool in a GPU's memory, and is None for a worker that computes on the CPU.
+    ``block_tokens`` are the tokens of a block, which the node tells the followers of its blocks. ``processes`` is how
+    many processes of the worker will use the pool. ``has_states`` says that the worker's model is a hybrid one.
+    ``map_device`` maps a pool in a GPU's memory, and is None for a worker that computes on the CPU.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -269,6 +275,7 @@ def attach(
         namespace=namespace,
         kv_rows=kv_rows,
         kv_heads=kv_heads,
+        block_tokens=block_tokens,
         takes_place=True,
         processes=processes,
     )
@@ -282,7 +289,7 @@ def attach(
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
         _check_states(reply, has_states)
         place = reply.epoch if reply.pool_id else 0
-        attachment = Attachment(sock, fds, reply, block_bytes, place, has_states, map_device)
+        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens, has_states, map_device)
         attachment._kv_rows, attachment._kv_heads = kv_rows, kv_heads
     sock.setblocking(False)
     return attachment

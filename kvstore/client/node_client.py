@@ -20,6 +20,7 @@ from pillion.v1.kvnode_pb2 import (
     AdapterPiece,
     AdoptTicketReply,
     AwaitChainReply,
+    BlockChanges,
     CommitRun,
     CommitRunResult,
     HeartbeatReply,
@@ -300,6 +301,21 @@ class NodeClient:
     async def heartbeat(self, epoch: int) -> HeartbeatReply:
         """Sends a sign of life. Raises NotFound for a void epoch."""
         return await call_unary(self._stub.Heartbeat, kvnode_pb2.HeartbeatRequest(epoch=epoch))
+
+    async def follow_blocks(self, log_epoch: int = 0, number: int = 0) -> AsyncGenerator[BlockChanges, None]:
+        """Yields what comes into the pool and leaves it, after change ``number`` of a log, or a snapshot before; see
+        docs/events.md. It never ends without an error: Overloaded where the node has no place, or this reader was too
+        slow; Unavailable."""
+        request = kvnode_pb2.FollowBlocksRequest(
+            hello=hello_to_pb(self._component_id), log_epoch=log_epoch, number=number
+        )
+        call = self._stub.FollowBlocks(request)
+        try:
+            while (message := await typed(call.read())) is not grpc.aio.EOF:
+                yield message
+            raise Unavailable("the KV node ended the stream")
+        finally:
+            call.cancel()
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
         """Returns the node's status: slots by state, pins, reservations and counters."""

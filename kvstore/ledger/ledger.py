@@ -535,7 +535,7 @@ class Ledger:
         return slots
 
     def _came(self, block: Block) -> None:
-        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment))
+        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=block.parent_hash))
         if block.page:
             self.tree.order_by(self.states)
             self.states.came(block)

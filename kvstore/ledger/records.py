@@ -65,8 +65,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """Says that a block came (``here``) or went. :class:`Block` describes ``segment``."""
+    """Says that a block came (``here``) or went. :class:`Block` describes ``segment``. ``parent`` is the hash of the
+    block before one that came into the pool, empty for a chain's first."""
 
     block_hash: bytes
     here: bool
     segment: bytes = b""
+    parent: bytes = b""

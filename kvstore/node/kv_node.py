@@ -17,6 +17,7 @@ from pillion._version import VERSION
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, PillionError
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
 from pillion.kvstore.index.advertise import advertised, follow_address
@@ -62,6 +63,7 @@ class KVNode:
         ledger: Ledger,
         prefix_pins: NodePrefixPins,
         retentions: NodeRetentions,
+        followers: Followers,
         adapters: NodeAdapters,
         regions: RegionServer,
         disk: DiskFolder | None,
@@ -76,12 +78,14 @@ class KVNode:
             ledger,
             prefix_pins,
             retentions,
+            followers,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             announce=self._announce,
             shaped=self._shaped,
         )
         self.meters = self.pool.meters
         self.meters.watch(lambda: metric_readings(self.status()))
+        self.meters.watch(followers.readings)
         self._storage: Storage | None = None
         self._shaping = asyncio.Lock()
         self._attach = AttachServer(
@@ -138,6 +142,7 @@ class KVNode:
         if grace_s > 0:
             grace_s -= await self._hand_over(min(grace_s, self._flags.hand_over_timeout_s))
         self._stopping.set()
+        self.pool.followers.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -90,9 +90,11 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def RetainChain(self, request: pb.RetainChainRequest, context: Context) -> pb.RetainChainReply:
         return self._pool.retentions.retain(request)
 
-    # The stubs expect a generator, which this call, that ends at once, needs not be.
+    # This method writes to the context, so that a message which a follower does not take can be bounded in time; the
+    # stubs expect a generator.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "KV nodes stream their blocks to nobody any more")
+        check_hello(request.hello)
+        await self._pool.followers.follow(request, context.write)
 
     async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
         async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:

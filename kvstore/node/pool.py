@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import FETCH, KEPT, SESSION, Ledger
@@ -59,8 +60,9 @@ class Pool:
     worker or a gateway counts as a sign of life.
 
     Args:
-        ledger: the pool's slots; the two parts after it are made for it.
+        ledger: the pool's slots; the three parts after it are made for it.
         prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
+        followers: those who follow the pool's blocks.
         max_waiting: as :class:`WaitingQueue` has it.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
         announce: called with the blocks that came and went, after a change that brought or took any.
@@ -82,13 +84,15 @@ class Pool:
         ledger: Ledger,
         prefix_pins: NodePrefixPins,
         retentions: NodeRetentions,
+        followers: Followers,
         *,
         max_waiting: int = MAX_WAITING,
         heartbeat_timeout_s: float,
         announce: Callable[[list[IndexEvent]], None],
         shaped: Callable[[PoolShape], None],
     ) -> None:
-        self.ledger, self.prefix_pins, self.retentions = ledger, prefix_pins, retentions
+        self.ledger, self.prefix_pins = ledger, prefix_pins
+        self.retentions, self.followers = retentions, followers
         self.fetcher: Fetcher | None = None
         self.spiller: Spiller | None = None
         self.survival: PoolSurvival | None = None
@@ -146,6 +150,7 @@ class Pool:
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
             self.ledger.shape(num_slots)
+            self.followers.shaped(hello)
             if self.survival is not None:
                 self.survival.begin()
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
@@ -424,6 +429,7 @@ class Pool:
         """Raises IntegrityError (a Conflict), which names what does not add up."""
         check_integrity(self.ledger)
         self.waiting.check_integrity()
+        self.followers.check_integrity()
         if self.survival is not None:
             self.survival.check_integrity()
         self.retentions.check_integrity()
@@ -498,6 +504,7 @@ class Pool:
             # This comes before anybody hears of a slot that has been freed.
             if self.survival is not None:
                 self.survival.note(events)
+            self.followers.note(events)
             self._announce(events)
         if self.spiller is not None and len(self.ledger.free) < self.spiller.low_slots:
             self.spiller.poke()

@@ -7,6 +7,7 @@
     checks.py            refuses flags that cannot work
     talk.py, chat.py     generate, status; chat
     bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
+    events_command.py    events
     drill_command.py     drill; the drill itself is :mod:`pillion.drill`
     certs.py, keys.py    certificates for development, API keys
     adapters_command.py  adapters

@@ -20,6 +20,7 @@ from pillion.cli.bench_command import bench
 from pillion.cli.cache_command import cache
 from pillion.cli.console import fail
 from pillion.cli.drill_command import drill
+from pillion.cli.events_command import events
 from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, gone_option, option, option_name, options
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
@@ -103,7 +104,7 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-for command in (adapters, bench, cache, canary, drill, explain, replay):
+for command in (adapters, bench, cache, canary, drill, events, explain, replay):
     cli.add_command(command)
 
 

@@ -56,8 +56,8 @@ GONE: dict[str, tuple[type, str]] = {
     "lora_file_bytes": (config.LoraStoreFlags, "an adapter may have 8 GiB"),
     "lora_transfer_timeout_s": (config.LoraStoreFlags, "an adapter may take 120 s from another machine"),
     "max_waiting_tickets": (config.KVNodeFlags, "1,024 new requests may wait for the memory of a KV node"),
-    "kv_log_changes": (config.KVNodeFlags, "KV nodes have no followers any more"),
-    "max_kv_followers": (config.KVNodeFlags, "KV nodes have no followers any more"),
+    "kv_log_changes": (config.KVNodeFlags, "a KV node keeps the newest 65,536 changes for its followers"),
+    "max_kv_followers": (config.KVNodeFlags, "a KV node has at most 16 followers"),
     "max_tenant_pinned_percent": (config.KVNodeFlags, "a tenant may have half of --max-pinned-percent"),
     "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
     "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
@@ -81,7 +81,6 @@ GONE_COMMANDS = {
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
     "pillion models": "`pillion prepare OWNER/NAME` brings a model, `hf download OWNER/NAME FILE.gguf` one file of it,"
     " and `hf cache` lists and removes them",
-    "pillion events": "gateways ask the index where a prompt's blocks are, and a router before them reads /metrics",
 }
 
 # In a file these flags may be tables.

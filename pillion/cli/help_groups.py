@@ -9,7 +9,7 @@ import click
 # The help lists the commands of ``pillion`` in this order; a test checks that none is missing.
 COMMANDS = {
     "Run a cluster": "serve prepare",
-    "Use a running cluster": "chat generate status cache adapters",
+    "Use a running cluster": "chat generate status cache adapters events",
     "Measure and plan": "bench drill",
     "Records of requests": "explain replay canary",
     "Keys": "keys",

@@ -229,6 +229,7 @@ KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that th
 KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused, because reads were late.")
 KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots that reads keep which outlived their fetch.")
 KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")
+KV_FOLLOWERS = _gauge("pillion.kv.followers", "{follower}", "Streams that follow the pool's blocks from outside.")
 KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Workers that are fenced now.")
 KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
@@ -239,6 +240,7 @@ KV_MOVED = _counter(
     "way",
 )
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
+KV_DROPPED_FOLLOWERS = _counter("pillion.kv.dropped_followers", "{follower}", "Followers that were too slow.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
 KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from nodes, a lower tier or a bucket.", "source")
 KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Of a fetch, whatever it brought.", TTFT_BOUNDS)

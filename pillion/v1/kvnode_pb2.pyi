@@ -1160,7 +1160,7 @@ Global___FollowBlocksRequest: _TypeAlias = FollowBlocksRequest  # noqa: Y015
 
 @_typing.final
 class PoolFacts(_message.Message):
-    """What a follower has to know of a pool. Its blocks' hashes are chain hashes under the namespace."""
+    """What a follower has to know of a pool. Its blocks' hashes are chain hashes under the namespace (docs/events.md)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

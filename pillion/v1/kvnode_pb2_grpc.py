@@ -307,7 +307,10 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FollowBlocks(self, request, context):
-        """UNIMPLEMENTED: nodes stream their blocks to nobody any more. This call and its messages go with the next release.
+        """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+        it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+        a number, and what came after it. The first message comes at once.
+        RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

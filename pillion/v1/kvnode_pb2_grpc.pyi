@@ -113,7 +113,11 @@ class KVNodeStub:
     FAILED_PRECONDITION: the epoch is a session's.
     """
     FollowBlocks: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]
-    """UNIMPLEMENTED: nodes stream their blocks to nobody any more. This call and its messages go with the next release."""
+    """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+    it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+    a number, and what came after it. The first message comes at once.
+    RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+    """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]
@@ -196,7 +200,11 @@ class KVNodeAsyncStub(KVNodeStub):
     FAILED_PRECONDITION: the epoch is a session's.
     """
     FollowBlocks: _aio.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]  # type: ignore[assignment]
-    """UNIMPLEMENTED: nodes stream their blocks to nobody any more. This call and its messages go with the next release."""
+    """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+    it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+    a number, and what came after it. The first message comes at once.
+    RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+    """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]  # type: ignore[assignment]
@@ -396,7 +404,11 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.FollowBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvnode_pb2.BlockChanges], _abc.AsyncIterator[_kvnode_pb2.BlockChanges]]:
-        """UNIMPLEMENTED: nodes stream their blocks to nobody any more. This call and its messages go with the next release."""
+        """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+        it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+        a number, and what came after it. The first message comes at once.
+        RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+        """
 
     @_abc_1.abstractmethod
     def GetNodeStatus(

@@ -39,6 +39,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size.
         kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
+        block_tokens: tokens of a block, 0 where the worker does not say it.
         takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
         pool_id, place: the pool that a worker which comes back has mapped, and the place that it has locked. Its last
             step has ended, and it uses nothing of that pool before the node has answered.
@@ -51,6 +52,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     kv_rows: int = 0
     kv_heads: int = 0
+    block_tokens: Annotated[int, Meta(ge=0)] = 0
     takes_place: bool = False
     pool_id: str = ""
     place: Annotated[int, Meta(ge=0)] = 0

@@ -72,6 +72,7 @@ NOT_RUN = {
     "pillion decode": "a component of several hosts",
     "pillion keeper": "it goes on until it is killed; tests/kvstore/pool_survival/test_recovery.py runs it",
     "pillion kvnode": "a component of several hosts",
+    "pillion events": "it goes on until it is killed; tests/kvstore/events/test_followers.py runs it",
     "pillion explain": "the cluster here records nothing; tests/pillion/records explains bundles",
     "pillion replay": "the cluster here records nothing; tests/pillion/records replays bundles",
     "pillion drill": "it kills components of the cluster; tests/cluster/test_drill.py runs it",

@@ -119,6 +119,7 @@ class Lives:
             kv_heads=KV_HEADS,
             map_device=map_pool,
             processes=processes,
+            block_tokens=1,
         )
         self.workers.append(made)
         return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from pillion.kvstore.events.block_log import BlockLog
+from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.retention_eviction import RetentionEviction
@@ -20,6 +22,7 @@ def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: flo
         ledger,
         NodePrefixPins(ledger),
         NodeRetentions(ledger, retaining),
+        Followers(ledger.tree, BlockLog(1)),
         max_waiting=max_waiting,
         heartbeat_timeout_s=heartbeat_timeout_s,
         announce=lambda events: None,

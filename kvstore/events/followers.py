@@ -1,0 +1,136 @@
+"""Serves followers of the pool's blocks: a bounded number of streams, each a place in the log of changes.
+
+    asked --a place is free--> sent a message --all of it was in there--> pauses for GATHER_S, waits for changes
+                                    ^   +-- more is missing: at once --+           |
+                                    +----------------------------------------------+
+    ended by: the caller, the node's end, a message that is not taken in time, a log that has moved on
+
+:class:`pillion.kvstore.events.block_log.FollowerStream` decides what a follower is sent. Nothing that changes the pool
+waits for a follower: it only sets a flag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from pillion.errors import Overloaded, Unavailable
+from pillion.kvstore.events.block_log import FOLLOW_AGAIN_MS, BlockLog, FollowerStream
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.ledger.tree import BlockTree
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
+from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest, PoolFacts
+from pillion.wire.attach import AttachHello
+
+# A node has at most this many followers at once.
+MAX_FOLLOWERS = 16
+# Changes that come within this time after a message go into the next one, as a message costs about as much as a commit.
+GATHER_S = 0.02
+# A follower may take this long for a message before its stream is ended.
+STALL_S = 30.0
+
+
+class Followers:
+    """Serves the followers of one pool. Only the node's loop calls it.
+
+    Args:
+        tree: the pool's blocks; ``log`` has their changes.
+        node_id, kv_device: facts that followers are told.
+
+    Attributes:
+        log: the changes, for reading.
+        dropped: number of followers that were too slow.
+    """
+
+    def __init__(
+        self,
+        tree: BlockTree,
+        log: BlockLog,
+        node_id: str = "",
+        kv_device: str = "",
+    ) -> None:
+        self.log = log
+        self.dropped = 0
+        self._tree = tree
+        self._node_id, self._kv_device = node_id, kv_device
+        self._facts: PoolFacts | None = None
+        # Each of these events is set when there is something new for its follower.
+        self._news: dict[asyncio.Event, None] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._news)
+
+    def note(self, events: Iterable[IndexEvent]) -> None:
+        """Logs the ledger's events, in order. It takes O(events), and never waits."""
+        last = self.log.last
+        self.log.append(events)
+        if self.log.last != last:
+            self._wake()
+
+    def shaped(self, hello: AttachHello) -> None:
+        """Lets all followers be told the pool's namespace and block size."""
+        self._facts = PoolFacts(
+            node_id=self._node_id,
+            kv_namespace=bytes.fromhex(hello.namespace),
+            block_tokens=hello.block_tokens,
+            block_bytes=hello.block_bytes,
+            kv_device=self._kv_device,
+        )
+        self._wake()
+
+    def close(self) -> None:
+        """Ends the streams of all followers, and takes no new ones. Idempotent."""
+        self._closed = True
+        self._wake()
+
+    def check_integrity(self) -> None:
+        """Raises Internal unless the log leads to the pool's blocks. It takes O(blocks)."""
+        self.log.check_integrity(self._tree)
+
+    async def follow(self, request: FollowBlocksRequest, send: Callable[[BlockChanges], Awaitable[None]]) -> None:
+        """Sends a follower all changes that it lacks and all that come, until it is cancelled.
+
+        ``send`` returns when the message is on its way. Raises Overloaded beyond MAX_FOLLOWERS and for a follower
+        that is too slow, Unavailable when the node ends.
+        """
+        if len(self) >= MAX_FOLLOWERS:
+            raise Overloaded(f"{MAX_FOLLOWERS} followers read this node's changes already", FOLLOW_AGAIN_MS)
+        news = asyncio.Event()
+        self._news[news] = None
+        try:
+            stream = FollowerStream(self._tree, self.log, lambda: self._facts, request.log_epoch, request.number)
+            await self._serve(stream, news, send)
+        except Overloaded:
+            self.dropped += 1
+            raise
+        finally:
+            del self._news[news]
+
+    def _wake(self) -> None:
+        for news in self._news:
+            news.set()
+
+    async def _serve(
+        self, stream: FollowerStream, news: asyncio.Event, send: Callable[[BlockChanges], Awaitable[None]]
+    ) -> None:
+        while not self._closed:
+            news.clear()
+            message = stream.next_message()
+            if message is None:
+                await news.wait()
+                continue
+            try:
+                async with asyncio.timeout(STALL_S):
+                    await send(message)
+            except TimeoutError:
+                raise Overloaded(f"this follower has taken nothing for {STALL_S} s", FOLLOW_AGAIN_MS) from None
+            if not stream.more:
+                await asyncio.sleep(GATHER_S)
+        raise Unavailable("the KV node ends", FOLLOW_AGAIN_MS)
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the metrics of followers."""
+        yield names.KV_FOLLOWERS, (), len(self)
+        yield names.KV_DROPPED_FOLLOWERS, (), self.dropped

@@ -1,0 +1,51 @@
+"""Declares ``pillion events``, which prints what comes into a KV node's pool and leaves it. The command imports what it
+needs when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from pillion.cli.flags import FlagCommand, option
+from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
+from pillion.errors import ConfigError
+
+
+@click.command(cls=FlagCommand)
+@click.argument("node", required=False, default="")
+@option("--once", "Print the blocks that the node has now, and exit.", False, is_flag=True)
+@talks_to_gateway
+@as_component
+def events(
+    node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str, **values: Any
+) -> None:
+    """Print the blocks that a KV node has, stores and removes.
+
+    They are lines of JSON. NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the
+    gateway is asked for the cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on
+    through lost connections and the node's restarts; Ctrl-C ends it.
+    """
+    from pillion.kvstore.events.event_lines import run_events
+    from pillion.net import rpc, tls
+
+    address = node if ":" in node else find_node(node, pop_reach(values))
+    rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
+    run_events(address, once, click.echo)
+
+
+def find_node(name: str, reach: dict[str, Any]) -> str:
+    """Returns the address of a cluster's KV node by the node's name; with no name, that of the only one. ``reach`` has
+    the arguments of :class:`pillion.Client`. Raises ConfigError where no node has the name or several may be meant, and
+    PillionError."""
+    from pillion.client.client import Client
+
+    with Client(**reach) as client:
+        nodes = {one.component_id: one.address for one in client.status().components if one.role == "kvnode"}
+    known = ", ".join(f"{one} ({address})" for one, address in sorted(nodes.items())) or "none"
+    if name and name not in nodes:
+        raise ConfigError(f"{name!r} is no KV node of this cluster, whose KV nodes are: {known}")
+    if not name and len(nodes) != 1:
+        raise ConfigError(f"name the KV node to follow; this cluster's are: {known}")
+    return nodes[name] if name else next(iter(nodes.values()))
