@@ -105,6 +105,8 @@ T = TypeVar("T")
 # Such a function says after how many tokens of a prompt others may part from it.
 PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
+# A text of so many characters is encoded at once, on the event loop, which takes less than a millisecond.
+SHORT_TEXT_CHARS = 1024
 # Encoding a short text takes as long as checking about so many bytes more.
 WORD_BYTES = 64
 
@@ -665,9 +667,10 @@ class Gateway:
             if kept is not None:
                 most = max(most, MAX_CUT_TOKENS)
             try:
-                prompt, largest = await self._pool.run(
-                    _encoded, encode, text, most, tenant=tenant, size_bytes=len(text)
-                )
+                if len(text) <= SHORT_TEXT_CHARS:
+                    prompt, largest = _encoded(encode, text, most)
+                else:
+                    prompt, largest = await self.on_thread(tenant, len(text), _encoded, encode, text, most)
             except TextTooLong as error:
                 most = model.limits.max_model_len_tokens
                 raise too_long(error.tokens, field, most, exact=error.exact) from None
