@@ -82,26 +82,28 @@ class MemoryShort(Overloaded):
     """Says that a prompt has waited in vain for memory at the KV node; the client gets this error."""
 
 
+@dataclass(eq=False, slots=True)
 class _DecodeStream:
     """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its parallel samples.
-    It receives the tokens of its sequence."""
+    It receives the tokens of its sequence. ``key`` names it on the connection, ``sample`` on the worker."""
 
-    def __init__(self, session: DecodeSession, trace: Context, key: int, sample: ParallelSampleSpec) -> None:
-        """``key`` names the stream on the connection, ``sample`` on the worker."""
-        self.session = session
-        self.trace = trace
-        self.key = key
-        self.sample = sample
-        self.seq_id = sample.seq_id
-        self.parallel_samples: tuple[_DecodeStream, ...] = ()
-        self.timer: asyncio.TimerHandle | None = None
-        # This is set from the moment in which the ticket is asked for; a parallel sample has none.
-        self.tickets: Tickets | None = None
-        self.generated = 0
-        # The gateway knows of this many of the stream's draft tokens.
-        self.told_draft_tokens = 0
-        # The step thread writes the progress, and this class only reads it.
-        self.progress: SequenceProgress | None = None
+    session: DecodeSession
+    trace: Context
+    key: int
+    sample: ParallelSampleSpec
+    parallel_samples: tuple[_DecodeStream, ...] = ()
+    timer: asyncio.TimerHandle | None = None
+    # This is set from the moment in which the ticket is asked for; a parallel sample has none.
+    tickets: Tickets | None = None
+    generated: int = 0
+    # The gateway knows of this many of the stream's draft tokens.
+    told_draft_tokens: int = 0
+    # The step thread writes the progress, and this class only reads it.
+    progress: SequenceProgress | None = None
+
+    @property
+    def seq_id(self) -> int:
+        return self.sample.seq_id
 
     def tell_timings(self, new_tokens: int) -> bool:
         """Returns whether a delta that is not the last one has timings, because a stream that the gateway ends has no
