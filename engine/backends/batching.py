@@ -131,13 +131,14 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
     rows = list(chain.from_iterable(_rows_of(chunk) for chunk in plan.scheduled if chunk.samples))
+    scoring = [chunk for chunk in plan.scheduled if chunk.scores]
     reports = [-1 if p.logprobs is None else p.logprobs for _, p, _, _ in rows]
     return _sampling(
         rows,
         logprobs=np.array(reports, np.int64),
         edits=tuple(_edits(rows)),
         masks=AllowedMasks.of(allowed, masks) if (allowed := _allowed(rows)) else masks,
-        scored=_scored(plan.scheduled),
+        scored=_scored(scoring) if scoring else None,
     )
 
 
@@ -161,11 +162,8 @@ def _sampling(rows: list[_Row], **more: Any) -> SamplingRows:
     return SamplingRows.of(params, seeds, positions, **more)
 
 
-def _scored(scheduled: tuple[ScheduledChunk, ...]) -> ScoredRows | None:
-    """Returns the tokens that the step scores: the row of a position scores the prompt's next token."""
-    scoring = [chunk for chunk in scheduled if chunk.scores]
-    if not scoring:
-        return None
+def _scored(scoring: list[ScheduledChunk]) -> ScoredRows:
+    """Returns the tokens that these chunks score: the row of a position scores the prompt's next token."""
     tokens = [p.sequence.tokens(p.scores_end - p.scores + 1, p.scores_end + 1) for p in scoring]
     counts = [p.sequence.scored_alternatives for p in scoring]
     return ScoredRows(

@@ -68,9 +68,7 @@ class ModelFormats:
         return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
     def check(self, options: ToolOptions) -> None:
-        """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
-        if not options.asks_for_calls:
-            return
+        """Raises InvalidRequest where the model cannot call the tools that are asked for, or may not choose to."""
         if self.tools is None:
             text = "this model has no chat template, or its gateway was started with --tool-call-parser none"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
@@ -91,7 +89,8 @@ class ModelFormats:
     def output_format(self, request: GenerateRequest, prompt: str) -> OutputFormat | None:
         """Returns what the answers to a checked conversation may hold; None where that is content alone. ``prompt`` is
         its text."""
-        visible = self._marks_of_tag(request)
+        structured = request.sampling.structured_outputs
+        visible = {} if structured is None else self._marks_of_tag(structured.structural_tag)
         if not request.messages or not self.read_answers(request.tools):
             return OutputFormat(None, None, None, {}, visible) if visible else None
         reasoning, opened, answering = self.reasoning, None, False
@@ -104,14 +103,13 @@ class ModelFormats:
         schemas = {tool.name: schema_of(tool) for tool in request.tools.tools} if tools is not None else {}
         return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible}, answering)
 
-    def _marks_of_tag(self, request: GenerateRequest) -> dict[int, str]:
-        """Returns the special tokens of which the request's structural tag speaks, with their texts, which clients
+    def _marks_of_tag(self, tag: str | None) -> dict[int, str]:
+        """Returns the special tokens of which a request's structural tag speaks, with their texts, which clients
         see."""
-        structured = request.sampling.structured_outputs
-        if structured is None or not structured.structural_tag:
+        if not tag:
             return {}
         try:
-            text = json.dumps(parsed(structured.structural_tag), ensure_ascii=False)
+            text = json.dumps(parsed(tag), ensure_ascii=False)
         except (ValueError, RecursionError):
             # Making the grammar of it refuses it.
             return {}

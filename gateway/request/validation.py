@@ -16,7 +16,7 @@ import itertools
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from pillion.types import (
     Resume,
     SamplingParams,
     StructuredOutputs,
+    Tool,
     ToolOptions,
     range_violations,
 )
@@ -58,6 +59,8 @@ MAX_ROLE_CHARS = 32
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
+# A message or a tool has about this many bytes around its texts.
+ITEM_BYTES = 64
 # The arguments of all calls of a conversation have at most this many brackets, braces and commas. A chat template gets
 # the arguments as objects, and making so many takes its process 0.3 s. Code that was written to files has one in 20
 # characters.
@@ -265,14 +268,19 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 def weight(request: GenerateRequest) -> int:
     """Returns about how many bytes of a request have to be checked: those of its prompt and of the structure of its
     answers."""
-    contents = sum(map(message_chars, request.messages)) + tools_bytes(request.tools)
+    contents = conversation_bytes(request.messages, request.tools.tools)
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
     if request.sampling.structured_outputs is not None:
         contents += structured_bytes(request.sampling.structured_outputs)
     ids += len(request.sampling.allowed_token_ids)
-    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
+    return len(request.text) + contents + 4 * ids
+
+
+def conversation_bytes(messages: Iterable[ChatMessage], tools: Iterable[Tool]) -> int:
+    """Returns about how many bytes a conversation and its tools have."""
+    return sum(ITEM_BYTES + message_chars(message) for message in messages) + sum(map(_tool_bytes, tools))
 
 
 def message_chars(message: ChatMessage) -> int:
@@ -283,7 +291,11 @@ def message_chars(message: ChatMessage) -> int:
 
 def tools_bytes(options: ToolOptions) -> int:
     """Returns about how many bytes a request's tools have."""
-    return sum(64 + len(tool.name) + len(tool.description) + len(tool.parameters) for tool in options.tools)
+    return sum(map(_tool_bytes, options.tools))
+
+
+def _tool_bytes(tool: Tool) -> int:
+    return ITEM_BYTES + len(tool.name) + len(tool.description) + len(tool.parameters)
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -> None:

@@ -19,6 +19,7 @@ from msgspec import Raw
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
+from pillion.gateway.request.validation import conversation_bytes
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.types import ChatMessage, ChatOptions, Tool
 
@@ -108,7 +109,7 @@ class ChatTemplate:
             "kwargs": options.chat_template_kwargs,
         }
         try:
-            answer = await self._box.run(conversation, message_bytes(messages, tools))
+            answer = await self._box.run(conversation, conversation_bytes(messages, tools))
         except BoxFailure as failure:
             answer = {"broken": str(failure)}
         if "text" in answer:
@@ -144,8 +145,6 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-# A message, a call or a tool has about this many bytes around its texts.
-ITEM_BYTES = 64
 # A custom tool is a function with this one argument. Its schema has the grammar of the text under the second name, for
 # the model to read, and for the grammar that holds its calls to it (gateway/grammars/tool_pieces.py).
 INPUT, GRAMMAR = "input", "x-grammar"
@@ -265,16 +264,6 @@ def _as_written(arguments: str) -> str:
         return msgspec.json.format(arguments, indent=0)
     except (ValueError, RecursionError):
         return arguments
-
-
-def message_bytes(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
-    """Returns about how many bytes a conversation has."""
-    calls = [call for message in messages for call in message.tool_calls]
-    return (
-        sum(ITEM_BYTES + len(message.content) + len(message.reasoning) for message in messages)
-        + sum(ITEM_BYTES + len(call.arguments) for call in calls)
-        + sum(ITEM_BYTES + len(tool.description) + len(tool.parameters) for tool in tools)
-    )
 
 
 def _message(message: ChatMessage, names: dict[str, str], reasoning: str) -> dict[str, Any]:
