@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 
 import msgspec
@@ -31,14 +32,16 @@ from pillion.gateway.batches.batch_records import BatchRecord
 PIECE_BYTES = 256 * 2**10
 
 
+@dataclass(eq=False)
 class BatchClaim:
     """Holds a batch that this process alone runs, until ``close``. :func:`claim` makes it."""
 
-    def __init__(self, folder: BatchFolder, record: BatchRecord, lock: int) -> None:
-        self.record = record
-        self._folder = folder
-        self._place = folder.of_batch(record.id)
-        self._lock = lock
+    _folder: BatchFolder
+    record: BatchRecord
+    _lock: int
+
+    def __post_init__(self) -> None:
+        self._place = self._folder.of_batch(self.record.id)
         self._input: BufferedReader | None = None
         self._journal = -1
         self._places: dict[int, tuple[int, int]] = {}

@@ -90,6 +90,7 @@ class RunningBatch:
         return self.machine.record.tenant
 
 
+@dataclass(eq=False)
 class BatchRunner:
     """Runs batches until ``stop``.
 
@@ -99,19 +100,13 @@ class BatchRunner:
         max_lines: the most lines that run or wait in the gateway at once.
     """
 
-    def __init__(
-        self,
-        folder: BatchFolder,
-        serve: ServeLine,
-        tenant_named: Callable[[str], Tenant | None],
-        meters: Meters,
-        max_lines: int,
-    ) -> None:
-        self.folder = folder
-        self._serve = serve
-        self._tenant_named = tenant_named
-        self._meters = meters
-        self._max_lines = max_lines
+    folder: BatchFolder
+    _serve: ServeLine
+    _tenant_named: Callable[[str], Tenant | None]
+    _meters: Meters
+    _max_lines: int
+
+    def __post_init__(self) -> None:
         self._disk = ThreadPoolExecutor(DISK_THREADS, "batches")
         self._running: list[RunningBatch] = []
         self._claimed: dict[str, BatchClaim] = {}
@@ -121,7 +116,7 @@ class BatchRunner:
         self._full = False
         self._swept_s = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
-        meters.watch(self._readings)
+        self._meters.watch(self._readings)
 
     def start(self) -> None:
         """Begins to look for batches and to run them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -75,14 +76,14 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     output_expires_after: Raw = Raw()
 
 
+@dataclass(eq=False)
 class BatchesApi:
     """Handles the calls about files and batches, and refuses them where the gateway keeps no batches (``runner`` is
     None). The lines of a batch may call ``urls``."""
 
-    def __init__(self, calls: ModelCalls, runner: BatchRunner | None, urls: Sequence[str]) -> None:
-        self._calls = calls
-        self._kept = runner
-        self._urls = urls
+    _calls: ModelCalls
+    _kept: BatchRunner | None
+    _urls: Sequence[str]
 
     async def create_file(self, call: HttpCall) -> None:
         """Takes a file of requests, and keeps it for batches."""

@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -326,13 +327,13 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
 
 
+@dataclass(eq=False)
 class HttpServer:
     """Represents a running HTTP server. ``address`` is where it really listens."""
 
-    def __init__(self, server: _Server, task: asyncio.Task[None], address: str) -> None:
-        self._server = server
-        self.task = task
-        self.address = address
+    _server: _Server
+    task: asyncio.Task[None]
+    address: str
 
     @property
     def connections(self) -> Collection[Any]:

@@ -121,32 +121,25 @@ async def open_ticket(
     return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
 
 
+@dataclass(eq=False)
 class RemotePrefill:
     """Runs one prefill range on a prefill worker of another node than the ticket's. ``on_chunk`` is called with every
     chunk that the decode worker's node has."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        admitted: AdmittedRequest,
-        chain: BlockHashChain,
-        token_ids: Sequence[int],
-        action: ev.RunPrefill,
-        on_chunk: Callable[[ChunkAck], None],
-        on_queued: Callable[[int], None],
-    ) -> None:
-        self._cluster = cluster
-        self._admitted = admitted
-        self._chain = chain
-        self._token_ids = token_ids
-        self._action = action
-        assert action.plan.prefill is not None
-        self._worker = action.plan.prefill
-        self._on_chunk = on_chunk
-        self._on_queued = on_queued
+    _cluster: Cluster
+    _admitted: AdmittedRequest
+    _chain: BlockHashChain
+    _token_ids: Sequence[int]
+    _action: ev.RunPrefill
+    _on_chunk: Callable[[ChunkAck], None]
+    _on_queued: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        assert self._action.plan.prefill is not None
+        self._worker = self._action.plan.prefill
         # These count the prompt's blocks at the decode worker's node, and those at the prefill worker's node. Of those
         # there, so many were carried: without the state at the range's end the decode worker cannot go on from them.
-        self._here = action.plan.cached_blocks
+        self._here = self._action.plan.cached_blocks
         self._there = self._carried = 0
         # These chunks are computed, and not yet at the decode worker's node; there are at most as many as the prefill
         # range has chunks.
