@@ -40,13 +40,19 @@ from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of,
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats
-from pillion.gateway.grammars.request_grammars import GrammarMaker, RequestGrammar, TenantTurns
+from pillion.gateway.grammars.request_grammars import GrammarMaker, TenantTurns
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.forced_plan import ForcedPlan
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.recorder.recorder import Recorder
 from pillion.gateway.recorder.story import Story
-from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PoolingRows
+from pillion.gateway.request.admitted_request import (
+    NO_GRAMMAR,
+    AdmittedRequest,
+    GatewayOptions,
+    PoolingRows,
+    RequestGrammar,
+)
 from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
@@ -692,15 +698,14 @@ class Gateway:
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
-    ) -> RequestGrammar | None:
-        """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
-        Overloaded and Unavailable."""
+    ) -> RequestGrammar:
+        """Returns the grammar that every answer follows. Raises InvalidRequest, Overloaded and Unavailable."""
         if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
-            return None
+            return NO_GRAMMAR
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
         began = time.monotonic()
         grammar = await model.grammars.grammar(request, output_format, turns)
-        return None if grammar is None else grammar._replace(made_s=time.monotonic() - began)
+        return grammar._replace(made_s=time.monotonic() - began)
 
     async def _turn(
         self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None, recorded: bool
@@ -757,7 +762,7 @@ class Gateway:
         arrived: float,
         deadline: float | None,
         pooled: PoolingRows | None,
-        grammar: RequestGrammar | None,
+        grammar: RequestGrammar,
     ) -> AdmittedRequest:
         options, resume = self._options, request.resume
         seed = secrets.randbits(63) if resume is None else resume.origin.seed
@@ -784,9 +789,7 @@ class Gateway:
             spread=self._arrivals,
             priority=tenant.capped(request.priority),
             background=tenant.background,
-            grammar="" if grammar is None else grammar.text,
-            grammar_fields=() if grammar is None else grammar.fields,
-            grammar_s=0.0 if grammar is None else grammar.made_s,
+            grammar=grammar,
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,

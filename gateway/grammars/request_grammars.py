@@ -13,18 +13,10 @@ from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.grammars.tool_pieces import answer_pieces
+from pillion.gateway.request.admitted_request import NO_GRAMMAR, RequestGrammar
 from pillion.gateway.request.validation import structured_bytes, tools_bytes
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import GenerateRequest, StructuredOutputs
-
-
-class RequestGrammar(NamedTuple):
-    """Holds the grammar that the answers to a request follow, as a worker gets it, the client's fields from which it
-    was made, and the seconds that this took."""
-
-    text: str
-    fields: tuple[str, ...]
-    made_s: float = 0.0
 
 
 class TenantTurns(NamedTuple):
@@ -49,12 +41,11 @@ class GrammarMaker:
 
     async def grammar(
         self, request: GenerateRequest, output_format: OutputFormat | None, turns: TenantTurns
-    ) -> RequestGrammar | None:
-        """Returns the grammar that every answer follows; None where answers may be any text. Raises InvalidRequest,
-        Overloaded and Unavailable."""
+    ) -> RequestGrammar:
+        """Returns the grammar that every answer follows. Raises InvalidRequest, Overloaded and Unavailable."""
         structured, tools = request.sampling.structured_outputs, request.tools
         if structured is None and (output_format is None or output_format.tools is None):
-            return None
+            return NO_GRAMMAR
         if structured is not None:
             async with turns.boxed():
                 structured = await self.checker.lark(structured)

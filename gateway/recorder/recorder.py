@@ -206,7 +206,7 @@ def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleR
     texts: dict[str, Any] = {
         "token_ids": admitted.prompt,
         "messages": asked.messages,
-        "grammar": admitted.grammar,
+        "grammar": admitted.grammar.text,
         "bad_words": admitted.bad_words,
     }
     if content == "full":

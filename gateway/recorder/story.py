@@ -146,7 +146,7 @@ class Story:
         answers."""
         grammar, resume = self.admitted.grammar, self.admitted.resume
         self._tell("arrived", self.admitted.arrived)
-        self._tell("ready", now, figures={"grammar_ms": _ms(self.admitted.grammar_s)} if grammar else {})
+        self._tell("ready", now, figures={"grammar_ms": _ms(grammar.made_s)} if grammar.text else {})
         for answer, before in zip(self.answers, resume.answers if resume else (), strict=False):
             answer.token_ids += before.token_ids
             answer.logprobs += [None] * len(before.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.kvstore.hashing import HASH_BYTES
@@ -77,6 +78,18 @@ class PoolingRows:
 LAST_ROW = PoolingRows()
 
 
+class RequestGrammar(NamedTuple):
+    """Holds the grammar that the answers to a request follow, as a worker gets it ("" where they are any text), the
+    client's fields from which it was made, and the seconds that this took."""
+
+    text: str = ""
+    fields: tuple[str, ...] = ()
+    made_s: float = 0.0
+
+
+NO_GRAMMAR = RequestGrammar()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
     """Describes a checked request that is ready to run, and what the client asked for. ``deadline`` and ``arrived`` are
@@ -85,8 +98,7 @@ class AdmittedRequest:
     ``sampling`` has every default decided, its ``max_tokens`` count over all attempts, and the model's own stop ids are
     among its ``stop_token_ids``; ``recommended`` are those of its values, by name, that are the model's own because the
     client gave none. Without prefix caching, no other request has its ``cache_salt``. Every answer follows ``grammar``
-    from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
-    which it was made in ``grammar_s`` seconds. ``adapter`` is the digest of the adapter that answers are computed
+    from its first token on. ``adapter`` is the digest of the adapter that answers are computed
     with; "" for the model alone. ``adapter_rank`` is its largest rank. After ``kept_tokens`` of the prompt the client
     expects other prompts to part from it. Nobody waits for a request in the ``background``, which is a batch's. A
     ``pooled`` request generates nothing and ends with a vector of its text. Ids of calls are made of ``answer_id``. No
@@ -107,9 +119,7 @@ class AdmittedRequest:
     spread: int
     priority: int = 0
     recommended: tuple[tuple[str, float], ...] = ()
-    grammar: str = ""
-    grammar_fields: tuple[str, ...] = ()
-    grammar_s: float = 0.0
+    grammar: RequestGrammar = NO_GRAMMAR
     original_tokens: int = 0
     adapter: str = ""
     adapter_rank: int = 0

@@ -362,7 +362,7 @@ class ComponentCalls:
             siblings=[Sibling(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
             scored_tokens=action.scored_tokens,
-            grammar=admitted.grammar,
+            grammar=admitted.grammar.text,
             adapter=admitted.adapter,
             kept_tokens=admitted.kept_tokens,
             bad_words=[TokenSequence(token_ids=one) for one in admitted.bad_words],
@@ -653,7 +653,7 @@ class ComponentCalls:
 
     def _error_of(self, error: DecodeError) -> PillionError:
         """Returns a worker's error in the client's words, because the client knows only the fields of its request."""
-        fields, text = self._admitted.grammar_fields, error.message
+        fields, text = self._admitted.grammar.fields, error.message
         if fields and error.code == InvalidRequest.code and text.startswith(GRAMMAR_FAULT):
             return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:MAX_NAMED_FIELDS]))
         if error.retry_after_ms:
