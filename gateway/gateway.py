@@ -368,8 +368,7 @@ class Gateway:
         await self._check(request, await self.find_entry(request.model, tenant), tenant)
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
-        if request.tools.asks_for_calls:
-            model.formats.check(request.tools)
+        model.formats.check(request.tools)
         if request.kv_hints:
             read_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)

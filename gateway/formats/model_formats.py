@@ -68,7 +68,9 @@ class ModelFormats:
         return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
     def check(self, options: ToolOptions) -> None:
-        """Raises InvalidRequest where the model cannot call the tools that are asked for, or may not choose to."""
+        """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
+        if not options.asks_for_calls:
+            return
         if self.tools is None:
             text = "this model has no chat template, or its gateway was started with --tool-call-parser none"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
