@@ -6,14 +6,12 @@ import pathlib
 
 import pytest
 
+from pillion import AsyncClient
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.planning.forced_plan import ForcedPlan, parse_plan
 from pillion.gateway.planning.planner import make_plan
-from pillion.records.bundle import BundleAnswer
-from pillion.records.replay_client import replay_client
-from pillion.types import GenerateRequest
 from tests.gateway.planning.test_planner import shape, snapshot
 from tests.support.fake_components import running_fake_cluster, script_of
 
@@ -52,24 +50,23 @@ async def test_operators_force_plans_and_others_may_not(tmp_path: pathlib.Path) 
     entries = [f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items()]
     file.write_text("[tenant.ops]\noperator = true\n[tenant.acme]\n" + "".join(entries))
     script = script_of("abc")
-    answers = [BundleAnswer(tokens=len(script), token_ids=script, finish_reason="stop")]
-    request = GenerateRequest(token_ids=tuple(range(40, 80)))
     async with running_fake_cluster("abc", api_keys=str(file)) as fakes:
-        target = fakes.gateway.grpc_address
-        async with replay_client(target, api_key=KEYS["ops"]) as client:
-            reasons = []
-            for plan in ("", "policy=colocated", "split=17,node=kv-0"):
-                found = await client.answer(request, answers, plan=plan)
-                assert (found.answers[0].token_ids, found.answers[0].finish_reason) == ([*script], "stop")
-                assert found.timings is not None
-                reasons.append(found.timings.plan_reason.partition(";")[0])
-            assert reasons[1:] == ["colocated: co-located", "split:17: prefill-0 computes 16"]
-            with pytest.raises(NotFound, match="kv-9"):
-                await client.answer(request, answers, plan="node=kv-9")
-            with pytest.raises(InvalidRequest, match="x-pillion-plan"):
-                await client.answer(request, answers, plan="split=all")
-        async with replay_client(target, api_key=KEYS["acme"]) as client:
-            assert (await client.answer(request, answers)).answers[0].token_ids == [*script]
-            with pytest.raises(PermissionDenied, match="operator"):
-                await client.answer(request, answers, plan="policy=colocated")
+
+        async def reason(name: str, plan: str) -> str:
+            async with AsyncClient(fakes.gateway.grpc_address, api_key=KEYS[name], plan=plan) as client:
+                deltas = [delta async for delta in client.generate(list(range(40, 80)))]
+            assert [token for delta in deltas for token in delta.token_ids] == [*script]
+            assert deltas[-1].timings is not None
+            return deltas[-1].timings.plan_reason.partition(";")[0]
+
+        assert await reason("ops", "") == await reason("acme", "")
+        assert await reason("ops", "policy=colocated") == "colocated: co-located"
+        assert await reason("ops", "split=17,node=kv-0") == "split:17: prefill-0 computes 16"
+        for name, plan, error, words in (
+            ("ops", "node=kv-9", NotFound, "kv-9"),
+            ("ops", "split=all", InvalidRequest, "x-pillion-plan"),
+            ("acme", "policy=colocated", PermissionDenied, "operator"),
+        ):
+            with pytest.raises(error, match=words):
+                await reason(name, plan)
         await fakes.settled()
