@@ -106,7 +106,7 @@ def test_configs_whose_producers_round_rows_to_fp8(config, wanted):
     found = parse_quantization("llama", {"quantization_config": config})
     assert found is not None
     assert found.fp8_rows == wanted
-    notes = list(found.rounding_notes("cuda", experts=False, latents=False))
+    notes = list(found.rounding_notes("cuda", latents=False))
     assert bool(notes) == ("fp8" in found.activations and not wanted)
 
 
