@@ -165,18 +165,19 @@ def test_rows_are_rounded_as_compressed_tensors_rounds_them(plain_folder, tmp_pa
 
 
 @needs_kernels
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.4), ("bfloat16", 1.1)])
-def test_the_kernels_and_torch_round_rows_alike(dtype, most, plain_folder, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_and_torch_round_rows_alike(dtype, plain_folder, tmp_path):
     """Also those of experts. Logits of kernels that round no rows are as far from torch's as unrounded logits are; with
     rows that are rounded it is 0.15 of that, because the largest value of a row lies between two codes. In bfloat16 so
-    many codes turn that it is 0.97, and only the bits of batches that are cut tell."""
+    many codes turn that it is 0.97, which tells nothing: only the bits of batches that are cut do."""
     few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS["w8a8"](16))
     exact, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
     prepared = prepare(ModelFlags(model=str(few), dtype=dtype))
     plain = prepare(ModelFlags(model=str(wide), dtype="float32"))
     drivers = [CpuDriver(prepared), BackendDriver(exact), BackendDriver(plain)]
     ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
-    assert (ours - theirs).abs().mean() < most * (theirs - unrounded).abs().mean()
+    if dtype == "float32":
+        assert (ours - theirs).abs().mean() < 0.4 * (theirs - unrounded).abs().mean()
     # A prompt that was cut into other batches has logits with the same bits.
     assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
 
