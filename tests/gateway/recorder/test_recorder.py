@@ -91,7 +91,8 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert {one.component_id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
     told = [event.what for event in bundle.story if not event.answer]
     wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]
-    assert sorted(told, key=told.index) == told
+    # Acknowledged chunks and tokens may come between one another.
+    assert sorted(event.at_ms for event in bundle.story) == [event.at_ms for event in bundle.story]
     assert [what for what in wanted if what not in told] == []
     assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("tokens")
     plan = next(event for event in bundle.story if event.what == "planned")
