@@ -59,8 +59,7 @@ class PlainForm:
     """Lays all matrices one after the other, for backends that take them as tensors."""
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns of each pair its layer, first output, type, and the shapes of its matrices; and the bytes of all of
-        them."""
+        """Returns each pair's layer, first output, type and shapes of matrices, and the bytes of all matrices."""
         about: list[Any] = []
         matrices: list[Bits] = []
         for name, pairs in layers.items():

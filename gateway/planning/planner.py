@@ -137,9 +137,7 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     route = decision.route
     node_id = route.decode.component.node_id
     fixed = snapshot.policy.share is not None
-    sources: tuple[PrefixSource, ...] = ()
-    if snapshot.hits or snapshot.far_hits:
-        sources = _sources(snapshot, node_id, fixed or route.fetched is Fetched.OF_BUCKET)
+    sources = _sources(snapshot, node_id, fixed or route.fetched is Fetched.OF_BUCKET)
     if not fixed:
         sources = _worth_it(sources, node_id, route)
     draft = RequestPlan(

@@ -52,10 +52,6 @@ class Fetched(enum.Enum):
     OF_BUCKET = enum.auto()
 
 
-# Of a prompt that no node has any block of, nothing is fetched.
-_UNCACHED = 0, 0.0, Fetched.NOTHING, ""
-
-
 class Route(NamedTuple):
     """Describes a decode worker with the better of two choices: no prefill worker, or one for all chunks. The price of
     the better one is enough to compare decode workers. ``fetched`` are the sources whose blocks are worth their
@@ -227,9 +223,7 @@ def _route(
     tokens = snapshot.sent_tokens.get(component_id, 0)
     held_s = snapshot.adapter_wait_s(component)
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, held_s)
-    cached, fetch_s, fetched, holder = _UNCACHED
-    if snapshot.hits or snapshot.far_hits:
-        cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
+    cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
     chosen: PrefillSide | None = None
     for side in best:
         if snapshot.policy.share is None and _share_cores(side.component, component):

@@ -148,8 +148,8 @@ class RequestMachine:
     # These say whether a prefill range, and the decode worker's stream, of this attempt are open.
     _prefill_open: bool = False
     _stream_open: bool = False
-    # This says how the stream was lost: of a follower before its leader began, of other answers while their prefill
-    # range goes on.
+    # This says how the stream was lost. A follower's loss waits here until its leader has begun, and another answer's
+    # until its prefill range has ended.
     _lost: ev.DecodeLost | None = None
     held: HeldKv = field(init=False)
     _timeline: _Timeline = field(init=False)
