@@ -677,8 +677,12 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
     batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
-    record_path: str = flag("", "Folder for bundles of requests that failed, were slow or are to be kept. Empty: none.")
-    record_bytes: int = size_flag(2**30, "Most bytes that this folder may hold; the oldest bundles go.", least=2**20)
+    record_path: str = flag(
+        "",
+        "Folder for bundles of requests that failed, were slow or are to be kept, or redis: the one of --redis-url."
+        " Empty: none.",
+    )
+    record_bytes: int = size_flag(2**30, "Most bytes that bundles may have; the oldest ones go.", least=2**20)
     record_days: int = flag(30, "Days after which bundles are removed.", least=1)
     record_slow_ms: int = flag(
         10_000, "A request is slow whose client waits longer for its first token or a later one. 0: none is.", least=0
@@ -690,7 +694,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         choices=("none", "hash", "full"),
     )
     record_key_file: str = flag(
-        "", "File with the key that signs bundles, of 16 bytes or more. Empty: record.key in their folder, made anew."
+        "",
+        "File with the key that signs bundles, of 16 bytes or more; Redis needs one. Empty: record.key in their folder,"
+        " made anew.",
     )
     max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)

@@ -1,57 +1,68 @@
-"""Keeps the folder of --record-path: its key, and its bundles within their bounds. Several gateways may share it.
+"""Keeps bundles in the folder of --record-path, within bounds. Several gateways may share it. All functions block.
 
     FOLDER/ID.json       a bundle; FOLDER/ID.part while it is written
     FOLDER/record.key    the deployment's key, unless --record-key-file names another file
 
-The oldest bundles make room for a new one, and bundles that are too old go with the next one that is written. All
-functions here block.
+The oldest bundles make room for a new one, and bundles that are too old go with the next one that is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import time
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.records.bundle import Bundle, encode, listed, make_key, read_key, write
+from pillion.records.bundle import KEY_FILE, read_file, read_key
 
 # The folder is looked through this often at the most, unless it may be full: other gateways write into it, too.
 LOOK_EVERY_S = 300.0
 # A bundle that was being written this long ago has lost its writer.
 PART_AGE_S = 3600.0
 
-_OWNER_ONLY = 0o700
+_OWNER_ONLY, _FOLDER_OWNER_ONLY = 0o600, 0o700
 
 
 class RecordFolder:
-    """Manages the folder ``path``, which holds at most ``max_bytes`` of bundles, none older than ``keep_s`` seconds.
-    ``key`` is the deployment's. Raises ConfigError where the folder or the key cannot be made or used."""
+    """Has the bundles in the folder ``path``: at most ``max_bytes`` of them, none older than ``keep_s`` seconds. A
+    reader needs neither bound; for a writer the folder is made. Methods raise ConfigError where it cannot be used."""
 
-    def __init__(self, path: str, key_file: str, max_bytes: int, keep_s: float) -> None:
-        self._path = Path(path)
+    def __init__(self, path: Path, max_bytes: int = 0, keep_s: float = 0.0) -> None:
+        try:
+            if max_bytes:
+                path.mkdir(mode=_FOLDER_OWNER_ONLY, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--record-path {path}: {error.strerror}") from None
+        self._path = path
         self._max_bytes = max_bytes
         self._keep_s = keep_s
         # These are the bytes of all bundles as far as they are known, and when they were counted.
         self._bytes, self._counted_s = 0, 0.0
-        try:
-            self._path.mkdir(mode=_OWNER_ONLY, parents=True, exist_ok=True)
-            self.key = read_key(Path(key_file)) if key_file else make_key(self._path)
-        except OSError as error:
-            raise ConfigError(f"--record-path {path}: {error.strerror}") from None
 
-    def keep(self, bundle: Bundle) -> None:
-        """Writes a bundle. Raises ConfigError for one that is too large, and OSError."""
-        raw, now = encode(bundle, self.key), time.time()
+    def keep(self, bundle_id: str, raw: bytes) -> None:
+        """Writes an encoded bundle. Raises ConfigError for one that is too large, and OSError."""
+        now = time.time()
         if len(raw) > self._max_bytes:
-            raise ConfigError(f"the bundle {bundle.id} has {len(raw)} bytes, more than --record-bytes")
+            raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than --record-bytes")
         if self._bytes + len(raw) > self._max_bytes or now - self._counted_s > LOOK_EVERY_S:
             self._make_room(len(raw), now)
-        write(self._path, bundle.id, raw)
+        write(self._path, bundle_id, raw)
         self._bytes += len(raw)
+
+    def listed(self) -> list[tuple[str, int]]:
+        """Returns the ids of all bundles and how many bytes they have, the newest first."""
+        return [(path.stem, about.st_size) for path, about in self._files(".json")]
+
+    def read(self, bundle_id: str) -> bytes:
+        """Returns an encoded bundle; b"" for one that is not there any more."""
+        path = self._path / f"{bundle_id}.json"
+        return read_file(path) if path.exists() else b""
 
     def _make_room(self, size_bytes: int, now: float) -> None:
         """Removes old bundles, and more of them, the oldest first, until there is room for ``size_bytes`` more."""
-        found = listed(self._path, ".json", ".part")
+        found = self._files(".json", ".part")
         self._bytes, self._counted_s = sum(about.st_size for _, about in found), now
         for path, about in reversed(found):
             is_part, age_s = path.suffix == ".part", now - about.st_mtime
@@ -61,3 +72,45 @@ class RecordFolder:
                 continue
             path.unlink(missing_ok=True)
             self._bytes -= about.st_size
+
+    def _files(self, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
+        """Returns the folder's files with these suffixes, the newest first."""
+        found = []
+        try:
+            with os.scandir(self._path) as entries:
+                for one in entries:
+                    # A gateway may remove a bundle meanwhile.
+                    with contextlib.suppress(FileNotFoundError):
+                        if one.name.endswith(suffixes):
+                            found.append((self._path / one.name, one.stat()))
+        except OSError as error:
+            raise ConfigError(f"--record-path {self._path}: {error.strerror}") from None
+        return sorted(found, key=lambda one: one[1].st_mtime_ns, reverse=True)
+
+
+def write(folder: Path, bundle_id: str, raw: bytes) -> None:
+    """Writes an encoded bundle into its file, whole or not at all, for this user alone. Raises OSError."""
+    part = folder / f"{bundle_id}.part"
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
+            file.write(raw)
+        os.replace(part, folder / f"{bundle_id}.json")
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def make_key(folder: Path) -> bytes:
+    """Returns the key in ``folder``, which is made where it is missing. Gateways that share a folder get the same
+    one. Raises ConfigError."""
+    path, part = folder / KEY_FILE, folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
+    try:
+        if not path.exists():
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as file:
+                file.write(secrets.token_hex(32))
+            # A link is made whole or not at all, and never over the key of another gateway.
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)
+            part.unlink()
+    except OSError as error:
+        raise ConfigError(f"--record-path {folder}: {error.strerror}") from None
+    return read_key(path)

@@ -17,15 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from msgspec import convert
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags
-from pillion.errors import Cancelled, InvalidRequest
+from pillion.errors import Cancelled, ConfigError, InvalidRequest
 from pillion.gateway.admission.turns import AdmissionPermit
-from pillion.gateway.recorder.record_folder import RecordFolder
+from pillion.gateway.recorder.record_folder import make_key
+from pillion.gateway.recorder.record_store import REDIS, open_records
 from pillion.gateway.recorder.story import AnswerLog, Story, described
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.request_telemetry import operation_of
@@ -40,7 +42,9 @@ from pillion.records.bundle import (
     BundleWorker,
     Content,
     Reason,
+    encode,
     hidden,
+    read_key,
 )
 
 log = logging.getLogger("pillion.gateway.recorder")
@@ -72,8 +76,10 @@ class Recorder:
 
     def __init__(self, flags: GatewayFlags) -> None:
         self._flags = flags
-        keep_s = flags.record_days * DAY_S
-        self._folder = RecordFolder(flags.record_path, flags.record_key_file, flags.record_bytes, keep_s)
+        self._open = contextlib.ExitStack()
+        kept = open_records(flags.record_path, flags.redis_url, flags.record_bytes, flags.record_days * DAY_S)
+        self._records = self._open.enter_context(kept)
+        self._key = _own_key(flags)
         self.counts: Counter[str] = Counter()
         # These count, for the minute that runs, the records that each tenant has caused.
         self._minute, self._caused = 0, Counter[str]()
@@ -160,20 +166,31 @@ class Recorder:
         return self._caused[tenant] <= TENANT_RECORDS_PER_MINUTE
 
     def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            story, reason = job
-            try:
-                self._folder.keep(bundle_of(story, reason, self._flags, self._folder.key))
-            except Exception as error:
-                if not self.counts[UNWRITTEN]:
-                    # A disk that is full would fill the log, too.
-                    log.warning(
-                        "request %s and maybe others are not recorded", story.admitted.request_id, exc_info=error
-                    )
-                self.counts[UNWRITTEN] += 1
-            else:
-                self.counts[reason] += 1
-                log.info("request %s is recorded as %s: %s", story.admitted.request_id, story.id, reason)
+        with self._open:
+            while (job := self._jobs.get()) is not None:
+                self._write(*job)
+
+    def _write(self, story: Story, reason: Reason) -> None:
+        label = story.admitted.request_id
+        try:
+            self._records.keep(story.id, encode(bundle_of(story, reason, self._flags, self._key), self._key))
+        except Exception as error:
+            if not self.counts[UNWRITTEN]:
+                # A disk that is full, or a Redis that is away, would fill the log, too.
+                log.warning("request %s and maybe others are not recorded", label, exc_info=error)
+            self.counts[UNWRITTEN] += 1
+        else:
+            self.counts[reason] += 1
+            log.info("request %s is recorded as %s: %s", label, story.id, reason)
+
+
+def _own_key(flags: GatewayFlags) -> bytes:
+    """Returns the key by which the gateway signs. Raises ConfigError."""
+    if flags.record_key_file:
+        return read_key(Path(flags.record_key_file))
+    if flags.record_path == REDIS:
+        raise ConfigError(f"--record-path {REDIS} needs --record-key-file, the same key for all gateways")
+    return make_key(Path(flags.record_path))
 
 
 def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> Bundle:

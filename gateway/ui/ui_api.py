@@ -8,6 +8,7 @@ port alone, is framed by nobody, sends no form and writes no HTML from text (Tru
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.recorder.record_store import key_at, open_records
 from pillion.gateway.ui.cluster_picture import ClusterPicture
-from pillion.records.bundle import key_for, listed, read
+from pillion.records.bundle import decode
 from pillion.records.explanation import explained
 
 FOLDER = Path(__file__).parent / "page"
@@ -67,20 +69,22 @@ def read_files() -> dict[str, tuple[bytes, bytes]]:
     }
 
 
-def newest_stories(folder: str, key_file: str) -> bytes:
-    """Returns the stories of a folder's newest bundles as JSON, the newest first. It blocks. Raises ConfigError."""
+def newest_stories(path: str, key_file: str, redis_url: str = "") -> bytes:
+    """Returns the stories of the newest bundles at a --record-path as JSON, the newest first. It blocks. Raises
+    ConfigError, and Unavailable where Redis does not answer."""
     stories: list[bytes] = []
-    for path, about in listed(Path(folder))[:NEWEST_STORIES]:
-        try:
-            if about.st_size > MAX_TOLD_BUNDLE_BYTES:
-                raise ConfigError("This bundle is too large for this page, but not for pillion explain.")
-            story = explained(*read(path, key_for(path, key_file)))
-        except ConfigError as error:
-            story = {"title": path.stem, "phases": [], "sentences": [error.message]}
-        told = msgspec.json.encode(story)
-        if sum(map(len, stories)) + len(told) > MAX_STORIES_BYTES:
-            break
-        stories.append(told)
+    with open_records(path, redis_url) as records:
+        for bundle_id, size_bytes in itertools.islice(records.listed(), NEWEST_STORIES):
+            try:
+                if size_bytes > MAX_TOLD_BUNDLE_BYTES:
+                    raise ConfigError("This bundle is too large for this page, but not for pillion explain.")
+                story = explained(*decode(records.read(bundle_id), bundle_id, key_at(path, key_file)))
+            except ConfigError as error:
+                story = {"title": bundle_id, "phases": [], "sentences": [error.message]}
+            told = msgspec.json.encode(story)
+            if sum(map(len, stories)) + len(told) > MAX_STORIES_BYTES:
+                break
+            stories.append(told)
     return b'{"stories":[' + b",".join(stories) + b"]}"
 
 
@@ -103,7 +107,7 @@ class UiApi:
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
-        self._records = flags.record_path, flags.record_key_file
+        self._records = flags.record_path, flags.record_key_file, flags.redis_url
         self._reading = asyncio.Lock()
         self._picture = ClusterPicture(gateway.cluster.gateway_id)
         self._files = read_files()

@@ -27,6 +27,8 @@ NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
 # This key has the names of adapters, which all gateways share.
 ADAPTERS = PREFIX + b"adapters"
+# These hold the recorder's bundles, and their ids with the times (lua/record_keep.lua).
+RECORDS = (PREFIX + b"{records}:bundles", PREFIX + b"{records}:times")
 
 # Keys that begin like this hold token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"

@@ -10,6 +10,7 @@ from lab.testbed.random_adapter import random_adapter_folder
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import AsyncClient
 from pillion.engine.models.config_parser import load_config
+from pillion.gateway.recorder.record_store import read_named
 from pillion.records.replay import run_replay
 from pillion.types import SAMPLING_OPTIONS, StructuredOutputs
 
@@ -75,6 +76,7 @@ async def bundles_of(folder: pathlib.Path, count: int) -> list[pathlib.Path]:
 async def replayed(path: pathlib.Path, target: str, **more: Any) -> tuple[int, list[str]]:
     """Replays a bundle; returns the exit status and the lines. Raises ConfigError."""
     lines: list[str] = []
-    asked: dict[str, Any] = {"model": "", "any_model": False, "plan": "", "key_file": "", **more}
-    status = await run_replay(path, {"target": target}, say=lines.append, **asked)
+    asked: dict[str, Any] = {"model": "", "any_model": False, "plan": "", **more}
+    bundle, verified = read_named(str(path), "", "")
+    status = await run_replay(bundle, verified, {"target": target}, say=lines.append, **asked)
     return status, lines

@@ -9,6 +9,7 @@
     bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
     events_command.py    events
     drill_command.py     drill; the drill itself is :mod:`pillion.drill`
+    explain_command.py   explain; replay_commands.py has replay and canary
     certs.py, keys.py    certificates for development, API keys
     adapters_command.py  adapters
     cache_command.py     cache

@@ -21,13 +21,13 @@ from pillion.cli.cache_command import cache
 from pillion.cli.console import fail
 from pillion.cli.drill_command import drill
 from pillion.cli.events_command import events
+from pillion.cli.explain_command import explain
 from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, gone_option, option, option_name, options
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
+from pillion.cli.replay_commands import canary, replay
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
-from pillion.records.explain_command import explain
-from pillion.records.replay_commands import canary, replay
 from pillion.types import SAMPLING_OPTIONS
 
 EXIT_FAILED = 1

@@ -134,7 +134,7 @@ RECORDED = _counter(
     "pillion.recorded_requests",
     "{request}",
     "Requests whose bundle was written (--record-path): failed, slow, asked or share; and those that have none: lost"
-    " (too many at once), unwritten (the disk), over (too many of a tenant).",
+    " (too many at once), unwritten (the disk, Redis), over (too many of a tenant).",
     "reason",
 )
 

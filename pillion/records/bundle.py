@@ -10,11 +10,7 @@ as it is (``full``), as an HMAC by the same key, by which equals are found (``ha
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import os
-import re
-import secrets
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +26,6 @@ KEY_FILE = "record.key"
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 4096
 # Upper bounds of a histogram of times between tokens, in milliseconds; one more bucket counts longer ones.
 GAP_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
-
-_ID = re.compile(r"[0-9a-f]{24}")
-_OWNER_ONLY = 0o600
 
 Reason = Literal["failed", "slow", "asked", "share"]
 Content = Literal["none", "hash", "full"]
@@ -209,82 +202,37 @@ def encode(bundle: Bundle, key: bytes) -> bytes:
     return raw
 
 
-def write(folder: Path, bundle_id: str, raw: bytes) -> None:
-    """Writes an encoded bundle into its file, whole or not at all, for this user alone. Raises OSError."""
-    part = folder / f"{bundle_id}.part"
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
-            file.write(raw)
-        os.replace(part, folder / f"{bundle_id}.json")
-    finally:
-        part.unlink(missing_ok=True)
+def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
+    """Returns the bundle that is encoded in ``raw``, and whether its HMAC was verified: it is not without a key.
 
-
-def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
-    """Reads a bundle's file. Returns the bundle, and whether its HMAC was verified: it is not without a key.
-
-    Raises ConfigError for a file that cannot be read, is too large or no bundle, or whose HMAC is wrong.
+    Raises ConfigError, which calls it ``name``, for what is too large or no bundle, or whose HMAC is wrong.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BUNDLE_BYTES + 1)
         fields = msgspec.json.decode(raw) if len(raw) <= MAX_BUNDLE_BYTES else {}
         found = fields.get("format") if isinstance(fields, dict) else None
         if found != FORMAT:
             size = f"larger than {MAX_BUNDLE_BYTES} bytes" if len(raw) > MAX_BUNDLE_BYTES else str(found)[:20]
-            raise ConfigError(f"{path} is no bundle of format {FORMAT}, but {size}")
+            raise ConfigError(f"{name} is no bundle of format {FORMAT}, but {size}")
         mac = fields.pop("mac", "")
         if key is not None and not hmac.compare_digest(_mac(key, fields).encode(), str(mac).encode()):
-            raise ConfigError(f"{path} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
+            raise ConfigError(f"{name} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
         return msgspec.convert({**fields, "mac": str(mac)}, Bundle, str_keys=True), key is not None
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name} is no bundle: {str(error)[:200]}") from None
+
+
+def read_file(path: Path) -> bytes:
+    """Reads a bundle's file, or what is too large to be one. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BUNDLE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is no bundle: {str(error)[:200]}") from None
 
 
-def find(name: str, folder: str) -> Path:
-    """Returns the file of a bundle that a person names: by its path or, where ``folder`` is --record-path, by its id or
-    the request's label, of which the newest one is taken. Raises ConfigError."""
-    if not folder or Path(name).is_file():
-        return Path(name)
-    if _ID.fullmatch(name) and (path := Path(folder) / f"{name}.json").exists():
-        return path
-    # The ids in OpenAI's answers, such as chatcmpl-..., end as the label does that the gateway makes.
-    labels = {name, f"req-{name.rpartition('-')[2]}"}
-    wanted = [b'"label":' + msgspec.json.encode(label) for label in labels]
-    for path, _ in listed(Path(folder)):
-        # A gateway may remove a bundle meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            raw = path.read_bytes()
-            if any(label in raw for label in wanted):
-                return path
-    raise ConfigError(f"no bundle in {folder} is of the request {name!r}")
-
-
-def listed(folder: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
-    """Returns a folder's files with these ``suffixes``, by default its bundles, the newest first. Raises ConfigError
-    where it cannot be read."""
-    found = []
-    try:
-        with os.scandir(folder) as entries:
-            for one in entries:
-                # A gateway may remove a bundle meanwhile.
-                with contextlib.suppress(FileNotFoundError):
-                    if one.name.endswith(suffixes or ".json"):
-                        found.append((folder / one.name, one.stat()))
-    except OSError as error:
-        raise ConfigError(f"--record-path {folder}: {error.strerror}") from None
-    return sorted(found, key=lambda one: one[1].st_mtime_ns, reverse=True)
-
-
-def key_for(path: Path, key_file: str) -> bytes | None:
-    """Returns the key of a bundle's deployment: that of ``key_file`` or, where that is "", the one beside the bundle;
-    None where there is none. Raises ConfigError for a key file that cannot be used."""
-    if key_file:
-        return read_key(Path(key_file))
-    beside = path.parent / KEY_FILE
-    return read_key(beside) if beside.exists() else None
+def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
+    """Reads a bundle's file, as :func:`decode` does. Raises ConfigError."""
+    return decode(read_file(path), str(path), key)
 
 
 def read_key(path: Path) -> bytes:
@@ -297,22 +245,6 @@ def read_key(path: Path) -> bytes:
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ConfigError(f"--record-key-file {path}: a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes")
     return key
-
-
-def make_key(folder: Path) -> bytes:
-    """Returns the key in ``folder``, which is made where it is missing. Gateways that share a folder get the same one.
-    Raises ConfigError, and OSError."""
-    path, part = folder / KEY_FILE, folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
-    if not path.exists():
-        try:
-            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as file:
-                file.write(secrets.token_hex(32))
-            # A link is made whole or not at all, and never over the key of another gateway.
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    return read_key(path)
 
 
 def _mac(key: bytes, fields: dict[str, Any]) -> str:

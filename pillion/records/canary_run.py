@@ -1,18 +1,19 @@
-"""Follows a folder of bundles and replays some of them at the next version: `pillion canary`."""
+"""Follows the bundles of gateways and replays some of them at the next version: `pillion canary`."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pillion import errors
 from pillion.observability.metrics_file import GaugeSeries, gauge_page, write_whole
-from pillion.records.bundle import Bundle, key_for, listed, read
+from pillion.records.bundle import Bundle, decode
 from pillion.records.canary import CanaryOutcome, CanaryTally, TokenPace, is_in_share
 from pillion.records.comparison import first_difference, logprob_distance
 from pillion.records.replay import LABEL, model_of, refuse, request_of
@@ -23,8 +24,8 @@ from pillion.types import ModelInfo
 PROMOTE, STOP, UNDECIDED = 0, 1, 2
 # The most that one replay may take.
 REPLAY_TIMEOUT_S = 600.0
-# The folder is looked at so often.
-FOLLOW_INTERVAL_S = 0.5
+# New bundles are looked for so often, among so many of the newest.
+FOLLOW_INTERVAL_S, FOLLOWED_BUNDLES = 0.5, 1000
 # A target that takes so many replays in a row not at all ends the canary: it says nothing of the next version.
 MAX_UNTAKEN = 50
 # After a refusal for load the target gets a pause of so long.
@@ -33,10 +34,11 @@ RETRY_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Canary:
-    """Replays bundles of a folder at one target until the rule of a tally decides.
+    """Replays bundles at one target until the rule of a tally decides.
 
     Attributes:
-        folder: the gateways' --record-path.
+        listed, read: return ids and sizes of the gateways' bundles, the newest first, and an encoded one; they block.
+        key: the deployment's key; None: bundles are not verified.
         reach: the arguments of :class:`pillion.AsyncClient` for the target.
         tally: counts what came of the replays.
         say: prints a line.
@@ -45,12 +47,13 @@ class Canary:
         concurrency: the most replays at once.
         tokens_per_s: the most tokens of prompts and answers a second.
         existing: replay the bundles that are there, and end; else those that are written from now on.
-        key_file: the deployment's key; "": the one in the folder.
         metrics_file: gets the figures for Prometheus after each replay; None: nowhere.
         left_out: how many bundles were not replayed, by the reason.
     """
 
-    folder: Path
+    listed: Callable[[], Iterable[tuple[str, int]]]
+    read: Callable[[str], bytes]
+    key: bytes | None
     reach: dict[str, Any]
     tally: CanaryTally
     say: Callable[[str], None]
@@ -59,7 +62,6 @@ class Canary:
     concurrency: int = 1
     tokens_per_s: float = 100.0
     existing: bool = False
-    key_file: str = ""
     metrics_file: Path | None = None
     left_out: Counter[str] = field(default_factory=Counter)
     _models: list[ModelInfo] = field(default_factory=list)
@@ -89,26 +91,35 @@ class Canary:
 
     async def _bundles(self) -> AsyncIterator[Bundle]:
         """Yields the bundles to replay, as they are written, until the rule has decided."""
-        seen = set() if self.existing else {path for path, _ in listed(self.folder)}
+        seen = set() if self.existing else set(await asyncio.to_thread(self._newest))
         while self.tally.verdict() is None:
-            paths = [path for path, _ in reversed(listed(self.folder))]
-            for path in paths:
-                if path not in seen and self.tally.verdict() is None:
-                    bundle = await asyncio.to_thread(self._wanted, path)
-                    if bundle is not None:
-                        yield bundle
-            # The recorder takes old bundles away, so what is remembered is bounded by what the folder may hold.
-            seen = set(paths)
+            try:
+                ids = await asyncio.to_thread(self._newest)
+                seen.intersection_update(ids)
+                for bundle_id in reversed(ids):
+                    if bundle_id not in seen and self.tally.verdict() is None:
+                        bundle = await asyncio.to_thread(self._wanted, bundle_id)
+                        seen.add(bundle_id)
+                        if bundle is not None:
+                            yield bundle
+            except errors.Unavailable:
+                # Redis comes back.
+                if self.existing:
+                    raise
             if self.existing:
                 return
             await asyncio.sleep(FOLLOW_INTERVAL_S)
 
-    def _wanted(self, path: Path) -> Bundle | None:
+    def _newest(self) -> list[str]:
+        """Returns the ids of the bundles among which new ones are looked for, the newest first."""
+        return [one for one, _ in itertools.islice(self.listed(), None if self.existing else FOLLOWED_BUNDLES)]
+
+    def _wanted(self, bundle_id: str) -> Bundle | None:
         """Reads a bundle; None for one that is not to be replayed, or was taken away."""
-        if not is_in_share(path.stem, self.share) or not path.exists():
+        if not is_in_share(bundle_id, self.share) or not (raw := self.read(bundle_id)):
             return None
         try:
-            bundle, _ = read(path, key_for(path, self.key_file))
+            bundle, _ = decode(raw, bundle_id, self.key)
             refuse(bundle)
             model_of(bundle, self._models, self.model, any_model=True)
         except errors.ConfigError as error:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.records.bundle import Bundle, BundleModel, key_for, read
+from pillion.records.bundle import Bundle, BundleModel
 from pillion.records.comparison import first_difference
 from pillion.records.replay_client import Replayed, replay_client
 from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
@@ -26,22 +25,26 @@ LABEL = "replay-"
 
 
 async def run_replay(
-    path: Path, reach: dict[str, Any], model: str, any_model: bool, plan: str, key_file: str, say: Callable[[str], None]
+    bundle: Bundle,
+    verified: bool,
+    reach: dict[str, Any],
+    model: str,
+    any_model: bool,
+    plan: str,
+    say: Callable[[str], None],
 ) -> int:
     """Replays one bundle and says how that went; its last line says whether the answers are equal. Returns EQUAL or
     DIFFERS.
 
     Args:
-        path: the bundle's file.
+        verified: whether the bundle's HMAC was.
         reach: the arguments of :class:`pillion.AsyncClient`.
         model: what the target calls the model; "": it is found by its weights, or else by its name.
         any_model: whether other weights than the recorded ones may be used.
         plan: what the target's planner may not choose; "": it is free.
-        key_file: the deployment's key; "": the one beside the bundle.
 
     Raises ConfigError where it cannot be replayed, and PillionError where the target does not answer.
     """
-    bundle, verified = read(path, key_for(path, key_file))
     refuse(bundle)
     say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
     async with replay_client(**reach, plan=plan) as client:

@@ -45,6 +45,7 @@ SECURED = {
         "tls": {"existingSecret": "edge", "clientCertificates": True},
         "apiKeys": {"existingSecret": "keys"},
         "batches": {"existingClaim": "batches"},
+        "records": {"existingSecret": "records"},
         "allowFrom": [{"namespaceSelector": {}}],
     },
 }
@@ -335,6 +336,17 @@ def test_batches_are_kept_in_a_claim() -> None:
     (name,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == path]
     assert next(one for one in pod["volumes"] if one["name"] == name)["persistentVolumeClaim"] == {"claimName": "mine"}
     assert "PILLION_BATCH_PATH" not in str(gateway({}))
+
+
+def test_gateways_sign_the_bundles_in_redis_by_one_key() -> None:
+    pod = pod_of(of_kind(render({"gateway": {"records": {"existingSecret": "mine"}}}), "Deployment", "gateway"))
+    (container,) = pod["containers"]
+    told = environment(container)
+    assert told["PILLION_RECORD_PATH"] == "redis"
+    folder = told["PILLION_RECORD_KEY_FILE"].removesuffix("/record.key")
+    (name,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+    assert next(one for one in pod["volumes"] if one["name"] == name)["secret"]["secretName"] == "mine"
+    assert "RECORD" not in str(render())
 
 
 def test_scaling() -> None:

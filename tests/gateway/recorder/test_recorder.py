@@ -23,10 +23,11 @@ from pillion.errors import ConfigError
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.recorder import recorder as recorders
 from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
+from pillion.gateway.recorder.record_store import read_named
 from pillion.gateway.request.validation import RECORD_HEADER
 from pillion.net import rpc
 from pillion.observability import metric_catalog as names
-from pillion.records.bundle import KEY_FILE, Bundle, encode, find, hidden, read, read_key
+from pillion.records.bundle import KEY_FILE, Bundle, encode, hidden, read, read_key
 from pillion.types import AnswerSoFar, FinishReason, Resume, SamplingParams
 from pillion.v1.gateway_pb2_grpc import GatewayStub
 from pillion.wire.public import origin_from_pb
@@ -157,7 +158,7 @@ async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: py
         (bundle,) = await recorded(tmp_path)
         # The file has the server's id, whatever the client calls its request.
         assert (bundle.reason, bundle.request.label) == ("asked", kept.headers["x-request-id"])
-        assert files(tmp_path) == [find("../../mine", str(tmp_path))]
+        assert files(tmp_path) == [tmp_path / f"{read_named('../../mine', str(tmp_path), '')[0].id}.json"]
         # A tenant has so many for each minute.
         await call(address, "/v1/completions", asked, {RECORD_HEADER: "1"})
         fakes.decode.refusals = [(13, False)]
@@ -219,10 +220,10 @@ async def test_nobody_waits_for_a_folder_that_takes_nothing(
     held, keep = threading.Event(), RecordFolder.keep
     begun = threading.Event()
 
-    def held_up(folder: RecordFolder, bundle: Bundle) -> None:
+    def held_up(folder: RecordFolder, bundle_id: str, raw: bytes) -> None:
         begun.set()
         held.wait()
-        keep(folder, bundle)
+        keep(folder, bundle_id, raw)
 
     monkeypatch.setattr(RecordFolder, "keep", held_up)
     async with recording(tmp_path, record_share=1.0) as fakes:
@@ -240,16 +241,15 @@ async def test_nobody_waits_for_a_folder_that_takes_nothing(
 
 
 def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
-    folder = RecordFolder(str(tmp_path), "", 2**20, 1000.0)
-    size = len(encode(bundle_of(), folder.key))
-    folder = RecordFolder(str(tmp_path), "", 3 * size + 10, 1000.0)
+    raw = encode(bundle_of(), b"k" * 32)
+    folder = RecordFolder(tmp_path, 3 * len(raw) + 10, 1000.0)
     ids = [f"{number:024x}" for number in range(6)]
 
     def there() -> list[int]:
         return [number for number, name in enumerate(ids) if (tmp_path / f"{name}.json").exists()]
 
     for number, name in enumerate(ids[:4]):
-        folder.keep(bundle_of(id=name))
+        folder.keep(name, raw)
         os.utime(tmp_path / f"{name}.json", (at := (tmp_path / f"{name}.json").stat().st_mtime - 900 + number, at))
     assert there() == [1, 2, 3]
     # What is too old goes with the next one that needs room, and a part that has lost its writer, too.
@@ -258,15 +258,19 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
         path = tmp_path / name
         path.touch()
         os.utime(path, (at := path.stat().st_mtime - age_s, at))
-    folder.keep(bundle_of(id=ids[4]))
+    folder.keep(ids[4], raw)
     assert (there(), sorted(path.name for path in tmp_path.glob("*.part"))) == ([3, 4], ["new.part"])
     with pytest.raises(ConfigError, match="more than --record-bytes"):
-        RecordFolder(str(tmp_path), "", 10, 1000.0).keep(bundle_of())
+        RecordFolder(tmp_path, 10, 1000.0).keep(ids[5], raw)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--record-path"):
-        RecordFolder(str(tmp_path / "file"), "", 2**20, 1.0)
-    with pytest.raises(ConfigError, match="--record-key-file"):
-        RecordFolder(str(tmp_path), str(tmp_path / "nowhere"), 2**20, 1.0)
+    for path, key_file, complaint in (
+        (str(tmp_path / "file"), "", "--record-path"),
+        (str(tmp_path), str(tmp_path / "nowhere"), "--record-key-file"),
+        ("redis", "", "needs --record-key-file"),
+    ):
+        flags = {"record_path": path, "record_key_file": key_file, "redis_url": "redis://127.0.0.1:1"}
+        with pytest.raises(ConfigError, match=complaint):
+            recorders.Recorder(GatewayFlags(model="toy", **flags))

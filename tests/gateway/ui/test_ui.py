@@ -12,15 +12,15 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from pillion.cli.explain_command import explain
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
+from pillion.gateway.recorder.record_folder import make_key, write
 from pillion.gateway.ui import ui_api
 from pillion.gateway.ui.ui_api import FOLDER, read_files
 from pillion.records import bundle as bundles
-from pillion.records.bundle import make_key
-from pillion.records.explain_command import explain
 from tests.gateway.recorder.test_recorder import recorded
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import running_fake_cluster
@@ -108,7 +108,7 @@ def test_stories_are_bounded_and_tell_what_cannot_be_told(
 ) -> None:
     key, names = make_key(tmp_path), [f"{number:024x}" for number in range(4)]
     for number, name in enumerate(names):
-        bundles.write(tmp_path, name, bundles.encode(bundle_of(id=name), b"k" * 32 if number == 1 else key))
+        write(tmp_path, name, bundles.encode(bundle_of(id=name), b"k" * 32 if number == 1 else key))
         os.utime(tmp_path / f"{name}.json", (number, number))
     (tmp_path / f"{names[2]}.json").write_bytes(b" " * 2**19)
     os.utime(tmp_path / f"{names[2]}.json", (2, 2))

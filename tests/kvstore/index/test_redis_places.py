@@ -34,7 +34,7 @@ from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found
 # What docs/index.md says that Pillion needs.
 ACL = (
     "~pillion:* -@all +evalsha +eval +hello +auth +ping +select +client +time +type +exists +get +set +del "
-    "+hget +hset +hdel +hexists +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore +pexpire"
+    "+hget +hset +hdel +hexists +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore +zrevrange +pexpire"
 )
 
 

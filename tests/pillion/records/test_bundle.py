@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pillion.cli.explain_command import explain
 from pillion.errors import ConfigError
+from pillion.gateway.recorder.record_folder import make_key, write
+from pillion.gateway.recorder.record_store import key_at, read_named
 from pillion.records import bundle as bundles
 from pillion.records.bundle import (
     KEY_FILE,
@@ -21,14 +24,9 @@ from pillion.records.bundle import (
     StoryEvent,
     TokenTimes,
     encode,
-    find,
     hidden,
-    key_for,
-    make_key,
     read,
-    write,
 )
-from pillion.records.explain_command import explain
 from pillion.types import ChatMessage, SamplingParams, StructuredOutputs, Timings, Tool, ToolOptions, Usage
 
 KEY = b"a key of the deployment"
@@ -136,13 +134,13 @@ def test_an_hmac_stands_for_one_value_of_one_field() -> None:
 
 def test_gateways_of_one_folder_make_one_key(tmp_path: pathlib.Path) -> None:
     key = make_key(tmp_path)
-    assert make_key(tmp_path) == key == key_for(tmp_path / f"{NAME}.json", "")
+    assert make_key(tmp_path) == key == key_at(str(tmp_path), "")
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
     (tmp_path / "short").write_text(" secret \n")
     with pytest.raises(ConfigError, match="16 to"):
-        key_for(tmp_path, str(tmp_path / "short"))
-    assert key_for(tmp_path / "elsewhere" / "x.json", "") is None
+        key_at(str(tmp_path), str(tmp_path / "short"))
+    assert key_at(str(tmp_path / "elsewhere"), "") is None
 
 
 def test_a_bundle_is_found_by_its_id_its_path_and_its_requests_label(tmp_path: pathlib.Path) -> None:
@@ -152,13 +150,12 @@ def test_a_bundle_is_found_by_its_id_its_path_and_its_requests_label(tmp_path: p
         raw["request"]["label"] = label
         write(tmp_path, name, json.dumps(raw, separators=(",", ":")).encode())
         os.utime(tmp_path / f"{name}.json", (1e9 - age_s, 1e9 - age_s))
-    folder = str(tmp_path)
-    assert find(NAME, folder).name == f"{NAME}.json"
-    assert find("mine", folder).name == f"{other}.json"
-    assert find(f"chatcmpl-{'b' * 24}", folder).name == f"{'a' * 24}.json"
-    assert find(str(tmp_path / f"{NAME}.json"), "") == tmp_path / f"{NAME}.json"
+    folder, file = str(tmp_path), str(tmp_path / f"{NAME}.json")
+    for name, path, found in ((NAME, folder, NAME), ("mine", folder, other), (file, "", NAME), (file, folder, NAME)):
+        assert read_named(name, path, "")[0].id == found
+    assert read_named(f"chatcmpl-{'b' * 24}", folder, "")[0].id == "a" * 24
     with pytest.raises(ConfigError, match="no bundle in"):
-        find("nobody", folder)
+        read_named("nobody", folder, "")
 
 
 def test_explain_prints_a_picture_and_sentences_or_json(tmp_path: pathlib.Path) -> None:

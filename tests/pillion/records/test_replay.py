@@ -21,6 +21,7 @@ from pillion import AsyncClient
 from pillion.engine.backends import host_backend
 from pillion.errors import ConfigError
 from pillion.gateway.admission.api_keys import hash_of, new_key
+from pillion.gateway.recorder.record_folder import RecordFolder, write
 from pillion.records import bundle as bundles
 from pillion.records.bundle import Bundle, BundleModel
 from pillion.records.canary import CanaryTally, parse_rule
@@ -129,7 +130,7 @@ async def test_what_cannot_be_replayed_is_said(
         ({"model": msgspec.structs.replace(bundle.model, asked="x", fingerprint="ab")}, "serves no model 'x'"),
     ):
         changed = msgspec.structs.replace(bundle, **changes)
-        bundles.write(tmp_path, changed.id, bundles.encode(changed, key))
+        write(tmp_path, changed.id, bundles.encode(changed, key))
         with pytest.raises(ConfigError, match=words):
             await replayed(alone, target)
 
@@ -140,7 +141,9 @@ async def canary(
     lines: list[str] = []
     tally = CanaryTally(parse_rule(rule), more.pop("wanted", len(KINDS)))
     run = Canary(
-        folder=recorded,
+        listed=RecordFolder(recorded).listed,
+        read=RecordFolder(recorded).read,
+        key=bundles.read_key(recorded / bundles.KEY_FILE),
         reach={"target": target},
         tally=tally,
         say=lines.append,

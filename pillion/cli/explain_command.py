@@ -12,7 +12,13 @@ from pillion.cli.flags import FlagCommand, option, options
 
 # These options say where bundles are, and by which key they are signed, for each command that reads them.
 reads_bundles = options(
-    option("--record-path", "Folder in which the gateway keeps bundles.", "", envvar="PILLION_RECORD_PATH"),
+    option(
+        "--record-path",
+        "Folder in which the gateway keeps bundles, or redis: the one of --redis-url.",
+        "",
+        envvar="PILLION_RECORD_PATH",
+    ),
+    option("--redis-url", "The cluster's Redis.", "", envvar="PILLION_REDIS_URL"),
     option(
         "--record-key-file",
         "File with the deployment's key. Default: record.key beside the bundle; without a key it is unverified.",
@@ -26,16 +32,15 @@ reads_bundles = options(
 @click.argument("bundle", metavar="ID|FILE")
 @option("--json as_json", "Print JSON.", False, is_flag=True)
 @reads_bundles
-def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str) -> None:
+def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str, redis_url: str) -> None:
     """Explain where the time of a recorded request went.
 
     ID is a bundle's id, or the id by which the client knows the request, and is looked for in --record-path.
     """
-    from pillion.records.bundle import find, key_for, read
+    from pillion.gateway.recorder.record_store import read_named
     from pillion.records.explanation import explained, picture
 
-    path = find(bundle, record_path)
-    found, verified = read(path, key_for(path, record_key_file))
+    found, verified = read_named(bundle, record_path, record_key_file, redis_url)
     told = explained(found, verified)
     if as_json:
         click.echo(json.dumps(told, indent=2))

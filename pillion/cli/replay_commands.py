@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from pillion.cli.explain_command import reads_bundles
 from pillion.cli.flags import FlagCommand, option
 from pillion.cli.reach import pop_reach, talks_to_gateway
 from pillion.errors import ConfigError, PillionError
-from pillion.records.explain_command import reads_bundles
 
 TABLE_WIDTH = 110
 PATH = click.Path(path_type=Path)
@@ -41,18 +41,25 @@ def decided(run: Coroutine[Any, Any, int]) -> int:
 )
 @talks_to_gateway
 def replay(
-    bundle: str, record_path: str, record_key_file: str, model: str, any_model: bool, plan: str, **values: Any
+    bundle: str,
+    record_path: str,
+    record_key_file: str,
+    redis_url: str,
+    model: str,
+    any_model: bool,
+    plan: str,
+    **values: Any,
 ) -> int:
     """Run a recorded request again, and compare the answers.
 
     BUNDLE is a bundle's file, or its id with --record-path. The exit status is 0 where the answers are equal; 1 where
     they differ, with the first position on the last line; and 2 where the bundle could not be replayed.
     """
-    from pillion.records.bundle import find
+    from pillion.gateway.recorder.record_store import read_named
     from pillion.records.replay import run_replay
 
-    path, reach = find(bundle, record_path), pop_reach(values)
-    return decided(run_replay(path, reach, model, any_model, plan, record_key_file, click.echo))
+    found, verified = read_named(bundle, record_path, record_key_file, redis_url)
+    return decided(run_replay(found, verified, pop_reach(values), model, any_model, plan, click.echo))
 
 
 @click.command(cls=FlagCommand)
@@ -71,26 +78,30 @@ def replay(
 @option("--existing", "Replay the bundles that are there and end, in place of those to come.", False, is_flag=True)
 @option("--metrics-file", "Write the figures there for Prometheus.", None, type=PATH, metavar="PATH")
 @talks_to_gateway
-def canary(record_path: str, record_key_file: str, rule: str, requests: int, **values: Any) -> int:
+def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, requests: int, **values: Any) -> int:
     """Replay live requests at the next version, and decide.
 
-    It follows the folder of a gateway with --record-content full, and replays what is written there at --target, after
+    It follows the bundles of gateways with --record-content full, and replays those that come at --target, after
     all other requests. The exit status is 0 to promote, 1 to stop, and 2 where it could not decide.
     """
     from rich import box
     from rich.table import Table
 
     from pillion.cli.console import table_console
+    from pillion.gateway.recorder.record_store import key_at, open_records
     from pillion.records.canary import CanaryTally, parse_rule
     from pillion.records.canary_run import Canary, table_rows
 
     if not record_path:
-        raise ConfigError("--record-path is the folder of the bundles that are replayed")
+        raise ConfigError("--record-path says where the bundles are that are replayed")
     reach, tally = pop_reach(values), CanaryTally(parse_rule(rule), requests)
-    folder = Path(record_path)
-    run = Canary(folder=folder, reach=reach, tally=tally, say=click.echo, key_file=record_key_file, **values)
+    key = key_at(record_path, record_key_file)
     try:
-        return decided(run.run())
+        with open_records(record_path, redis_url) as records:
+            run = Canary(
+                listed=records.listed, read=records.read, key=key, reach=reach, tally=tally, say=click.echo, **values
+            )
+            return decided(run.run())
     finally:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for title in ("model", "kind", "replayed", "equal", "differ", "prompt", "error", "first", "distance", "time"):

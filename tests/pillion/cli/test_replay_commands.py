@@ -8,7 +8,8 @@ import pytest
 
 from lab.testbed.ports import free_port
 from pillion.cli.app import main
-from pillion.records.bundle import encode, write
+from pillion.gateway.recorder.record_folder import write
+from pillion.records.bundle import encode
 from tests.pillion.records.test_bundle import bundle_of
 
 

@@ -1,0 +1,67 @@
+"""Finds bundles where --record-path says: in a folder, or in the Redis of the cluster. All functions block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from pillion.errors import ConfigError
+from pillion.gateway.recorder.record_folder import RecordFolder
+from pillion.gateway.recorder.record_redis import RecordRedis
+from pillion.records.bundle import KEY_FILE, Bundle, decode, read, read_key
+
+# With this --record-path bundles are kept in the Redis of --redis-url. A folder of this name is ./redis.
+REDIS = "redis"
+
+_ID = re.compile(r"[0-9a-f]{24}")
+RecordStore = RecordFolder | RecordRedis
+
+
+@contextlib.contextmanager
+def open_records(path: str, redis_url: str, max_bytes: int = 0, keep_s: float = 0.0) -> Iterator[RecordStore]:
+    """Yields the bundles at a --record-path. Raises ConfigError."""
+    if path != REDIS:
+        yield RecordFolder(Path(path), max_bytes, keep_s)
+        return
+    if not redis_url:
+        raise ConfigError(f"--record-path {REDIS} needs --redis-url")
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        records = RecordRedis(runner, redis_url, max_bytes, keep_s)
+        try:
+            yield records
+        finally:
+            runner.run(records.aclose())
+
+
+def key_at(path: str, key_file: str) -> bytes | None:
+    """Returns the key of a deployment's bundles: that of ``key_file`` or, where that is "", the one in the folder
+    ``path``; None where there is none. Raises ConfigError for a key file that cannot be used."""
+    beside = Path(path) / KEY_FILE
+    if key_file:
+        return read_key(Path(key_file))
+    return read_key(beside) if path != REDIS and beside.exists() else None
+
+
+def read_named(name: str, path: str, key_file: str, redis_url: str = "") -> tuple[Bundle, bool]:
+    """Returns a bundle that a person names, and whether it was verified: by its file or, where ``path`` is
+    --record-path, by its id or the request's label, of which the newest one is taken. Raises ConfigError."""
+    if not path or Path(name).is_file():
+        return read(Path(name), key_at(str(Path(name).parent), key_file))
+    with open_records(path, redis_url) as records:
+        raw = (_ID.fullmatch(name) and records.read(name)) or _labelled(records, name)
+    if not raw:
+        raise ConfigError(f"no bundle in {path} is of the request {name!r}")
+    return decode(raw, name, key_at(path, key_file))
+
+
+def _labelled(records: RecordStore, name: str) -> bytes:
+    # The ids in OpenAI's answers, such as chatcmpl-..., end as the label does that the gateway makes.
+    labels = {name, f"req-{name.rpartition('-')[2]}"}
+    wanted = [b'"label":' + msgspec.json.encode(label) for label in labels]
+    raws = (records.read(bundle_id) for bundle_id, _ in records.listed())
+    return next((raw for raw in raws if any(label in raw for label in wanted)), b"")
