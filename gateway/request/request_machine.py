@@ -55,9 +55,10 @@ exactly one terminal action.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
+from typing import ClassVar
 
 from msgspec import structs
 
@@ -104,6 +105,9 @@ class RequestState(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     DONE = "done"
+
+
+_LIVING = frozenset(RequestState) - {RequestState.DONE}
 
 
 @dataclass(eq=False)
@@ -177,55 +181,11 @@ class RequestMachine:
         if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
             # Nearly all events are of these kinds, so they are tested first.
             return self._decoding(event, now) if event.attempt == self.attempt else []
-        match event:
-            case ev.TicketGranted():
-                return self._granted(event, now)
-            case _ if self.state is RequestState.DONE:
-                return []
-            case ev.RequestCancelled():
-                return self._end(ev.Fail(Cancelled("the client went away")), now)
-            case ev.DeadlinePassed():
-                return self._end(ev.Fail(DeadlineExceeded("the request's deadline passed")), now)
-            case ev.StopStringFound():
-                del self.emitted[event.kept_tokens :]
-                return self._end(ev.Finish(FinishReason.STOP), now)
-            case ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.DECODING:
-                return self._decoding(event, now) if event.attempt == self.attempt else []
-            case ev.LeaderSubmitted() | ev.LeaderRetried() | ev.LeaderStarted():
-                return self._follow(event, now) if self.state is RequestState.FOLLOWING else []
-            case ev.AttemptEvent() if event.attempt != self.attempt:
-                return []
-            case ev.TokensSampled() | ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.FOLLOWING:
-                return self._following(event, now)
-            case ev.PlanMade() | ev.PlanFailed() if self.state is RequestState.PLANNING:
-                return self._planned(event, now)
-            case ev.TicketLost() if self.state is RequestState.PINNING:
-                return self._ticket_lost(event, now)
-            case ev.BlocksFetched() if self.state is RequestState.FETCHING:
-                return self._go_on(event.blocks, now)
-            case ev.TicketAdopted() | ev.DecodeLost() if self.state is RequestState.OPENING:
-                return self._opening(event, now)
-            case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() if self.state is RequestState.OPENING:
-                # A stream that sends tokens has adopted its ticket, although that event has not come.
-                self._opening(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
-                return self.handle(event, now)
-            case ev.ChunkAcked() | ev.PrefillEnded() | ev.PrefillLost() if self._prefill_open:
-                return self._prefilling(event, now)
-            case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() | ev.TicketAdopted() if (
-                self.state is RequestState.PREFILLING and self._stream_open
-            ):
-                self._timeline.complete(self._plan(), self._prompt_limit(), now)
-                self.state = RequestState.DECODING
-                return self.handle(event, now)
-            case ev.DecodeLost() if self.state is RequestState.PREFILLING and self._stream_open:
-                return self._lost_beside_prefill(event, now)
-            case ev.TicketAdopted() if self.state is RequestState.DECODING:
-                return self._release_ticket()
-            case ev.PromptScored() if self.state is RequestState.DECODING:
-                return self._scored(event)
-            case ev.AttemptSilent():
-                return self._silent(now)
-        return []
+        if isinstance(event, ev.TicketGranted):
+            return self._granted(event, now)
+        handler = self._HANDLERS.get((self.state, type(event)))
+        late = isinstance(event, ev.AttemptEvent) and event.attempt != self.attempt
+        return [] if handler is None or late else handler(self, event, now)
 
     def usage(self) -> Usage:
         """Counts the tokens of prompt and answer so far."""
@@ -237,7 +197,15 @@ class RequestMachine:
         """Says where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
         return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
-    # Each of the following methods handles events in one state.
+    # Each of the following methods handles events in the states that _HANDLERS names.
+
+    def _stopped(self, event: ev.RequestCancelled | ev.DeadlinePassed | ev.StopStringFound, now: float) -> list[Action]:
+        if isinstance(event, ev.RequestCancelled):
+            return self._end(ev.Fail(Cancelled("the client went away")), now)
+        if isinstance(event, ev.DeadlinePassed):
+            return self._end(ev.Fail(DeadlineExceeded("the request's deadline passed")), now)
+        del self.emitted[event.kept_tokens :]
+        return self._end(ev.Finish(FinishReason.STOP), now)
 
     def _follow(self, event: ev.LeaderSubmitted | ev.LeaderRetried | ev.LeaderStarted, now: float) -> list[Action]:
         if isinstance(event, ev.LeaderStarted):
@@ -294,6 +262,11 @@ class RequestMachine:
         self.held.settle(self.plan)
         return []
 
+    def _speaks_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
+        """Handles a stream that sends tokens: it has adopted its ticket, although that event has not come."""
+        self._opening(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
+        return self.handle(event, now)
+
     def _admitted(self, now: float) -> None:
         self._lost_tickets = 0
         self.held.begin(now)
@@ -328,6 +301,9 @@ class RequestMachine:
         self.state = RequestState.FETCHING
         return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
 
+    def _fetched(self, event: ev.BlocksFetched, now: float) -> list[Action]:
+        return self._go_on(event.blocks, now)
+
     def _go_on(self, blocks: int, now: float) -> list[Action]:
         """Plans the attempt anew with the first ``blocks`` blocks of the prompt cached, or with the pinned ones where
         they are more. Returns the actions that begin the prefill, the decode stream, or both."""
@@ -348,6 +324,8 @@ class RequestMachine:
         return [run_prefill, self._submit(self.plan.split_tokens // self.plan.block_size)]
 
     def _prefilling(self, event: ev.ChunkAcked | ev.PrefillEnded | ev.PrefillLost, now: float) -> list[Action]:
+        if not self._prefill_open:
+            return []
         plan, limit = self._plan(), self._prompt_limit()
         self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
@@ -372,9 +350,19 @@ class RequestMachine:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event, now)
 
+    def _speaks_beside_prefill(self, event: ev.AttemptEvent, now: float) -> list[Action]:
+        """Handles a stream that has begun before the prefill range's last acknowledgement has come."""
+        if not self._stream_open:
+            return []
+        self._timeline.complete(self._plan(), self._prompt_limit(), now)
+        self.state = RequestState.DECODING
+        return self.handle(event, now)
+
     def _lost_beside_prefill(self, event: ev.DecodeLost, now: float) -> list[Action]:
         """Handles a stream that is lost while its prefill range is computed, which goes on: the next attempt needs the
         same blocks."""
+        if not self._stream_open:
+            return []
         if not event.retryable:
             return self._decoding(event, now)
         self._avoid |= {self._plan().decode.component_id}
@@ -398,7 +386,10 @@ class RequestMachine:
             return self._end(ev.Finish(event.reason, event.vector), now, stream_over=True)
         return self._stream_lost(event, now, stream_over=True)
 
-    def _scored(self, event: ev.PromptScored) -> list[Action]:
+    def _adopted(self, event: ev.TicketAdopted, now: float) -> list[Action]:
+        return self._release_ticket()
+
+    def _scored(self, event: ev.PromptScored, now: float) -> list[Action]:
         logprobs = event.logprobs[: len(self.prompt) - 1 - self.scored_tokens]
         self.scored_tokens += len(logprobs)
         if logprobs:
@@ -418,9 +409,7 @@ class RequestMachine:
         self._avoid |= {self._plan().decode.component_id}
         return self._retry_or_fail(loss, now, stream_over)
 
-    def _silent(self, now: float) -> list[Action]:
-        if self.state is RequestState.FOLLOWING:
-            return []
+    def _silent(self, event: ev.AttemptSilent, now: float) -> list[Action]:
         error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
         loss = ev.DecodeLost(self.attempt, error, retryable=True)
         if self.state in (RequestState.OPENING, RequestState.DECODING):
@@ -524,6 +513,38 @@ class RequestMachine:
         if self.plan is None:
             raise Internal("the request has no plan in this state")
         return self.plan
+
+    # These handle an event in each state. Any other event comes late, as those of an earlier attempt do.
+    _HANDLERS: ClassVar[dict[tuple[RequestState, type[Event]], Callable[..., list[Action]]]] = {
+        (state, kind): handler
+        for states, handler, kinds in (
+            (_LIVING, _stopped, (ev.RequestCancelled, ev.DeadlinePassed, ev.StopStringFound)),
+            (_LIVING - {RequestState.FOLLOWING}, _silent, (ev.AttemptSilent,)),
+            ({RequestState.FOLLOWING}, _follow, (ev.LeaderSubmitted, ev.LeaderRetried, ev.LeaderStarted)),
+            ({RequestState.FOLLOWING}, _following, (ev.TokensSampled, ev.DecodeFinished, ev.DecodeLost)),
+            ({RequestState.PLANNING}, _planned, (ev.PlanMade, ev.PlanFailed)),
+            ({RequestState.OPENING}, _opening, (ev.TicketAdopted, ev.DecodeLost)),
+            ({RequestState.OPENING}, _speaks_in_opening, (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished)),
+            ({RequestState.PINNING}, _ticket_lost, (ev.TicketLost,)),
+            ({RequestState.FETCHING}, _fetched, (ev.BlocksFetched,)),
+            (
+                {RequestState.PREFILLING, RequestState.DECODING},
+                _prefilling,
+                (ev.ChunkAcked, ev.PrefillEnded, ev.PrefillLost),
+            ),
+            (
+                {RequestState.PREFILLING},
+                _speaks_beside_prefill,
+                (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished, ev.TicketAdopted),
+            ),
+            ({RequestState.PREFILLING}, _lost_beside_prefill, (ev.DecodeLost,)),
+            ({RequestState.DECODING}, _decoding, (ev.TokensSampled, ev.DecodeFinished, ev.DecodeLost)),
+            ({RequestState.DECODING}, _adopted, (ev.TicketAdopted,)),
+            ({RequestState.DECODING}, _scored, (ev.PromptScored,)),
+        )
+        for state in states
+        for kind in kinds
+    }
 
 
 @dataclass(slots=True, eq=False)
