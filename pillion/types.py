@@ -4,7 +4,7 @@ gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic
@@ -274,12 +274,25 @@ def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[Fiel
             yield FieldViolation(f"sampling.{name}", text)
         elif value is not None and option.allowed is not None and value not in option.allowed:
             yield FieldViolation(f"sampling.{name}", option.allowed.complaint(value))
-    yield from _allowed_violations(sampling.allowed_token_ids, vocab_size)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
-        count = f"{len(sampling.logit_bias)} tokens; at most {MAX_LOGIT_BIASES}"
-        yield FieldViolation("sampling.logit_bias", count)
+    if sampling.allowed_token_ids:
+        yield from _allowed_violations(sampling.allowed_token_ids, vocab_size)
+    if sampling.logit_bias:
+        yield from _bias_violations(sampling.logit_bias, vocab_size)
+
+
+def id_violations(field: str, token_ids: Sequence[int], vocab_size: int) -> Iterator[FieldViolation]:
+    """Yields the ids that are not of the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        for n, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {vocab_size})")
+
+
+def _bias_violations(logit_bias: Mapping[int, float], vocab_size: int) -> Iterator[FieldViolation]:
+    if len(logit_bias) > MAX_LOGIT_BIASES:
+        yield FieldViolation("sampling.logit_bias", f"{len(logit_bias)} tokens; at most {MAX_LOGIT_BIASES}")
         return
-    for token_id, bias in sampling.logit_bias.items():
+    for token_id, bias in logit_bias.items():
         if not 0 <= token_id < vocab_size:
             yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{token_id} is not in [0, {vocab_size})")
         elif bias not in _BIAS:
@@ -290,10 +303,8 @@ def _allowed_violations(token_ids: tuple[int, ...], vocab_size: int) -> Iterator
     field = "sampling.allowed_token_ids"
     if len(token_ids) > MAX_ALLOWED_TOKEN_IDS:
         yield FieldViolation(field, f"{len(token_ids)} ids; at most {MAX_ALLOWED_TOKEN_IDS}")
-    elif token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        for n, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {vocab_size})")
+    else:
+        yield from id_violations(field, token_ids, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

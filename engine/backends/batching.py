@@ -30,6 +30,8 @@ from pillion.types import SamplingParams
 
 # A sampled row has a sequence, parameters, a seed and a position.
 _Row = tuple[Sequence, SamplingParams, int, int]
+# A row of a text's vector stands with the tokens whose logits are wanted of it, () for a hidden state.
+_Pooled = tuple[int, tuple[int, ...]]
 
 
 def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
@@ -38,14 +40,9 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     counts = [chunk.count for chunk in scheduled]
     ends = list(accumulate(counts))
     sample_rows = list(_sample_rows(scheduled, ends))
-    pooled: list[tuple[int, tuple[int, ...]]] = []
+    pooled: list[_Pooled] = []
     if any(chunk.scores or chunk.pools for chunk in scheduled):
-        for chunk, end in zip(scheduled, ends, strict=True):
-            sample_rows += _last_rows(chunk, end, chunk.scores)
-            # A row of a text's vector stands with the tokens whose logits are wanted of it, () for a hidden state.
-            pooled += [(row, chunk.sequence.pooled_ids) for row in _last_rows(chunk, end, chunk.pools)]
-        # Rows whose logits are wanted stand before those whose vectors are.
-        sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
+        pooled = _add_rows_of_prompts(sample_rows, scheduled, ends)
     batch = build_rows(
         [chunk.sequence for chunk in scheduled],
         [chunk.start for chunk in scheduled],
@@ -64,6 +61,19 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
     return batch
+
+
+def _add_rows_of_prompts(
+    sample_rows: list[int], scheduled: tuple[ScheduledChunk, ...], ends: list[int]
+) -> list[_Pooled]:
+    """Adds the rows of prompts that are scored or pooled, and returns the latter."""
+    pooled: list[_Pooled] = []
+    for chunk, end in zip(scheduled, ends, strict=True):
+        sample_rows += _last_rows(chunk, end, chunk.scores)
+        pooled += [(row, chunk.sequence.pooled_ids) for row in _last_rows(chunk, end, chunk.pools)]
+    # Rows whose logits are wanted stand before those whose vectors are.
+    sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
+    return pooled
 
 
 def build_rows(
@@ -110,10 +120,7 @@ def build_rows(
 def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
     """Yields each chunk's last ``samples`` rows, and then its last row again for each parallel sample."""
     for chunk, end in zip(scheduled, ends, strict=True):
-        if chunk.samples == 1:
-            yield end - 1
-        elif chunk.samples:
-            yield from range(end - chunk.samples, end)
+        yield from range(end - chunk.samples, end)
         for _ in chunk.parallel_seeds:
             yield end - 1
 

@@ -310,22 +310,21 @@ class SchedulerQueues:
         if not begun and not (free and (self.preempted or self.waiting)):
             return []
         if self.flows.several:
-            able = _able(chain(self.preempted, self.waiting)) if free else ()
-            tails = sorted([*begun, *able], key=_service_order)
-            counters = self.flows.counters(chain(self.running, self.preempted))
-            return self.flows.in_turn(tails, counters, 2 * free)
+            return self._in_turn([*begun, *(_able(chain(self.preempted, self.waiting)) if free else ())], 2 * free)
         tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
         tails.sort(key=_service_order)
         return tails
+
+    def _in_turn(self, sequences: list[Sequence], most: int) -> list[Sequence]:
+        counters = self.flows.counters(chain(self.running, self.preempted))
+        return self.flows.in_turn(sorted(sequences, key=_service_order), counters, most)
 
     def positions(self) -> dict[int, int]:
         """Returns the place in line of each sequence that waits to run, from 1, by seq_id; 0 where its prompt is being
         computed."""
         queued = [*self.preempted, *self.waiting]
         if self.flows.several:
-            queued.sort(key=_service_order)
-            counters = self.flows.counters(chain(self.running, self.preempted))
-            queued = self.flows.in_turn(queued, counters, len(queued))
+            queued = self._in_turn(queued, len(queued))
         line = {sequence.seq_id: place for place, sequence in enumerate(queued, 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 

@@ -390,17 +390,9 @@ class Scheduler:
         scheduled = []
         self._starved = False
         for sequence in self.queues.to_decode():
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING or not self._may_decode(sequence, now):
                 continue
-            start = sequence.num_computed
-            if sequence.num_in_flight:
-                start += sequence.num_in_flight
-                if not self.in_flight.may_follow(sequence):
-                    continue
-                if sequence.grammar is not None and not sequence.grammar.may_run_ahead:
-                    continue
-            elif not sequence.decoding or (sequence.grammar is not None and self._keeps_back(sequence, now)):
-                continue
+            start = sequence.next_start
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
@@ -409,6 +401,14 @@ class Scheduler:
             scheduled.append(ScheduledChunk(sequence, start, 1, 1, tuple(sample.seed for sample in parallel_samples)))
         # A sequence that was planned first may have been preempted for a later one.
         return [chunk for chunk in scheduled if chunk.sequence.state is SequenceState.RUNNING]
+
+    def _may_decode(self, sequence: Sequence, now: float) -> bool:
+        """Returns whether a step can choose the next token of a running sequence now, or the one after those that
+        launched steps choose."""
+        grammar = sequence.grammar
+        if sequence.num_in_flight:
+            return self.in_flight.may_follow(sequence) and (grammar is None or grammar.may_run_ahead)
+        return sequence.decoding and (grammar is None or not self._keeps_back(sequence, now))
 
     def _keeps_back(self, sequence: Sequence, now: float) -> bool:
         """Returns whether no step can choose the sequence's next token now. Its grammar may have ended it."""
@@ -502,14 +502,8 @@ class Scheduler:
             return ScheduledChunk(sequence, start, count, 0, pools=rows)
         if sequence.is_prefill or sequence.is_prompt_only or start + count < sequence.num_tokens:
             return ScheduledChunk(sequence, start, count, 0, scores=rows)
-        return ScheduledChunk(
-            sequence,
-            start,
-            count,
-            1,
-            tuple(sample.seed for sample in sequence.parallel_samples),
-            rows,
-        )
+        seeds = tuple(sample.seed for sample in sequence.parallel_samples)
+        return ScheduledChunk(sequence, start, count, 1, seeds, rows)
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
         """Returns how many tokens of a step proposals must leave to prompt tails: some, or all that the first tail

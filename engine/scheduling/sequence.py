@@ -177,6 +177,33 @@ class Sequence(BlockChain):
     bad_words: BadWords | None = None
     flow: Flow = NO_FLOW
     hashes: InitVar[bytes] = b""
+    # The acknowledgements of these chunks are sent, or wait only for the node's answer.
+    _acked_chunks: int = field(default=0, init=False)
+    # This says whether the sequence's end was reported, or nobody listens to the sequence any more.
+    end_reported: bool = field(default=False, init=False)
+    # This is the sequence whose prompt this parallel sample shares, until the prompt's KV is copied or found.
+    parent: Sequence | None = field(default=None, init=False)
+    # The grammar that the answer follows.
+    grammar: GrammarState | None = field(default=None, init=False)
+    # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
+    awaits_adapter: bool = field(default=False, init=False)
+    adapter_slot: int = field(default=-1, init=False)
+    # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
+    step_ends: list[int] = field(default_factory=list, init=False)
+    # These say whether a sampled token depends on the tokens before it, and not only on the logits and its position,
+    # and whether single logits are changed before each choice.
+    reads_history: bool = field(default=False, init=False)
+    changes_logits: bool = field(default=False, init=False)
+    # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
+    scored_alternatives: int = field(default=0, init=False)
+    _rows_sum: Float32 | None = field(default=None, init=False)
+    # This says whether a grammar forces the proposed tokens, which are right then.
+    forced: bool = field(default=False, init=False)
+    # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was then
+    # not chosen: a step that was launched under an older number is void for it.
+    generation: int = field(default=0, init=False)
+    # This counts what the sequence's flow was charged for it.
+    _charged: int = field(default=0, init=False)
 
     def __post_init__(self, holding: Holding, now: float, hashes: bytes) -> None:
         room = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
@@ -195,22 +222,7 @@ class Sequence(BlockChain):
         self.progress = SequenceProgress(arrived_s=now)
         ends = enumerate(self.chunk_ends)
         self._chunks = [ChunkDone(seq_id=self.seq_id, index=index, end_tokens=end) for index, end in ends]
-        # The acknowledgements of these chunks are sent, or wait only for the node's answer.
-        self._acked_chunks = 0
-        # This says whether the sequence's end was reported, or nobody listens to the sequence any more.
-        self.end_reported = False
-        # This is the sequence whose prompt this parallel sample shares, until the prompt's KV is copied or found.
-        self.parent: Sequence | None = None
-        # The grammar that the answer follows.
-        self.grammar: GrammarState | None = None
-        # Whether it is in a queue and waits for its adapter; and the backend's slot that has this, else -1.
-        self.awaits_adapter, self.adapter_slot = False, -1
-        # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
-        self.step_ends: list[int] = []
         sampling = self.sampling
-        # These say whether a sampled token depends on the tokens before it, and not only on the logits and its
-        # position, and whether single logits are changed before each choice.
-        self.reads_history = self.changes_logits = False
         if sampling is not None:
             penalties = sampling.presence_penalty or sampling.frequency_penalty
             penalties = penalties or sampling.repetition_penalty not in (None, 1.0)
@@ -219,8 +231,6 @@ class Sequence(BlockChain):
             self.changes_logits = bool(penalties or sampling.logit_bias or words)
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
-        # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
-        self.scored_alternatives = 0
         self.num_scored = self.score_end = self.scored_tokens
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
@@ -228,19 +238,12 @@ class Sequence(BlockChain):
         # Where a vector is wanted, these positions' rows are not scored: they are added up, in their order.
         if self.pooled is not None:
             self.num_scored, self.score_end = self.pooled.start, self.pooled.stop
-        self._rows_sum: Float32 | None = None
-        # These tokens stand after the sequence's own for one step: draft tokens, or what its grammar forces, which is
-        # right.
-        self.num_proposed, self.forced = 0, False
-        # This counts the tickets that the sequence has had, and the times when a launched step ran on a token that was
-        # then not chosen: a step that was launched under an older number is void for it.
-        self.generation = 0
         self.hold(holding, SequenceState.WAITING)
         if not self.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
-        # These count what the sequence's flow was charged for it, and its tokens that need not be computed here.
-        self._charged, self._found_tokens = 0, self.num_computed
+        # These tokens need not be computed here.
+        self._found_tokens = self.num_computed
         self.extend_hashes(self.num_tokens)
 
     @cached_property
@@ -286,6 +289,7 @@ class Sequence(BlockChain):
         # This counts tokens after the computed ones that are in launched steps
         # (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
+        # Draft tokens, or what its grammar forces, stand after the sequence's own for one step.
         self.num_proposed = 0
         self.generation += 1
         self.state = state

@@ -16,13 +16,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import ChainOrder, ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
-from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.client.node_client import NodeClient, TicketDemand
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
@@ -172,17 +172,11 @@ class Tickets:
         seq_id: int,
         block_hashes: bytes,
         total_blocks: int,
-        *,
-        resume: bool = False,
-        priority: int = 0,
-        expected_blocks: int = 0,
-        state_pages: int = 0,
-        known_blocks: int = 0,
         flow: Flow = NO_FLOW,
+        **demand: Unpack[TicketDemand],
     ) -> tuple[Holding, bytes]:
-        """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory:
-        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks``,
-        ``state_pages``, ``known_blocks`` and ``flow``, and :meth:`adopt` what is returned.
+        """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory.
+        NodeClient.open_ticket describes the arguments, and :meth:`adopt` what is returned.
 
         Raises:
             NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
@@ -191,39 +185,31 @@ class Tickets:
             Overloaded: too many wait for memory, or the pool is too small.
             Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
         """
-        opening = self._open(
-            block_hashes,
-            total_blocks,
-            resume=resume,
-            priority=priority,
-            expected_blocks=expected_blocks,
-            state_pages=state_pages,
-            known_blocks=known_blocks,
-            flow=flow,
-        )
+        opening = self._open(block_hashes, total_blocks, flow, **demand)
         task = self._opening[seq_id] = asyncio.create_task(opening)
         try:
             return await task
         except asyncio.CancelledError:
             self._check_open()
             raise NotFound("nobody waits for the ticket any more") from None
-        except DeadlineExceeded:
-            raise
         except PillionError as error:
-            raise self._judge(error) from None
+            raise (error if isinstance(error, DeadlineExceeded) else self._judge(error)) from None
         finally:
             del self._opening[seq_id]
 
-    async def _open(self, block_hashes: bytes, total_blocks: int, **asked: Any) -> tuple[Holding, bytes]:
+    async def _open(
+        self, block_hashes: bytes, total_blocks: int, flow: Flow = NO_FLOW, **demand: Unpack[TicketDemand]
+    ) -> tuple[Holding, bytes]:
         self._check_open()
         ticket = await self._node.open_ticket(
             self._epoch,
             block_hashes,
             total_blocks,
             adopt=True,
+            flow=flow,
             timeout_s=MEMORY_WAIT_S,
             on_unreleased=self._judge,
-            **asked,
+            **demand,
         )
         self._check_open()
         self._in_use[ticket.ticket_id] = asyncio.Event()
@@ -243,10 +229,10 @@ class Tickets:
                 order.seq_id,
                 order.block_hashes,
                 order.total_blocks,
+                order.flow,
                 resume=True,
                 priority=order.priority,
                 state_pages=order.state_pages,
-                flow=order.flow,
             )
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):

@@ -330,19 +330,25 @@ class Endpoint:
             if self.tenant_of is not None:
                 call.tenant = self.tenant_of(call.credentials())
             await self.handler(call)
-        except ClientGone:
-            log.debug("the client of request %s went away while it sent it", call.request_id)
-        except ApiError as error:
-            await call.fail(error)
-        except PillionError as error:
-            await call.fail(from_pillion(error, {}))
-        except Exception:
-            log.exception("request %s failed", call.request_id)
-            if call.started:
-                # The connection is cut in the middle of the response, which shows the client that the response is not
-                # whole.
-                raise
-            await call.fail(from_pillion(Internal(DEFECT), {}))
+        except Exception as error:  # noqa: BLE001  (each call has an answer, whatever failed)
+            await _answer_error(call, error)
+
+
+async def _answer_error(call: HttpCall, error: Exception) -> None:
+    """Answers a call whose handler has raised an error."""
+    if isinstance(error, ClientGone):
+        log.debug("the client of request %s went away while it sent it", call.request_id)
+    elif isinstance(error, ApiError):
+        await call.fail(error)
+    elif isinstance(error, PillionError):
+        await call.fail(from_pillion(error, {}))
+    else:
+        log.error("request %s failed", call.request_id, exc_info=error)
+        if call.started:
+            # The connection is cut in the middle of the response, which shows the client that the response is not
+            # whole.
+            raise error
+        await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 class Methods:
@@ -415,15 +421,15 @@ class OwnPagesWrite:
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         scope = {**scope, "pillion.refusals": self._refusals}
         name = host_name(known.get(b"host", b"").decode("latin-1"))
+        error = None
         if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):
-            text = (
-                f"this port is not asked as {name[:100]!r}; --allowed-hosts names others than localhost and addresses"
-            )
-            await HttpCall(scope, receive, send).fail(ApiError(421, text, code="misdirected_request"))
-            return
-        if known and is_foreign_write(scope["method"], known, self._allowed):
+            error = _misdirected(name)
+        elif known and is_foreign_write(scope["method"], known, self._allowed):
             text = "a browser sent this for a page of another origin; --allowed-origins names those that may"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")
-            await HttpCall(scope, receive, send).fail(error)
-            return
-        await self._app(scope, receive, send)
+        await (self._app(scope, receive, send) if error is None else HttpCall(scope, receive, send).fail(error))
+
+
+def _misdirected(name: str) -> ApiError:
+    text = f"this port is not asked as {name[:100]!r}; --allowed-hosts names others than localhost and addresses"
+    return ApiError(421, text, code="misdirected_request")

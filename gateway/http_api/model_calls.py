@@ -69,7 +69,18 @@ class DeltaReader:
 
     async def read(self) -> DeltaBatch:
         """Returns the next deltas, at least one, or none at the end of all answers. Raises PillionError."""
-        return await (self._read_one() if len(self._requests) == 1 else self._read_several())
+        if len(self._requests) > 1:
+            return await self._read_several()
+        if not self._runners:
+            self._runners[0] = await self._start(self._requests[0])
+        runner = self._runners[0]
+        try:
+            batch = [(0, await anext(runner))]
+        except StopAsyncIteration:
+            return []
+        while runner.pending and len(batch) < MAX_BATCH_DELTAS:
+            batch.append((0, await anext(runner)))
+        return batch
 
     @property
     def admitted(self) -> AdmittedRequest:
@@ -114,18 +125,6 @@ class DeltaReader:
             pump.cancel()
         for runner in self._runners.values():
             runner.cancel()
-
-    async def _read_one(self) -> DeltaBatch:
-        if not self._runners:
-            self._runners[0] = await self._start(self._requests[0])
-        runner = self._runners[0]
-        try:
-            batch = [(0, await anext(runner))]
-        except StopAsyncIteration:
-            return []
-        while runner.pending and len(batch) < MAX_BATCH_DELTAS:
-            batch.append((0, await anext(runner)))
-        return batch
 
     async def _pump(self, number: int, turns: asyncio.Semaphore) -> None:
         async with turns:

@@ -77,6 +77,7 @@ class _Open:
         return self.said.get("type") == b"base64" and self.said.get("media_type", b"").startswith(b"image/")
 
 
+@dataclass(eq=False)
 class ImageCutter:
     """Collects a body's JSON without the texts of images. ``kept`` is what has been collected so far.
 
@@ -84,20 +85,19 @@ class ImageCutter:
     stays JSON; what was none is collected somehow.
     """
 
-    def __init__(self) -> None:
-        self.kept = bytearray()
-        self._open = [_Open()]
-        self._pieces = 0
-        # Up to here, ``kept`` has been read.
-        self._at = 0
-        # The begin of the string that is being read, behind its quote; None between strings.
-        self._string: int | None = None
-        # The string that ended last, which is a key if a colon follows it.
-        self._last = b""
-        # What is to become of the string that is being read: an image's text is not kept.
-        self._drops = False
-        # A string that may be an image's URL is judged when enough of it is there.
-        self._judges = False
+    kept: bytearray = field(default_factory=bytearray)
+    _open: list[_Open] = field(default_factory=lambda: [_Open()])
+    _pieces: int = 0
+    # Up to here, ``kept`` has been read.
+    _at: int = 0
+    # The begin of the string that is being read, behind its quote; None between strings.
+    _string: int | None = None
+    # The string that ended last, which is a key if a colon follows it.
+    _last: bytes = b""
+    # What is to become of the string that is being read: an image's text is not kept.
+    _drops: bool = False
+    # A string that may be an image's URL is judged when enough of it is there.
+    _judges: bool = False
 
     def feed(self, data: bytes) -> None:
         """Collects the next bytes of the body."""

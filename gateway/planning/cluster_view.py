@@ -249,14 +249,13 @@ def choose_workers(
         fits: whether a worker can serve the request now.
         is_ready: whether a worker has the request's adapter; None where the request has none.
     """
-    workers: Iterable[ComponentRecord] = everyone
-    if len(everyone) > MAX_CANDIDATES:
-        first = spread * TURN % len(everyone)
-        turned = [*everyone[first:], *everyone[:first]]
-        ready = filter(is_ready, turned) if is_ready is not None else iter(())
-        workers = itertools.chain(
-            itertools.islice(beside(), MAX_CANDIDATES // 2), itertools.islice(ready, MAX_READY), turned
-        )
+    if len(everyone) <= MAX_CANDIDATES:
+        return list(filter(fits, everyone))
+    first = spread * TURN % len(everyone)
+    turned = [*everyone[first:], *everyone[:first]]
+    ready = filter(is_ready, turned) if is_ready is not None else iter(())
+    near = itertools.islice(beside(), MAX_CANDIDATES // 2)
+    workers = itertools.chain(near, itertools.islice(ready, MAX_READY), turned)
     chosen: dict[str, ComponentRecord] = {}
     for worker in workers:
         if worker.component_id not in chosen and fits(worker):

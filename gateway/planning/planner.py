@@ -72,10 +72,10 @@ class RequestPlan:
     block_size: int
     chunk_tokens: int
     prompt_tokens: int
-    cached_tokens: int
-    split_tokens: int
-    chunks: tuple[int, ...]
-    reason: str
+    cached_tokens: int = 0
+    split_tokens: int = 0
+    chunks: tuple[int, ...] = ()
+    reason: str = ""
     limit_blocks: int
     asked_blocks: int
     split_decision: SplitDecision
@@ -148,10 +148,6 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
         block_size=snapshot.block_size,
         chunk_tokens=snapshot.chunk_tokens,
         prompt_tokens=snapshot.prompt_tokens,
-        cached_tokens=0,
-        split_tokens=0,
-        chunks=(),
-        reason="",
         limit_blocks=snapshot.limit_blocks,
         asked_blocks=(snapshot.prompt_tokens - snapshot.answered_tokens) // snapshot.block_size,
         sources=sources,

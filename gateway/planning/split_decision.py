@@ -84,26 +84,36 @@ class SplitDecision:
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         """Returns the number of blocks before the split, and why."""
-        cached, prefill = cached_blocks * self.block_size, self.route.prefill
+        cached = cached_blocks * self.block_size
         prefix = f"prefix of {cached} tokens" if cached else "no prefix"
         if cached_blocks != self.route.cached_blocks:
             prefix += f" ({self.route.cached_blocks * self.block_size} expected)"
+        split_blocks, where = self._place(cached_blocks, limit_blocks)
+        return split_blocks, f"{where}; {self.words}; {prefix}"
+
+    def _place(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         if cached_blocks == limit_blocks:
-            return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
-        if prefill is None:
+            return cached_blocks, "nothing to share out"
+        if self.route.prefill is None:
             whole = self.route.decode.component.role == "prefill"
-            where = "a whole text" if whole else "co-located, no prefill worker"
-            return cached_blocks, f"{where}; {self.words}; {prefix}"
-        if self.policy.share is not None:
-            fixed = self.policy.split_blocks(cached_blocks, limit_blocks, self.block_size)
-            return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
-        alone_s, shared_s = (self.price_s(cached, blocks * self.block_size) for blocks in (cached_blocks, limit_blocks))
+            return cached_blocks, "a whole text" if whole else "co-located, no prefill worker"
+        if self.policy.share is None:
+            return self._predicted(self.route.prefill, cached_blocks, limit_blocks)
+        fixed = self.policy.split_blocks(cached_blocks, limit_blocks, self.block_size)
+        return fixed, self._where(cached_blocks, fixed)
+
+    def _predicted(self, prefill: PrefillSide, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
+        """Returns the place of the lower price: all for the prefill worker, or nothing."""
+        size = self.block_size
+        alone_s, shared_s = (
+            self.price_s(cached_blocks * size, blocks * size) for blocks in (cached_blocks, limit_blocks)
+        )
         shared = shared_s < alone_s
         learns = not shared and shared_s <= LEARNING_FACTOR * alone_s and self._is_unknown(prefill)
         chosen = limit_blocks if shared or learns else cached_blocks
         compared = f"{alone_s:.3g} s alone, {shared_s:.3g} s with {prefill.component.component_id}"
         compared += ", to learn its pace" if learns else ""
-        return chosen, f"{self._where(cached_blocks, chosen)}: {compared}; {self.words}; {prefix}"
+        return chosen, f"{self._where(cached_blocks, chosen)}: {compared}"
 
     def _is_unknown(self, prefill: PrefillSide) -> bool:
         """Returns whether a prefill worker has computed nothing and is about to compute nothing, so that its price is

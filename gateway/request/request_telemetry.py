@@ -190,12 +190,10 @@ def version_readings(versions: Mapping[tuple[str, int, bool], int]) -> Iterator[
 def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bool) -> trace.Span:
     """Starts the request's span under the client's ``parent``, as soon as the request is here."""
     asked = request.model[:MAX_NAME_CHARS]
-    span = telemetry.tracer().start_span(f"generate {asked}".rstrip(), context=parent, kind=trace.SpanKind.SERVER)
-    if span.is_recording():
-        span.set_attribute("gen_ai.request.stream", streamed)
-        # A name that was left out means the only model, which describe_span names.
-        span.set_attribute("gen_ai.request.model", asked)
-    return span
+    # A name that was left out means the only model, which describe_span names.
+    attributes: dict[str, bool | str] = {"gen_ai.request.stream": streamed, "gen_ai.request.model": asked}
+    name = f"generate {asked}".rstrip()
+    return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER, attributes=attributes)
 
 
 def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, name: str) -> None:

@@ -12,6 +12,7 @@ numbers are counted by their commas where they are read, against the model's own
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import secrets
@@ -41,6 +42,7 @@ from pillion.types import (
     StructuredOutputs,
     Tool,
     ToolOptions,
+    id_violations,
     range_violations,
 )
 
@@ -260,7 +262,7 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
     if len(token_ids) > limits.max_model_len_tokens:
         text = f"{len(token_ids)} ids; at most {limits.max_model_len_tokens}, the model's context"
         raise InvalidRequest.of(FieldViolation(field, text))
-    found = tuple(itertools.islice(_ids(field, token_ids, limits), MAX_VIOLATIONS))
+    found = tuple(itertools.islice(id_violations(field, token_ids, limits.vocab_size), MAX_VIOLATIONS))
     if found:
         raise InvalidRequest.of(*found)
 
@@ -410,13 +412,8 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield too_many_chars("text")
     elif not _is_text(request.text):
         yield FieldViolation("text", "not valid Unicode")
-    most = limits.max_prompt_tokens
-    if request.sampling.truncate_prompt_tokens is not None:
-        most = max(most, MAX_CUT_TOKENS)
-    if len(request.token_ids) > most:
-        yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
-    else:
-        yield from _ids("token_ids", request.token_ids, limits)
+    if request.token_ids:
+        yield from _prompt_ids(request, limits)
     if request.messages:
         yield from _messages(request)
     if request.chat != _PLAIN_CHAT:
@@ -455,6 +452,16 @@ def _wrong_kwargs(text: str) -> str:
         return "not a JSON object"
     reserved = sorted(TEMPLATE_OWN.intersection(names))
     return f"{', '.join(reserved)}: not a variable that a request may set here" if reserved else ""
+
+
+def _prompt_ids(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
+    most = limits.max_prompt_tokens
+    if request.sampling.truncate_prompt_tokens is not None:
+        most = max(most, MAX_CUT_TOKENS)
+    if len(request.token_ids) > most:
+        yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
+    else:
+        yield from id_violations("token_ids", request.token_ids, limits.vocab_size)
 
 
 def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
@@ -642,7 +649,7 @@ def _resume(resume: Resume, sampling: SamplingParams, limits: ModelLimits) -> It
         if len(answer.token_ids) > most:
             yield FieldViolation(field, f"{len(answer.token_ids)} tokens; at most {most}")
         else:
-            yield from _ids(field, answer.token_ids, limits)
+            yield from id_violations(field, answer.token_ids, limits.vocab_size)
 
 
 def kept_tokens(sampling: SamplingParams, limits: ModelLimits) -> int | None:
@@ -691,25 +698,14 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
         text = f"{len(sampling.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
         yield FieldViolation("sampling.stop_token_ids", text)
     else:
-        yield from _ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
-
-
-def _ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> Iterator[FieldViolation]:
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
-        for n, token_id in enumerate(token_ids):
-            if not 0 <= token_id < limits.vocab_size:
-                yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {limits.vocab_size})")
+        yield from id_violations("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
 
 
 def _is_text(text: str) -> bool:
     """Returns whether a text can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    with contextlib.suppress(UnicodeEncodeError):
+        return text.isascii() or bool(text.encode())
+    return False
 
 
 # This many bytes may wait for a thread, of all clients together.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -309,6 +310,7 @@ def stop_strings(stops: tuple[str, ...]) -> StopStrings:
     return StopStrings(stops)
 
 
+@dataclass(slots=True, eq=False)
 class StopMatcher:
     """Lets an answer's text through until a stop string is complete; nothing of a stop string is ever let through, or
     all of it where it is ``included``.
@@ -321,14 +323,11 @@ class StopMatcher:
         found: the stop string that is complete; "" while none is.
     """
 
-    __slots__ = ("_held", "_included", "_state", "_strings", "found")
-
-    def __init__(self, strings: StopStrings, included: bool = False) -> None:
-        self._strings = strings
-        self._included = included
-        self._state = 0
-        self._held = ""
-        self.found = ""
+    _strings: StopStrings
+    _included: bool = False
+    _state: int = 0
+    _held: str = ""
+    found: str = ""
 
     @property
     def stopped(self) -> bool:
@@ -393,6 +392,7 @@ class AnswerDelta(NamedTuple):
 MAX_TOOLS = 16
 
 
+@dataclass(slots=True, eq=False)
 class AnswerText:
     """Follows one answer as it grows, over all attempts.
 
@@ -408,30 +408,24 @@ class AnswerText:
         tools: the names of the first MAX_TOOLS tools that they call.
     """
 
-    __slots__ = (
-        *("_detokenizer", "_ended", "_has_stops", "_min_tokens", "_stop_ids", "_stops"),
-        *("calls", "completion_tokens", "reasoning_tokens", "tools"),
-    )
+    _detokenizer: Detokenizer
+    strings: InitVar[StopStrings]
+    # The texts of these ids are no part of the answer's.
+    _stop_ids: frozenset[int]
+    min_tokens: int = 0
+    included: InitVar[bool] = False
+    _has_stops: bool = field(init=False)
+    _stops: StopMatcher = field(init=False)
+    _ended: bool = field(default=False, init=False)
+    completion_tokens: int = field(default=0, init=False)
+    reasoning_tokens: int = field(default=0, init=False)
+    calls: int = field(default=0, init=False)
+    tools: tuple[str, ...] = field(default=(), init=False)
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        strings: StopStrings,
-        stop_ids: frozenset[int],
-        min_tokens: int = 0,
-        included: bool = False,
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._has_stops = bool(strings.stops)
-        self._stops = StopMatcher(strings, included)
-        # The texts of these ids are no part of the answer's.
-        self._stop_ids = frozenset[int]() if included else stop_ids
-        self._min_tokens = min_tokens
-        self._ended = False
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self.calls = 0
-        self.tools: tuple[str, ...] = ()
+    def __post_init__(self, strings: StopStrings, included: bool) -> None:
+        self._has_stops, self._stops = bool(strings.stops), StopMatcher(strings, included)
+        if included:
+            self._stop_ids = frozenset()
 
     @property
     def stopped(self) -> bool:
@@ -489,5 +483,5 @@ class AnswerText:
         return last if self.stopped else last._replace(text=last.text + self._stops.flush())
 
     def _match_stops(self, text: str) -> str:
-        early = self.completion_tokens <= self._min_tokens
+        early = self.completion_tokens <= self.min_tokens
         return self._stops.pass_by(text) if early else self._stops.push(text)

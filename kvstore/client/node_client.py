@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
 
@@ -42,6 +42,27 @@ OPEN_TICKET_TIMEOUT_S = 60.0
 # releases everything.
 MAX_RELEASE_TRIES = 10
 PREFETCH_GRACE_S = 0.5
+# A call fails with one of these.
+_FAILURES = (grpc.aio.UsageError, grpc.aio.InternalError, grpc.aio.AioRpcError, asyncio.CancelledError)
+
+
+class TicketDemand(TypedDict, total=False):
+    """Says more of a ticket that is asked for.
+
+    Attributes:
+        resume: whether the request stands before new prompts in the node's queue.
+        priority: smaller is more urgent.
+        expected_blocks: blocks of the chain that the index names at this node; the node corrects the index if they are
+            not there.
+        state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
+        known_blocks: blocks of the chain that any node has, for such a model.
+    """
+
+    resume: bool
+    priority: int
+    expected_blocks: int
+    state_pages: int
+    known_blocks: int
 
 
 class NodeSession:
@@ -111,15 +132,11 @@ class NodeClient:
         block_hashes: bytes,
         total_blocks: int,
         *,
-        resume: bool = False,
-        priority: int = 0,
-        expected_blocks: int = 0,
         adopt: bool = False,
-        state_pages: int = 0,
-        known_blocks: int = 0,
         flow: Flow = NO_FLOW,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
+        **demand: Unpack[TicketDemand],
     ) -> OpenTicketReply:
         """Pins the committed prefix of the chain and reserves slots for the rest; waits for memory up to ``timeout_s``.
         With 0 ``total_blocks`` nothing is reserved, and nothing waits.
@@ -128,12 +145,8 @@ class NodeClient:
         left behind, even if it was granted in that moment.
 
         Args:
-            expected_blocks: blocks of the chain that the index names at this node; the node corrects the index if they
-                are not there.
             adopt: lease all that is reserved with the same call; for workers. Raises NotFound, with nothing opened,
                 where fewer than ``expected_blocks`` are there.
-            state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
-            known_blocks: blocks of the chain that any node has, for such a model.
             flow: the tenant whose share of the pool decides where several wait.
             on_unreleased: called where the release of such a call was not answered either.
         """
@@ -142,14 +155,10 @@ class NodeClient:
             epoch=epoch,
             block_hashes=block_hashes,
             total_blocks=total_blocks,
-            resume=resume,
             nonce=nonce,
-            priority=priority,
-            expected_blocks=expected_blocks,
             adopt=adopt,
-            state_pages=state_pages,
-            known_blocks=known_blocks,
             flow=flow_to_pb(flow),
+            **demand,
         )
         try:
             return await call_unary(self._stub.OpenTicket, request, timeout_s)
@@ -360,22 +369,23 @@ class NodeClient:
 async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
     """Makes one call, with the current trace's context. A failure of the call becomes a PillionError."""
     try:
-        call = method(request, timeout=timeout_s, metadata=inject())
-    except grpc.aio.UsageError:
-        raise Unavailable("the connection was closed") from None
-    return await typed(call)
+        return await method(request, timeout=timeout_s, metadata=inject())
+    except _FAILURES as error:
+        raise _typed_error(error) from None
 
 
 async def typed(call: Awaitable[T]) -> T:
     """Awaits a call, or one message of it, and turns its failure into a PillionError."""
     try:
         return await call
-    except grpc.aio.UsageError:
-        raise Unavailable("the connection was closed") from None
-    except grpc.aio.InternalError as error:
+    except _FAILURES as error:
+        raise _typed_error(error) from None
+
+
+def _typed_error(error: Any) -> BaseException:
+    if isinstance(error, grpc.aio.UsageError):
+        return Unavailable("the connection was closed")
+    if isinstance(error, grpc.aio.InternalError):
         # A message could not be sent, and gRPC does not say yet why the call has ended.
-        raise Unavailable(f"the connection was lost: {error}") from None
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-    except asyncio.CancelledError as error:
-        raise closed_under(error) from None
+        return Unavailable(f"the connection was lost: {error}")
+    return closed_under(error) if isinstance(error, asyncio.CancelledError) else from_rpc_error(error)

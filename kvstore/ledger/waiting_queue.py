@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
@@ -175,8 +176,10 @@ class WaitingQueue:
     def _first(self) -> Waiter:
         """Returns the waiter whose turn is next. At least one waits."""
         heads = [line[0] for line in self._lines.values()]
-        if len(heads) == 1:
-            return heads[0]
+        return heads[0] if len(heads) == 1 else self._fairest(heads)
+
+    def _fairest(self, heads: Sequence[Waiter]) -> Waiter:
+        """Returns the first of several flows' first waiters."""
         claims = self._ledger.claims()
         firsts: dict[int, tuple[float, tuple[bool, float], Waiter]] = {}
         for head in heads:

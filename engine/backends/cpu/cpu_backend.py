@@ -218,17 +218,20 @@ class CpuBackend(HostBackend):
     def _run_kernels(self, program: Program) -> None:
         self._thread_pool.run(program.entries, self._step.words)
 
+    def _bind(self) -> None:
+        self._found.clear()
+        # Where bind fails for lack of memory, no kernel may run until it has succeeded.
+        for program in self._programs():
+            program.bind()
+        self._unbound = False
+
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         """Fills the step's record; buffers grow where this step is larger than all steps before it."""
         num_logits = len(rows) - batch.pooled
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
         if self._unbound:
-            self._found.clear()
-            # Where bind fails for lack of memory, no kernel may run until it has succeeded.
-            for program in self._programs():
-                program.bind()
-            self._unbound = False
+            self._bind()
         step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)
         if batch.num_tokens != batch.num_seqs:
             row_seqs = np.repeat(row_seqs, batch.query_starts[1:] - batch.query_starts[:-1])
