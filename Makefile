@@ -35,7 +35,7 @@ IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 PYTEST = $(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
   --max-worker-restart 0 -o run_limit_s=$(TEST_LIMIT_S)
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
-# tests, pytest, pytest-asyncio, hypothesis and transformers. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
+# tests, pytest, hypothesis, transformers and xxhash. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
 GPU_PYTHON ?= python3
 # What `make gpu-cache` compiles with, and for: the Triton and the Python of the machine with the GPU.
 GPU_TRITON ?= 3.6.0
@@ -75,7 +75,7 @@ search: setup-dev ## Search for counterexamples of the properties: EXAMPLES (10)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/gpu/test_cuda_driver.py tests/kvstore/gpu/test_shards.py -o timeout=1200 $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu -o timeout=1200 $(ARGS)
 
 check: lint types style ## Lint, formatting, types, style (-j2: side by side)
 

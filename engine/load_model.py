@@ -116,7 +116,7 @@ def _load_decoder(
             from pillion.engine.gpu_ranks.gpu_rank_loading import load_gpu_ranks
 
             return load_gpu_ranks(flags, prepared, threads)
-        from pillion.engine.backends.gpu.gpu_loading import load_gpu_worker
+        from pillion.engine.backends.gpu.gpu_worker import load_gpu_worker
 
         return load_gpu_worker(flags, prepared)
     if flags.pipeline_parallel_size > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import AdapterForm
@@ -12,10 +12,13 @@ from pillion.engine.adapters.adapter_reader import AdapterReader, reader_of
 from pillion.engine.backends.backend import Backend, bound_adapters
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.vector_head import Labeller
-from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.kvstore.client.attachment import Attachment, MapDevice
 from pillion.kvstore.hashing import namespace_base
+
+if TYPE_CHECKING:
+    # Tests on a GPU machine run without the packages of these modules.
+    from pillion.engine.ranks.rank_processes import RankProcesses
+    from pillion.kvstore.client.attachment import Attachment, MapDevice
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
 from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
+from pillion.engine.backends.gpu.gpu_worker import region_memory
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
@@ -41,7 +42,8 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
         with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, rendezvous):
             shard = rank_shard(flags, RankShard.of(config, 0, size), config)
             group = join_ranks(shard, rendezvous, memory, apart=apart)
-            own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
+            weights = region_memory(flags.attach_socket)
+            own, operators = load_gpu_backend(flags, limits, prepared, weights, log.info, group)
     finally:
         os.close(rendezvous)
     where = "a GPU each" if apart else "one GPU"
@@ -59,7 +61,8 @@ def load_gpu_share(
     config = load_config(prepared.folder)
     shard = rank_shard(flags, RankShard.of(config, order["rank"], order["size"]), config)
     group = join_ranks(shard, rendezvous, memory, apart=order["apart"])
-    return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
+    weights = region_memory(flags.attach_socket)
+    return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, weights, log.info, group)[0], memory
 
 
 def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> ModelShard:

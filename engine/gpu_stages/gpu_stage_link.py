@@ -9,7 +9,9 @@ host memory. In both a stage's next step begins when the next stage has taken th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,34 @@ from pillion.engine.stages.stage_shares import StagePlace
 
 # In a group of two stages the first one gives rows, and the second one takes them.
 GIVES, TAKES = range(2)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRendezvous:
+    """Holds the descriptors of the files in memory by which the processes of a worker find each other: one for the
+    ranks of each stage, where it has several, and one for each rank between two stages."""
+
+    stages: Sequence[int]
+    between: Sequence[Sequence[int]]
+
+    @classmethod
+    def create(cls, stages: int, ranks: int) -> StageRendezvous:
+        """Makes the files."""
+
+        def made(count: int) -> list[int]:
+            return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
+
+        return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
+
+    def of(self, place: StagePlace) -> list[int]:
+        """Returns those of a process, in the order in which a process's share is loaded with them."""
+        beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
+        return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
+
+    def close(self) -> None:
+        """Closes the descriptors; processes that have met keep their own."""
+        for descriptor in (*self.stages, *(one for each in self.between for one in each)):
+            os.close(descriptor)
 
 
 class GpuStageLink:

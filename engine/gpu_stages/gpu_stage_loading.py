@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.gpu.gpu_backend import GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
 from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
+from pillion.engine.backends.gpu.gpu_worker import region_memory
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.gpu_rank_loading import join_ranks, rank_shard
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
-from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
+from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink, StageRendezvous
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.ranks.rank_loading import loading_order, worker_label
 from pillion.engine.ranks.rank_memory import RankMemory
@@ -26,34 +27,6 @@ from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
 from pillion.kvstore.gpu.mapped_memory import map_pool
 
 log = logging.getLogger("pillion.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class StageRendezvous:
-    """Holds the descriptors of the files in memory by which the processes of a worker find each other: one for the
-    ranks of each stage, where it has several, and one for each rank between two stages."""
-
-    stages: Sequence[int]
-    between: Sequence[Sequence[int]]
-
-    @classmethod
-    def create(cls, stages: int, ranks: int) -> StageRendezvous:
-        """Makes the files."""
-
-        def made(count: int) -> list[int]:
-            return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
-
-        return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
-
-    def of(self, place: StagePlace) -> list[int]:
-        """Returns those of a process, in the order in which :func:`load_share_of` takes them."""
-        beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
-        return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
-
-    def close(self) -> None:
-        """Closes the descriptors; processes that have met keep their own."""
-        for descriptor in (*self.stages, *(one for each in self.between for one in each)):
-            os.close(descriptor)
 
 
 def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
@@ -124,6 +97,8 @@ def load_share_of(
     own_device = apart and device.type == "cuda"
     link = GpuStageLink.join(place, given, device, own_device=own_device, aborted=lambda: memory.aborted)
     make = partial(GpuStageBackend, link=link)
-    backend, operators = load_gpu_backend(flags, limits, prepared, log.info, group, shard=shard, make=make)
+    backend, operators = load_gpu_backend(
+        flags, limits, prepared, region_memory(flags.attach_socket), log.info, group, shard=shard, make=make
+    )
     assert isinstance(backend, GpuStageBackend)
     return backend, operators

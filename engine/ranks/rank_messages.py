@@ -32,7 +32,7 @@ import numpy as np
 from pillion.engine.backends.backend import Bytes
 from pillion.errors import Internal
 from pillion.kernels.step import StateSlots, StepBatch
-from pillion.wire.attach import MAX_SHARDS
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 
 # A step of thousands of long sequences stays far below this size.
 MAX_MESSAGE_BYTES = 256 * 2**20

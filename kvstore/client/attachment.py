@@ -20,6 +20,7 @@ from typing import Protocol
 
 from pillion._version import STATES_PROTOCOL
 from pillion.errors import ConfigError, PillionError, Unavailable
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
 from pillion.net.private_socket import close_all, peer_gone, receive_line
@@ -27,7 +28,6 @@ from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
     MAX_PROCESSES,
-    MAX_SHARDS,
     PROCESSES,
     AttachHello,
     AttachReply,

@@ -16,11 +16,11 @@ from pillion.kvstore.gpu.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory.domain import Domain, MadeSegment
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.kvstore.memory.memory import CUDA, PoolMemory
 from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import Tier
-from pillion.wire.attach import MAX_SHARDS
 
 log = logging.getLogger("pillion.kvnode")
 

@@ -7,6 +7,9 @@ from itertools import pairwise
 
 from pillion.errors import InvalidRequest
 
+# A pool has at most this many shards, each with a descriptor.
+MAX_SHARDS = 16
+
 
 def shares_of(heads: int, count: int) -> tuple[range, ...]:
     """Returns the heads of each of ``count`` parts. Shares differ by one head at most, and the larger ones come first;

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import InvalidRequest
-from pillion.kvstore.memory.head_shares import shares_of
-from pillion.wire.attach import MAX_SHARDS
+from pillion.kvstore.memory.head_shares import MAX_SHARDS, shares_of
 
 
 @dataclass(frozen=True, slots=True)

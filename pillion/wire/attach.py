@@ -24,8 +24,6 @@ DETACHED = b"detached\n"
 PROCESSES = b"processes\n"
 # A worker may name at most this many processes.
 MAX_PROCESSES = 128
-# A pool has at most this many shards, each with a descriptor.
-MAX_SHARDS = 16
 
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
 RegionState = Annotated[str, Meta(pattern=r"^(fill|ready|)\Z")]

@@ -30,8 +30,8 @@ from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import MASK_LATE, RowEdit, SamplingRows
+from pillion.settings.speculative_config import SpeculativeConfig
 from pillion.types import SamplingParams
-from tests.support.drafts import speculative
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
@@ -160,7 +160,12 @@ def test_log_probabilities_of_prompts(tmp_path):
 
 def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
     """The scheduler's most scored rows fit beside all sampled ones, so that a step allocates no logits."""
-    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, speculative_config=speculative(2))
+    flags = DecodeFlags(
+        model="m",
+        max_num_batched_tokens=4096,
+        max_num_seqs=8,
+        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2),
+    )
     limits = limits_of(flags, prepared)
     assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
     assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6

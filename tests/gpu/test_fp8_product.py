@@ -131,7 +131,6 @@ def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
     """Elsewhere the same checkpoint is packed for products that round no inputs, and a worker says so."""
     caplog.set_level("INFO", "pillion.worker")
     monkeypatch.setattr(gpu_loading, "computes_in_fp8", lambda device: able)
-    monkeypatch.setattr(gpu_loading, "region_memory", lambda socket, device: own_memory(device))
     folder, _ = quantize_folder(save_model(tmp_path / "plain", num_hidden_layers=1), tmp_path, producer)
     worker = DecodeFlags(model=str(folder), max_num_batched_tokens=8, max_num_seqs=2, **{"dtype": "bfloat16", **flags})
     prepared, models = prepare(worker), []
@@ -141,7 +140,7 @@ def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
         return SimpleNamespace(take_workspace=lambda: None)
 
     gpu_loading.load_gpu_backend(
-        worker, gpu_loading.limits_of(worker, prepared), prepared, lambda line: None, make=make
+        worker, gpu_loading.limits_of(worker, prepared), prepared, own_memory(DEVICE), lambda line: None, make=make
     )
     (model,) = models
     assert {type(model.weights.matrix(f"layers.0.{name}")) for name in ("qkv", "o", "gate_up", "down")} == {kind}

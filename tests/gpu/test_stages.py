@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,19 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lab.testbed.conditions import result_of
-from lab.testbed.tiny_model import save_model
-from pillion.config import ModelFlags, PrefillFlags
+from pillion.config import ModelFlags
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
-from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
-from pillion.engine.gpu_stages.gpu_stage_loading import StageRendezvous
+from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink, StageRendezvous
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.stages.stage_shares import StagePlace
-from pillion.errors import ConfigError
 from pillion.kernels.step import StepBatch
 from tests.gpu.test_backend import close
 from tests.gpu.test_quantized_models import FORMATS
@@ -204,29 +198,6 @@ def test_adapters(prepared):
         pools.append(pool_of(driver))
     assert torch.equal(*pools)
     assert max(slots) < len(RANKS)
-
-
-@pytest.mark.parametrize(
-    ("stages", "ranks", "gpus", "words"),
-    [
-        (2, 2, 3, "2 needs a GPU for each rank of each stage, and there are 3; choose one .* all ranks compute"),
-        (3, 1, 2, "3 needs a GPU for each stage, and there are 2; choose one .* on which all stages compute"),
-        (3, 1, 3, "3 on 3 GPUs: 2 KV heads cannot be shared out to 3: at most 2, or a multiple of that"),
-        (3, 1, 1, ""),
-        (2, 2, 4, ""),
-    ],
-)
-def test_gpus_that_are_too_few_or_cannot_share_a_pool_are_refused(tmp_path, monkeypatch, stages, ranks, gpus, words):
-    flags = PrefillFlags(
-        model=str(save_model(tmp_path / "model", num_hidden_layers=3)),
-        dtype="float32",
-        pipeline_parallel_size=stages,
-        tensor_parallel_size=ranks,
-    )
-    monkeypatch.setattr(gpu_devices, "device_count", lambda: gpus)
-    refused = pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}")
-    with refused if words else contextlib.nullcontext():
-        check_stages(flags, "cuda", prepare(flags))
 
 
 class Pipeline:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.kernels.cpu.runtime.program import aligned_bytes
 from tests.support.batches import Sequences
 
 
@@ -46,6 +45,9 @@ class BackendDriver:
     def bind(self, num_slots: int) -> None:
         """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results. It
         begins at a cache line, as a KV node's does."""
+        # GPU machines may lack what compiles kernels for CPUs.
+        from pillion.kernels.cpu.runtime.program import aligned_bytes
+
         pool = aligned_bytes(num_slots * self.backend.layout.block_bytes)
         pool[:] = 0xFF
         self.memory: Any = memoryview(pool)

@@ -3,6 +3,7 @@
     gpu_backend.py     implements Backend: launches steps and checks their limits
     gpu_devices.py     GPUs of this machine, and what flags say of them
     gpu_loading.py     a worker's flags -> a backend with weights and workspace, before the pool is made
+    gpu_worker.py      a worker of one process, whose weights lie in memory of the KV node's
     gpu_roofline.py    what a step costs by the device's rates, before any was measured, and the budget that suits it
     gpu_decoder.py     the forward pass over fused kernels and fixed buffers
     gpu_model.py       a model's weights, rotary tables and buffers

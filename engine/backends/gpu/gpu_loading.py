@@ -4,7 +4,8 @@ The order matters, because the KV node makes its pool of the GPU's free memory w
 
     weights (a region that the KV node shares out, filled by the first worker) -> buffers -> workspace -> (attach)
 
-Ranks of one worker do all of that at the same time, and rank 0 attaches when all have done it.
+Ranks of one worker do all of that at the same time, and rank 0 attaches when all have done it. What speaks with the
+KV node is in gpu_worker.py, because a GPU machine that has torch and triton alone imports this module for its tests.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ import torch
 
 from pillion.config import MAX_WAITING_PREFILLS, DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
-from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
-from pillion.engine.backends.gpu.gpu_devices import devices_of, gpu_uuid, interpreted
+from pillion.engine.backends.gpu.gpu_devices import devices_of, interpreted
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_roofline import expected_on_gpu
-from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.backends.gpu.gpu_weights import GetMemory, load_gpu_weights
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -43,22 +42,13 @@ from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kernels.gpu.products.fp8_product import computes_in_fp8
 from pillion.kernels.gpu_states.state_places import CHUNKS_LAYOUT_VERSION
-from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
 
-# A worker waits at most this long for another one to fill the weights' region.
-WEIGHTS_TIMEOUT_S = 600.0
 # One prompt has at most this many answers, whose first tokens one step chooses.
 MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
 BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
-
-
-def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
-    """Loads a worker of one process. Raises ConfigError."""
-    backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, log.info)
-    return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared), map_device=map_pool)
 
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
@@ -70,15 +60,17 @@ def load_gpu_backend(
     flags: WorkerFlags,
     limits: GpuLimits,
     prepared: PreparedModel,
+    memory: GetMemory,
     progress: Progress,
     ranks: GpuRankGroup | None = None,
     *,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. ``ranks`` are the worker's other ranks, where it has any.
-    ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``make`` makes the
-    backend, as :class:`GpuBackend` does. Raises ConfigError for models and flags it cannot run."""
+    """Returns the backend and the name of its kernels. ``memory`` gives what its weights lie in. ``ranks`` are the
+    worker's other ranks, where it has any. ``shard`` is what the process computes: by default the share of its rank, or
+    the whole model. ``make`` makes the backend, as :class:`GpuBackend` does. Raises ConfigError for models and flags
+    that the process cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
@@ -93,7 +85,7 @@ def load_gpu_backend(
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
         shard=shard,
-        memory=region_memory(flags.attach_socket, device),
+        memory=memory,
         dummy=flags.load_format == "dummy",
         in_fp8=in_fp8,
         progress=progress,
@@ -225,18 +217,3 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
         max_model_len=prepared.max_model_len,
         num_speculative_tokens=draft_tokens,
     )
-
-
-def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
-    """Returns a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
-    workers map."""
-
-    def get(key: str, size_bytes: int) -> WeightMemory:
-        region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S, device_uuid=gpu_uuid())
-        if device.type == "cuda" and region.device_memory is None:
-            raise ConfigError(
-                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
-            )
-        return WeightMemory(tensor_at(region, device), region.must_fill, region.filled, region.close)
-
-    return get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, PrefillFlags
+from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import load_model
 from pillion.engine.stages.stage_loading import check_stages
@@ -74,3 +76,27 @@ def test_memory_of_another_size_is_refused():
     with pytest.raises(ConfigError, match="no memory of these stages"):
         StageRows(os.dup(rows.fd), 3, 2, 9, 64)
     rows.close()
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("stages", "ranks", "gpus", "words"),
+    [
+        (2, 2, 3, "2 needs a GPU for each rank of each stage, and there are 3; choose one .* all ranks compute"),
+        (3, 1, 2, "3 needs a GPU for each stage, and there are 2; choose one .* on which all stages compute"),
+        (3, 1, 3, "3 on 3 GPUs: 2 KV heads cannot be shared out to 3: at most 2, or a multiple of that"),
+        (3, 1, 1, ""),
+        (2, 2, 4, ""),
+    ],
+)
+def test_gpus_that_are_too_few_or_cannot_share_a_pool_are_refused(tmp_path, monkeypatch, stages, ranks, gpus, words):
+    flags = PrefillFlags(
+        model=str(save_model(tmp_path / "model", num_hidden_layers=3)),
+        dtype="float32",
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+    )
+    monkeypatch.setattr(gpu_devices, "device_count", lambda: gpus)
+    refused = pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}")
+    with refused if words else contextlib.nullcontext():
+        check_stages(flags, "cuda", prepare(flags))

@@ -24,10 +24,10 @@ from pillion.kvstore.gpu.cuda_domain import CudaDomain, device_indexes
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.mapped_memory import Region, map_pool, share_region
 from pillion.kvstore.ledger.records import slots_of
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PrefetchReply
-from pillion.wire.attach import MAX_SHARDS
 from tests.support.kv_hosts import (
     BLOCK_BYTES,
     EAGER,

