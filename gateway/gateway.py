@@ -104,7 +104,7 @@ from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.rules.priority import queue_order
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
-from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, TenantUsage, Usage
+from pillion.types import AnswerSoFar, ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, TenantUsage, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
@@ -817,15 +817,17 @@ class Gateway:
 
         answers = [new_answer(index) for index in range(_generated(asked))]
         if admitted.resume is not None:
-            name = admitted.asked.model or model.name
-            check_origin(admitted.resume, admitted.digest(), len(admitted.prompt), name)
+            check_origin(admitted.resume, admitted.digest(), len(admitted.prompt), admitted.asked.model or model.name)
             for answer, so_far in zip(answers, admitted.resume.answers, strict=True):
                 if so_far.finish_reason is None or output_format is not None:
-                    # The client has this text, and what counts is how much the answer still holds back, and how much of
-                    # it was reasoning. The text may be long, so it is read on a thread, in the tenant's turn.
-                    size_bytes = TOKEN_BYTES * len(so_far.token_ids)
-                    await self._pool.run(answer.push, so_far.token_ids, tenant=tenant, size_bytes=size_bytes)
+                    await self._catch_up(answer, so_far, tenant)
         return answers
+
+    async def _catch_up(self, answer: AnswerText, so_far: AnswerSoFar, tenant: Tenant) -> None:
+        """Makes the text that a client has already. What counts is how much the answer still holds back, and how much
+        of it was reasoning. The text may be long, so it is read on a thread, in the tenant's turn."""
+        size_bytes = TOKEN_BYTES * len(so_far.token_ids)
+        await self._pool.run(answer.push, so_far.token_ids, tenant=tenant, size_bytes=size_bytes)
 
     def _start(
         self,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,7 +58,7 @@ from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.rules.priority import MAX_FLOW_KEY_BYTES, bounded, bounded_flow
 from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS, SamplingParams, range_violations
 from pillion.v1.common_pb2 import Queued
-from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.common import finish_to_pb, logprob_to_pb, sampling_from_pb
 from pillion.wire.errors import as_pillion_error
@@ -326,18 +326,27 @@ class DecodeSession:
     async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[Holding, bytes]:
         """Adopts the gateway's ticket and awaits its chain, or opens one of the worker's own. Raises as
         :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
-        tickets = stream.tickets = epoch.tickets
+        stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
-        if submit.ticket_id:
-            held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
-            if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
-                return held
-            if submit.adapter:
-                epoch.expect_adapter(submit.adapter)
-            return await tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
+        hold = self._adopt_ticket if submit.ticket_id else self._open_ticket
+        return await hold(stream, submit, epoch, total_blocks)
+
+    async def _adopt_ticket(
+        self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
+    ) -> tuple[Holding, bytes]:
+        held = await epoch.tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
+        if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
+            return held
+        if submit.adapter:
+            epoch.expect_adapter(submit.adapter)
+        return await epoch.tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
+
+    async def _open_ticket(
+        self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
+    ) -> tuple[Holding, bytes]:
         began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:
-            holding, last_hash = await tickets.open(
+            holding, last_hash = await epoch.tickets.open(
                 stream.seq_id,
                 submit.block_hashes,
                 total_blocks,
@@ -515,23 +524,32 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {HASH_BYTES} are needed")
-    if submit.awaited_blocks > total:
-        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
-    if submit.awaited_blocks and not submit.ticket_id:
-        yield FieldViolation("awaited_blocks", "there is no ticket under which others bring blocks")
+    if submit.awaited_blocks:
+        yield from _awaited(submit, total)
     if len(submit.block_hashes) % HASH_BYTES or len(submit.block_hashes) > (total - 1) // block_size * HASH_BYTES:
         yield FieldViolation("block_hashes", f"{len(submit.block_hashes)} bytes for {total} tokens")
     if len(submit.grammar) > MAX_GRAMMAR_BYTES or len(submit.grammar.encode()) > MAX_GRAMMAR_BYTES:
         yield FieldViolation("grammar", f"more than {MAX_GRAMMAR_BYTES} bytes")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
-    words = submit.bad_words
+    if submit.bad_words:
+        yield from _bad_words(submit.bad_words, vocab_size)
+    yield from violations_of_place(submit)
+
+
+def _awaited(submit: Submit, total: int) -> Iterator[FieldViolation]:
+    if submit.awaited_blocks > total:
+        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+    if not submit.ticket_id:
+        yield FieldViolation("awaited_blocks", "there is no ticket under which others bring blocks")
+
+
+def _bad_words(words: Collection[TokenSequence], vocab_size: int) -> Iterator[FieldViolation]:
     if len(words) > MAX_BAD_SEQUENCES or not all(1 <= len(one.token_ids) <= MAX_BAD_TOKENS for one in words):
         text = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_TOKENS} tokens"
         yield FieldViolation("bad_words", text)
     elif any(max(one.token_ids) >= vocab_size for one in words):
         yield FieldViolation("bad_words", f"an id is outside the vocabulary of {vocab_size}")
-    yield from violations_of_place(submit)
 
 
 def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViolation]:

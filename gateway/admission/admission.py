@@ -195,8 +195,10 @@ class Admission:
 
     def _make_room(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
         """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
-        if bound.met(permit.tenant, amount) is None:
-            return
+        if bound.met(permit.tenant, amount) is not None:
+            self._have_give_way(bound, permit, amount)
+
+    def _have_give_way(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
         chosen = choose(self._yielding, bound, permit, amount)
         if isinstance(chosen, BoundMet):
             raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))

@@ -309,14 +309,17 @@ class ModelTurns:
         the deadline leaves."""
         place = WaitingRequest(permit.order, permit.number, permit.tokens, permit.answers)
         if permit.deadline_s is not None:
-            waits = not self._is_first_of_tenant(permit) and (self._crowded or not self._fits(permit))
-            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
-            late = self._late(permit, permit.deadline_s, now_s, wait_s, ANSWER_RESERVE)
-            if late is not None:
-                raise late
+            self._check_deadline(permit, permit.deadline_s, place, now_s)
         permit.place = place
         self._line(permit).push(permit.tenant, place)
         self.permits[permit.number] = permit
+
+    def _check_deadline(self, permit: AdmissionPermit, deadline_s: float, place: WaitingRequest, now_s: float) -> None:
+        waits = not self._is_first_of_tenant(permit) and (self._crowded or not self._fits(permit))
+        wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, place)) if waits else 0.0
+        late = self._late(permit, deadline_s, now_s, wait_s, ANSWER_RESERVE)
+        if late is not None:
+            raise late
 
     def began(self, permit: AdmissionPermit, now_s: float) -> None:
         """Notes that a request which got no slots at once begins to wait."""

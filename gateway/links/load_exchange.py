@@ -119,8 +119,13 @@ class LoadExchange:
         others = self._others() if self._shared is not None else ()
         if self._shared is None or not others:
             return self._own.by_component, self._own.tokens
+        return await self._added(self._shared, others, component_ids)
+
+    async def _added(
+        self, shared: SharedLoads, others: Sequence[str], component_ids: Sequence[str]
+    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
         try:
-            theirs = await self._shared.read(others, component_ids)
+            theirs = await shared.read(others, component_ids)
         except Unavailable as error:
             self._note_answer(error)
             return self._own.by_component, self._own.tokens

@@ -271,23 +271,30 @@ def _fetch_cost(snapshot: ClusterSnapshot, source: str, component: ComponentReco
 
 def _fetched(snapshot: ClusterSnapshot, decode: DecodeSide, held: Mapping[str, int]) -> tuple[int, float, Fetched, str]:
     """Returns how many leading blocks a decode worker's node will have, the seconds that fetching takes, the sources
-    that they come from, and the other node that is asked first. It takes what saves most of: the node's own blocks,
-    those with the ones that some other node holds, and those with a bucket's after them. A fixed policy takes the most
-    blocks. ``held`` are the blocks of live nodes, by node id."""
+    that they come from, and the other node that is asked first. A fixed policy takes the most blocks. ``held`` are the
+    blocks of live nodes, by node id."""
     node_id, limit = decode.component.node_id, snapshot.limit_blocks
-    own = min(snapshot.hits.get(node_id, 0), limit)
+    own, far = (min(blocks.get(node_id, 0), limit) for blocks in (snapshot.hits, snapshot.far_hits))
+    others = {name: blocks for name, blocks in held.items() if name != node_id and blocks > own}
+    if not others and far <= own:
+        return own, 0.0, Fetched.NOTHING, ""
+    return _best_fetch(snapshot, decode, others, own, far)
+
+
+def _best_fetch(
+    snapshot: ClusterSnapshot, decode: DecodeSide, others: Mapping[str, int], own: int, far: int
+) -> tuple[int, float, Fetched, str]:
+    """Returns what saves most of: the ``own`` blocks of the worker's node, those with the blocks of another node, and
+    those with a bucket's ``far`` blocks after them. ``others`` are the nodes that have more than ``own``."""
     best, best_gain = (own, 0.0, Fetched.NOTHING, ""), 0.0
     # What a bucket has comes after the blocks of the best node, if any is worth its transfer.
     here, here_s, most = own, 0.0, own
-    for name, blocks in held.items():
-        if name == node_id or blocks <= own:
-            continue
+    for name, blocks in others.items():
         taken_s, most = _fetch_cost(snapshot, name, decode.component).seconds(blocks - own), max(most, blocks)
         gain = _gain(snapshot, decode, own, blocks, taken_s)
         if gain > best_gain:
             best, best_gain = (blocks, taken_s, Fetched.OF_NODES, name), gain
             here, here_s = blocks, taken_s
-    far = min(snapshot.far_hits.get(node_id, 0), limit)
     if far > most:
         bucket_block_s = snapshot.bucket_block_s or decode.component.block_bytes / DEFAULT_BYTES_PER_S
         taken_s = (here_s or FETCH_CALL_S) + (far - here) * bucket_block_s

@@ -231,11 +231,12 @@ class RequestMachine:
         self.held.follow(self.plan, now)
         return self._decoding(event, now)
 
-    def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
-        if isinstance(event, ev.PlanFailed):
-            if self.attempt > 1 and now - self._looking_s + self._looked_s < event.patience_s:
-                return [self._look_up(COMPONENT_POLL_MS)]
-            return self._retry_or_fail(event, now)
+    def _unplanned(self, event: ev.PlanFailed, now: float) -> list[Action]:
+        if self.attempt > 1 and now - self._looking_s + self._looked_s < event.patience_s:
+            return [self._look_up(COMPONENT_POLL_MS)]
+        return self._retry_or_fail(event, now)
+
+    def _planned(self, event: ev.PlanMade, now: float) -> list[Action]:
         self.plan = event.plan
         if self.attempt > 1:
             self._looked_s += now - self._looking_s
@@ -245,17 +246,17 @@ class RequestMachine:
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
 
-    def _opening(self, event: ev.TicketAdopted | ev.DecodeLost, now: float) -> list[Action]:
-        plan = self._plan()
-        if isinstance(event, ev.DecodeLost) and isinstance(event.error, NotFound):
-            self.state, self._stream_open = RequestState.PINNING, False
-            # The node has found that in the request's turn.
-            return [ev.OpenTicket(self.attempt, plan, resume=True)]
-        if isinstance(event, ev.DecodeLost):
+    def _lost_in_opening(self, event: ev.DecodeLost, now: float) -> list[Action]:
+        if not isinstance(event.error, NotFound):
             return self._stream_lost(event, now, stream_over=True)
+        self.state, self._stream_open = RequestState.PINNING, False
+        # The node has found that in the request's turn.
+        return [ev.OpenTicket(self.attempt, self._plan(), resume=True)]
+
+    def _opened(self, event: ev.TicketAdopted, now: float) -> list[Action]:
         self.state = RequestState.DECODING
         self._admitted(now)
-        plan = replan(plan, event.pinned_blocks)
+        plan = replan(self._plan(), event.pinned_blocks)
         late = "; not split any more, for the decode worker has the ticket" if plan.chunks else ""
         self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
         self._timeline.find(self.plan)
@@ -264,7 +265,7 @@ class RequestMachine:
 
     def _speaks_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
         """Handles a stream that sends tokens: it has adopted its ticket, although that event has not come."""
-        self._opening(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
+        self._opened(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
         return self.handle(event, now)
 
     def _admitted(self, now: float) -> None:
@@ -522,8 +523,10 @@ class RequestMachine:
             (_LIVING - {RequestState.FOLLOWING}, _silent, (ev.AttemptSilent,)),
             ({RequestState.FOLLOWING}, _follow, (ev.LeaderSubmitted, ev.LeaderRetried, ev.LeaderStarted)),
             ({RequestState.FOLLOWING}, _following, (ev.TokensSampled, ev.DecodeFinished, ev.DecodeLost)),
-            ({RequestState.PLANNING}, _planned, (ev.PlanMade, ev.PlanFailed)),
-            ({RequestState.OPENING}, _opening, (ev.TicketAdopted, ev.DecodeLost)),
+            ({RequestState.PLANNING}, _planned, (ev.PlanMade,)),
+            ({RequestState.PLANNING}, _unplanned, (ev.PlanFailed,)),
+            ({RequestState.OPENING}, _opened, (ev.TicketAdopted,)),
+            ({RequestState.OPENING}, _lost_in_opening, (ev.DecodeLost,)),
             ({RequestState.OPENING}, _speaks_in_opening, (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished)),
             ({RequestState.PINNING}, _ticket_lost, (ev.TicketLost,)),
             ({RequestState.FETCHING}, _fetched, (ev.BlocksFetched,)),
