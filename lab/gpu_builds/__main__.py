@@ -1,6 +1,6 @@
 """Builds all kernels ahead of time, without a GPU, and reports their registers, spills and shared memory.
 
-    python -m lab.gpu_builds [--all] [--only NAME] [--arch 80 --arch 90] [--loops] [--json FILE]
+    python -m lab.gpu_builds [--all | --few] [--only NAME] [--arch 80 --arch 90] [--loops] [--json FILE]
 
 Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
 from the machine code by cuobjdump. A kernel that exceeds the limits of its BuildSpec fails the build, because no
@@ -15,8 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -165,6 +165,29 @@ def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 
+def few_specs(specs: Sequence[BuildSpec]) -> list[BuildSpec]:
+    """Chooses as few of these specs as show each kernel with each type of its arguments and each value of its
+    constants, for the newest architecture; of the older one, one of each name of a kernel, and one of attention over
+    chunks, which has the most registers."""
+    oldest, newest = ARCHITECTURES
+    shown = {
+        number: {(spec.kernel, at, kind) for at, kind in enumerate(spec.signature.replace(":16", "").split(", "))}
+        | {(spec.kernel, *constant) for constant in spec.constants.items()}
+        for number, spec in enumerate(specs)
+        if newest in spec.architectures
+    }
+    found, missing = [], set().union(*shown.values())
+    while missing:
+        best = max(shown, key=lambda number: len(shown[number] & missing))
+        missing -= shown[best]
+        found.append(replace(specs[best], architectures=(newest,)))
+    first: dict[str, BuildSpec] = {}
+    for spec in specs:
+        if oldest in spec.architectures:
+            first.setdefault(spec.name if spec.name == "attention_chunk" else spec.kernel.__name__, spec)
+    return [*found, *(replace(spec, architectures=(oldest,)) for spec in first.values())]
+
+
 def _usage(cubin: bytes) -> dict[str, int]:
     from triton import knobs
 
@@ -189,15 +212,18 @@ def main() -> int:
     """Compiles the chosen kernels and prints a line for each. Returns 1 if a kernel exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
     parser.add_argument("--only", default="", help="build kernels whose name contains this")
-    parser.add_argument("--all", action="store_true", help="build rare kernels, too")
+    uses = parser.add_mutually_exclusive_group()
+    uses.add_argument("--all", action="store_true", help="build rare kernels, too")
+    uses.add_argument("--few", action="store_true", help="build each type and each constant's value of a kernel once")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHITECTURES)
     parser.add_argument("--loops", action="store_true", help="count the instructions of products' loops")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     architectures = args.arch or list(ARCHITECTURES)
+    specs = all_specs(args.only, rare=args.all)
     built = [
         build(spec, arch, loops=args.loops)
-        for spec in all_specs(args.only, rare=args.all)
+        for spec in (few_specs(specs) if args.few else specs)
         for arch in architectures
         if arch in spec.architectures
     ]
