@@ -346,20 +346,33 @@ def test_the_tensors_of_ax_k1s_published_checkpoints(tmp_path):
     close(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
+@pytest.fixture(scope="module")
+def rounded_models(own_cache, tmp_path_factory):
+    """Makes a family's models, each once: several, if a rounding can choose another expert, which is a matter of luck.
+    Returns each one prepared in bfloat16, and the logits of transformers in float32 and in bfloat16."""
+
+    def make(name: str) -> list[tuple[PreparedModel, torch.Tensor, torch.Tensor]]:
+        found = []
+        for seed in range(4 if any("expert" in key for key in FAMILIES[name]) else 1):
+            folder, flags = make_model(tmp_path_factory.mktemp("model"), {**FAMILIES[name], "seed": seed})
+            exact, rounded = (
+                FamilyCase(None, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()).logits(text)
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            found.append((prepare(dataclasses.replace(flags, dtype="bfloat16")), exact, rounded))
+        return found
+
+    text = tokens_of(PROMPT_TOKENS, 2)
+    return functools.cache(make)
+
+
 @pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpu", marks=needs_kernels)])
 @pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(own_cache, tmp_path, name, runs_on):
-    """Errors are summed over several models if a rounding can choose another expert, which is a matter of luck."""
+def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(rounded_models, name, runs_on):
+    """Errors are summed over a family's models."""
     text, ours, theirs = tokens_of(PROMPT_TOKENS, 2), 0.0, 0.0
-    for seed in range(4 if any("expert" in key for key in FAMILIES[name]) else 1):
-        folder, flags = make_model(tmp_path / str(seed), {**FAMILIES[name], "seed": seed})
-        models = [
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
-        ]
-        exact, rounded = (FamilyCase(None, model.eval()).logits(text) for model in models)
-        driver = FamilyCase(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, runs_on).driver(
-            16, num_slots=20
-        )
+    for prepared, exact, rounded in rounded_models(name):
+        driver = FamilyCase(prepared, None, runs_on).driver(16, num_slots=20)
         (number,) = driver.sequences.add()
         ours += float((driver.run_all(number, text, [32, 1]) - exact).abs().mean())
         theirs += float((rounded - exact).abs().mean())
