@@ -105,6 +105,7 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
         ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight"),
     ),
     ("triton", "interpreter", interpreter, ("_LangPatchScope", "_patch_lang", "GridExecutor", "_get_np_dtype")),
+    ("triton", "core", lambda: interpreter().tl.core, ("block_type", "tensor", "validate_block_shape")),
     ("triton", "GridExecutor", lambda: interpreter().GridExecutor, ("_restore_args_dev",)),
     ("triton", "cache", lambda: pytest.importorskip("triton.runtime.cache"), ("triton_key",)),
     ("triton", "runtime.driver", lambda: pytest.importorskip("triton").runtime.driver, ("set_active",)),

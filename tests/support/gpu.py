@@ -16,15 +16,6 @@ NATIVE = torch.cuda.is_available()
 if not NATIVE:
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
-if not NATIVE:
-    from triton.runtime import interpreter
-
-    from tests.support.triton_types import share_shapes
-
-    share_shapes()
-    # By default the interpreter computes for each sum and product of integers, in ten further operations, whether it
-    # overflows, and then asserts nothing, for its assertions need another option.
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 def rounded(dtype: torch.dtype, roundings: int = 1) -> dict[str, float]:
