@@ -3,7 +3,7 @@ was cut into steps, on blocks that were there already, or on whether it is compu
 
 from __future__ import annotations
 
-from tests.support.gpu_model import GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
+from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import BEGIN, END, ITEM_WO
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 from pillion.kernels.gpu.products.head_product import head_product
-from tests.support.families import tokens_of
+from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order, rounded
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -231,10 +231,10 @@ def test_logits_of_a_text(head_dim, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt-oss", "youtu", "mixtral"])
-def test_logits_of_families(family, tmp_path, monkeypatch):
-    """Sinks and windows, latents, and experts."""
-    _, flags = make_family(tmp_path / "model", family)
+@pytest.mark.parametrize(("family", "layers"), [("gpt-oss", 2), ("youtu", 1), ("mixtral", 1)])
+def test_logits_of_families(family, layers, tmp_path, monkeypatch):
+    """Sinks and windows in every other layer, latents, and experts."""
+    _, flags = make_model(tmp_path / "model", {**FAMILIES[family], "num_hidden_layers": layers})
     check_model(prepare(replace(flags, max_model_len=128)), tokens_of(73, 2), [40], monkeypatch)
 
 
