@@ -76,10 +76,11 @@ class Recorder:
 
     def __init__(self, flags: GatewayFlags) -> None:
         self._flags = flags
-        self._open = contextlib.ExitStack()
         kept = open_records(flags.record_path, flags.redis_url, flags.record_bytes, flags.record_days * DAY_S)
-        self._records = self._open.enter_context(kept)
-        self._key = _own_key(flags)
+        with contextlib.ExitStack() as opened:
+            self._records = opened.enter_context(kept)
+            self._key = _own_key(flags)
+            self._open = opened.pop_all()
         self.counts: Counter[str] = Counter()
         # These count, for the minute that runs, the records that each tenant has caused.
         self._minute, self._caused = 0, Counter[str]()

@@ -31,6 +31,7 @@ SMALLEST = {
     "kv_plane": "--rounds 1 --most-rounds 1 --round-mib 1",
     "mooncake": "FOLDER/trace.jsonl --requests 50",
     "partial_blocks": "--rounds 0",
+    "recording": "--pairs 1 --requests 1 --streams 1 --input-len 16 --output-len 4",
     "registry": "--sizes 9+1 --looks 20 --plans 20",
     "split_sim": "--workers 2 --rates-per-worker 0.7 --seeds 1 --seconds 3",
     "state_fleets": "--requests 30 --workers 1 --pool-tokens 500000 --workloads conversation --seeds 1",
