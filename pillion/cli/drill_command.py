@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.flags import FlagCommand, option, option_name
+from pillion.cli.flags import FlagCommand, option
 from pillion.cli.reach import DEFAULT_TARGET, pop_reach, talks_to_gateway
 from pillion.drill.contract import KINDS, read_contract
 from pillion.errors import ConfigError
@@ -32,14 +32,14 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--kind kinds", "Strike this kind alone. Repeat it for more.", (), type=click.Choice(KINDS), multiple=True)
 @option("--pause-s", "Stop each component for so long instead of killing it.", 0.0, type=click.FloatRange(0, 3600))
 @option("--streams", "Streams of the drill's own load.", 4, type=click.IntRange(1, 256))
-@option("--input-len", "Tokens of their prompts.", 256, type=click.IntRange(1))
-@option("--output-len", "Tokens of their answers, on the average.", 128, type=click.IntRange(2))
+@option("--input-len prompt_tokens", "Tokens of their prompts.", 256, type=click.IntRange(1))
+@option("--output-len answer_tokens", "Tokens of their answers, on the average.", 128, type=click.IntRange(2))
 @option("--model", "Served model name; may be left out where one model is served.", "")
 @option("--within-s", "Most time to wait for the cluster, and for its streams.", 120.0, type=click.FloatRange(1))
 @option("--json", "Write the result there.", type=FILE, metavar="PATH")
 @option("--metrics-file", "Write metrics for Prometheus's text file collector there.", type=FILE, metavar="PATH")
 @talks_to_gateway
-def drill(**values: Any) -> int:
+def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any) -> int:
     """Kill one component of each kind, and compare the cost to a contract.
 
     The drill streams answers meanwhile. It refuses to begin where a kind has one component and nothing starts it again.
@@ -49,14 +49,14 @@ def drill(**values: Any) -> int:
     from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of
     from pillion.observability.metrics_file import write_whole
 
-    for name in ("json", "metrics_file"):
-        if values[name] and not values[name].parent.is_dir():
-            raise ConfigError(f"{option_name(name)}: there is no folder {values[name].parent}")
-    plan = _plan_of(values)
+    for name, file in (("--json", json), ("--metrics-file", metrics_file)):
+        if file and not file.parent.is_dir():
+            raise ConfigError(f"{name}: there is no folder {file.parent}")
+    plan = _plan_of(**values)
     chosen = choose_victims(plan)
     names = ", ".join(one.component_id for one in chosen)
     click.echo(f"{plan.reach['target']}: {names} will be {plan.how}, one after the other", err=True)
-    if not values["yes"]:
+    if not yes:
         _ask_for_consent()
     reports: list[StrikeReport] = []
     try:
@@ -69,32 +69,22 @@ def drill(**values: Any) -> int:
             table_console(TABLE_WIDTH).print(table_of(reports))
         for line in lines_of(reports):
             click.echo(line, err=True)
-    if values["json"]:
-        write_whole(values["json"], as_json(reports))
-    if values["metrics_file"]:
-        write_whole(values["metrics_file"], as_metrics(reports, time.time()))
+    if json:
+        write_whole(json, as_json(reports))
+    if metrics_file:
+        write_whole(metrics_file, as_metrics(reports, time.time()))
     return int(any(one.broken for one in reports))
 
 
-def _plan_of(values: dict[str, Any]) -> DrillPlan:
+def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **values: Any) -> DrillPlan:
     """Returns the plan that the options ask for. Raises ConfigError."""
     from pillion.drill.drill import DrillPlan
     from pillion.drill.strikes import Striker
 
-    if (values["start"] or values["supervised"]) and not values["kill"]:
+    if (start or supervised) and not kill:
         raise ConfigError("--start and --supervised belong to --kill")
-    return DrillPlan(
-        reach={"target": DEFAULT_TARGET} | pop_reach(values),
-        contract=read_contract(values["contract"]),
-        striker=Striker(values["kill"], values["start"], values["supervised"]),
-        kinds=values["kinds"],
-        pause_s=values["pause_s"],
-        streams=values["streams"],
-        prompt_tokens=values["input_len"],
-        answer_tokens=values["output_len"],
-        model=values["model"],
-        within_s=values["within_s"],
-    )
+    reach = {"target": DEFAULT_TARGET} | pop_reach(values)
+    return DrillPlan(reach=reach, contract=read_contract(contract), striker=Striker(kill, start, supervised), **values)
 
 
 def _ask_for_consent() -> None:
