@@ -8,8 +8,9 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   (chats beside a peer), `budget` and `chunks` (the step's token budget), `split_sim`, `split_fit` and `split_load`
   (the split policies in simulated time, the costs of their steps, and their load), `simulation_error` (the simulated
   fleet beside real clusters), `autoscaling` (a fleet that grows and shrinks, simulated), `herding` (several gateways
-  in the simulation), `registry` (a large cluster at a gateway), `tracing` (the cost of traces), `lora_service` (the
-  cost of adapters), `edge` and `edge_processes` (the gateway alone), `long_context` (one prompt of 128K tokens).
+  in the simulation), `registry` (a large cluster at a gateway), `tracing` and `recording` (what traces and
+  bundles cost), `lora_service` (the cost of adapters), `edge` and `edge_processes` (the gateway alone), `long_context`
+  (one prompt of 128K tokens).
 - Engine: `decode_loop` (the phases of a decode step), `cpu_steps`, `cpu_profile`, `cpu_products`, `cpu_states` and
   `cpu_attention` (the CPU kernels), `gpt_oss` (a step of its shape beside a streaming read), `cpu_limits` (what a
   processor can do at most), `lora` (adapters in the CPU kernels), `ranks` and `stages` (tensor and pipeline
