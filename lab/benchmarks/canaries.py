@@ -1,27 +1,31 @@
 """What `pillion canary` tells of the next version, and what it costs the streams that it mirrors.
 
-    python -m lab.benchmarks.canaries told [--requests 200] [--next same int8 int4 mask log2e]
-    python -m lab.benchmarks.canaries cost [--rounds 8]
+    python -m lab.benchmarks.canaries told [--requests 200] [--next same int8 int4 template mask log2e]
+    python -m lab.benchmarks.canaries cost [--pairs 20] [--window-s 15]
 
 ``told``: one cluster records requests of several kinds, and canaries replay them at other clusters: the same version,
-quantized copies, and copies of this tree with one wrong line in a kernel of the CPU. A first canary stops at the first
+quantized copies, one whose chat template begins with other words, and copies of this tree with one wrong line in a
+kernel of the CPU. A first canary stops at the first
 difference, so its replays say within how many requests that was; a second one goes on for the share and the distance of
 log probabilities.
 
-``cost``: a load runs again and again, with a canary beside every other run that mirrors a share of it to another
-cluster. The result is the ratio of each pair's p99 to the first token and between tokens. The other cluster stands for
-another machine: it has the second half of the cores to itself, where it computes only what the clients leave.
+``cost``: one load runs all the time, and a canary mirrors a share of it to another cluster, but stands still in one
+window of each pair. The result is the p99 between tokens of all windows with the canary by that of all others, with a
+confidence interval over pairs, and the ratio within each pair. It takes two minutes and 2 * pairs * window-s. What is
+recorded while the canary stands still is mirrored in the next window, so the canary does up to twice its share then.
+The other cluster stands for another machine: it has the second half of the cores to itself, where it computes only what
+the clients leave.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import itertools
 import os
 import pathlib
+import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,12 +39,15 @@ from typing import Any, get_args
 import psutil
 from rich.table import Table
 
-from lab.benchmarks.closed_loop import ClosedLoad, figures, measure
+from lab.benchmarks.closed_loop import ClosedLoad
 from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.cluster import ServedCluster, served
+from lab.testbed.conditions import until
 from lab.testbed.plain_model import plain_folder
 from lab.testbed.recorded_requests import bundles_of
 from pillion import AsyncClient
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.figures import Record, percentile
 from pillion.loadgen.load import WORDS
 from pillion.loadgen.target import PillionTarget
 from pillion.records.canary import OutcomeName
@@ -49,8 +56,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = "plain"
 RECORD = ("--record-content", "full", "--record-share", "1")
 ANSWER_TOKENS, AT_ONCE = 24, 4
-# The next versions, by their flags.
-FLAGS = {"same": (), "int8": ("--quantization", "int8"), "int4": ("--quantization", "int4")}
+# The next versions, by their flags; FOLDER stands for the one of the benchmark's files.
+FOLDER, TEMPLATE = "FOLDER", "changed.jinja"
+FLAGS = {
+    "same": (),
+    "int8": ("--quantization", "int8"),
+    "int4": ("--quantization", "int4"),
+    "template": ("--chat-template", f"{FOLDER}/{TEMPLATE}"),
+}
 # Wrong kernels, by file, right line and wrong line: attention that sees one token too many, and a constant with
 # five digits.
 MUTANTS = {
@@ -61,9 +74,12 @@ MUTANTS = {
     ),
     "log2e": ("kernels/cpu/language/emit.py", "LOG2E = 1.4426950408889634", "LOG2E = 1.4427"),
 }
-# A canary has begun to follow the folder, and what one has left at the workers has ended, after so long.
-SETTLED_AFTER_S = 5.0
-P99, SPREAD = ("ttft_p99_ms", "itl_p99_ms"), ("median", "min", "max")
+# A load has filled its streams after WARM_S. What a canary has left at the workers has ended SETTLED_AFTER_S after it
+# was stopped: a window begins to count then.
+WARM_S, SETTLED_AFTER_S = 20.0, 4.0
+# More prompts than a load can need.
+MOST_REQUESTS = 5000
+RESAMPLES, CONFIDENCE_PERCENT = 400, 95
 
 
 async def ask_all(target: str, requests: int) -> None:
@@ -152,72 +168,108 @@ def tell(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     """Records requests; returns what two canaries tell of each next version."""
     model, rows = str(plain_folder()), {}
     table = Table(title=f"{args.requests} recorded requests at the next version")
-    for title in ("next version", "verdict", "after", "equal", "differ", "error", "distance"):
+    for title in ("next version", "verdict", "after", "equal", "differ", "prompt", "error", "distance"):
         table.add_column(title, justify="left" if title in ("next version", "verdict") else "right")
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         records = pathlib.Path(name, "records")
+        template = pathlib.Path(model, "chat_template.jinja").read_text()
+        pathlib.Path(name, TEMPLATE).write_text(f"Be brief.\n{template}")
         with cluster(name, "now", model, "--record-path", str(records), *RECORD) as now:
             asyncio.run(ask_all(now.target, args.requests))
             asyncio.run(bundles_of(records, args.requests))
         for version in args.next:
-            flags = FLAGS.get(version, ())
+            flags = [word.replace(FOLDER, name) for word in FLAGS.get(version, ())]
             with tree_of(version) as environ, cluster(name, version, model, *flags, environ=environ) as following:
                 first = judged(records, following.target, "differs=0,distance=0", args.requests)
                 every = judged(records, following.target, "differs=1", args.compared)
             rows[version] = {"first": first, "second": every}
-            counts = (first["outcomes"].total(), *(every["outcomes"][one] for one in ("equal", "differs", "error")))
+            counts = (first["outcomes"].total(), *(every["outcomes"][one] for one in get_args(OutcomeName)))
             table.add_row(version, first["verdict"], *map(str, counts), f"{every['distance']:.3g}")
     return rows, table
 
 
 def cost(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
-    """Runs a load with and without a canary in turns; returns the figures of all runs."""
-    load = ClosedLoad(args.input_len, args.output_len, args.streams, args.requests)
+    """Runs a load with and without a canary in turns; returns the times between tokens of both kinds of windows."""
+    load = ClosedLoad(args.input_len, args.output_len, args.streams, MOST_REQUESTS)
     cores = sorted(os.sched_getaffinity(0))
     here, there = cores[: len(cores) // 2], cores[len(cores) // 2 :]
     if not here:
         raise SystemExit("the other cluster needs a core of its own")
-    rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         records = pathlib.Path(name, "records")
         os.sched_setaffinity(0, here)
         with cluster(name, "now", args.model, "--record-path", str(records), *RECORD) as now:
             os.sched_setaffinity(0, there)
-            with cluster(name, "next", args.model) as following:
-                give_way(following.processes())
-                # The first round warms up.
-                for number in range(args.rounds + 1):
-                    # Each kind of run goes first in every other round.
-                    pair: dict[str, Any] = {}
-                    for kind in ("without", "with")[:: -1 if number % 2 else 1]:
-                        with contextlib.ExitStack() as stack:
-                            if kind == "with":
-                                share = ("--share", str(args.share))
-                                mirror = canary(records, following.target, "differs=1", 100_000, *share)
-                                run = stack.enter_context(mirror)
-                                give_way([psutil.Process(run.process.pid)])
-                            pair[kind] = measured(load, now.target, 2 * number + (kind == "with"))
-                            if kind == "with":
-                                pair["replays"] = run.outcomes().total()
-                    rounds.append(pair)
-    table = Table(title=f"{load.name}, {args.share:.0%} of it mirrored, {args.rounds} pairs of runs")
-    for title in ("", "without, ms", "with, ms", "ratio: median", "least", "most"):
-        table.add_column(title, justify="right" if title else "left")
-    ratios = {}
-    for figure in P99:
-        without, beside = ([pair[one][figure] for pair in rounds[1:]] for one in ("without", "with"))
-        ratios[figure] = spread([new / old for new, old in zip(beside, without, strict=True)])
-        shown = (statistics.median(without), statistics.median(beside), *(ratios[figure][one] for one in SPREAD))
-        table.add_row(figure, *(f"{value:.4g}" for value in shown))
-    table.caption = f"{sum(pair['replays'] for pair in rounds[1:])} replays"
-    return {"rounds": rounds[1:], "ratios": ratios}, table
+            with (
+                cluster(name, "next", args.model) as following,
+                canary(records, following.target, "differs=1", 100_000, "--share", str(args.share)) as run,
+            ):
+                mirror = psutil.Process(run.process.pid)
+                give_way([*following.processes(), mirror])
+                gaps = asyncio.run(alternate(load, now.target, mirror, 2 * args.pairs, args.window_s))
+                replays = run.outcomes().total()
+    pairs = [dict(gaps[at : at + 2]) for at in range(0, len(gaps), 2)]
+    ratios = [percentile(pair[True], 99) / percentile(pair[False], 99) for pair in pairs]
+    draw = random.Random(0)
+    drawn = [pooled_p99(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES)]
+    edges = [percentile([new / old for old, new in drawn], (100 + sign * CONFIDENCE_PERCENT) / 2) for sign in (-1, 1)]
+    old, new = pooled_p99(pairs)
+    result = {
+        "p99_ms": {"without": old, "with": new},
+        "ratio": {"of_all": new / old, "low": edges[0], "high": edges[1], "of_pairs": spread(ratios)},
+        "replays": replays,
+    }
+    table = Table(title=f"{load.name}, {args.share:.0%} of it mirrored, {args.pairs} pairs of {args.window_s:g} s")
+    interval = f"{CONFIDENCE_PERCENT} % interval"
+    for title in ("p99 without, ms", "with, ms", "ratio", interval, "of a pair: least, median, most"):
+        table.add_column(title, justify="right")
+    of_pairs = ", ".join(f"{value:.3f}" for value in spread(ratios).values())
+    table.add_row(f"{old:.2f}", f"{new:.2f}", f"{new / old:.4f}", f"{edges[0]:.4f} to {edges[1]:.4f}", of_pairs)
+    table.caption = f"{replays} replays"
+    return result, table
 
 
-def measured(load: ClosedLoad, target: str, seed: int) -> dict[str, float]:
-    """Runs the load once; returns its figures."""
-    time.sleep(SETTLED_AFTER_S)
+async def alternate(
+    load: ClosedLoad, target: str, mirror: psutil.Process, windows: int, window_s: float
+) -> list[tuple[bool, list[float]]]:
+    """Runs a load through all windows, of which each pair has one in which the mirror goes on; returns for each whether
+    it did, and the milliseconds between tokens. Raises RuntimeError for a request that fails."""
+    records: list[Record] = []
     server = PillionTarget("", True, 0.0, target=target)
-    return figures(load, asyncio.run(measure(server, load.sessions(seed), load.concurrency)))
+    driver = LoadDriver(server, load.sessions(0), concurrency=load.concurrency, on_done=records.append)
+    begun_s, running = time.perf_counter(), asyncio.create_task(driver.run())
+    spans = []
+    try:
+        await asyncio.sleep(WARM_S)
+        for number in range(windows):
+            # One kind of window comes first in every other pair.
+            goes_on = number % 4 in (0, 3)
+            (mirror.resume if goes_on else mirror.suspend)()
+            await asyncio.sleep(SETTLED_AFTER_S)
+            since_s = time.perf_counter() - begun_s
+            await asyncio.sleep(window_s - SETTLED_AFTER_S)
+            spans.append((goes_on, since_s, time.perf_counter() - begun_s))
+        # A request is known when it has ended: those of the last window are waited for.
+        asked = len(records) + load.concurrency
+        await until("the last requests to end", lambda: sum(one.session < asked for one in records) >= asked)
+    finally:
+        mirror.resume()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.aclose()
+    if failed := [one.error for one in records if not one.ok]:
+        raise RuntimeError(failed[0])
+    gaps = [pair for one in records for pair in itertools.pairwise(at_s for at_s, _ in one.messages)]
+    return [
+        (goes_on, [(then - at) * 1000 for at, then in gaps if since_s <= at and then <= until_s])
+        for goes_on, since_s, until_s in spans
+    ]
+
+
+def pooled_p99(pairs: Sequence[dict[bool, list[float]]]) -> tuple[float, float]:
+    """Returns the p99 of all windows of these pairs without the canary, and of all with it."""
+    without, beside = (percentile([ms for pair in pairs for ms in pair[on]], 99) for on in (False, True))
+    return without, beside
 
 
 def give_way(processes: Sequence[psutil.Process]) -> None:
@@ -248,9 +300,9 @@ def main() -> None:
     told.set_defaults(run=tell, name="canaries_told")
     costs = parts.add_parser("cost")
     costs.add_argument("--model", default="demo")
-    costs.add_argument("--rounds", type=int, default=8)
+    costs.add_argument("--pairs", type=int, default=20)
+    costs.add_argument("--window-s", type=float, default=15.0)
     costs.add_argument("--share", type=float, default=0.1)
-    costs.add_argument("--requests", type=int, default=100)
     costs.add_argument("--streams", type=int, default=4)
     costs.add_argument("--input-len", type=int, default=256)
     costs.add_argument("--output-len", type=int, default=64)
