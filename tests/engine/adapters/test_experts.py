@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -17,7 +18,7 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
-from tests.engine.adapters.test_peft import TOLERANCE, check_adapter, driver_with, logits_of
+from tests.engine.adapters.test_peft import TOLERANCE, check_adapter, driver_with, expected, logits_of
 from tests.support.adapters import adapted_model, edit_config, edit_tensors, make_adapter
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
@@ -102,11 +103,40 @@ def mixtral(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("mixtral"), FAMILIES["mixtral"])
 
 
+@pytest.fixture(scope="module")
+def adapted(own_cache, tmp_path_factory):
+    """Makes a family's model and an adapter of it, once for both backends, with what is expected of a text."""
+
+    @functools.lru_cache(maxsize=1)
+    def make(family):
+        place = tmp_path_factory.mktemp("adapted")
+        folder, flags = make_model(place / "model", FAMILIES[family])
+        adapter = make_adapter(folder, place / "adapter", **CONFIG)
+        return folder, flags, adapter, expected(folder, adapter)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def adapted_hybrid(own_cache, tmp_path_factory):
+    """Makes a model with states and an adapter of it, once for both backends, with the logits of both, token by
+    token."""
+
+    @functools.lru_cache(maxsize=1)
+    def make(family):
+        place, text = tmp_path_factory.mktemp("hybrid"), tokens_of(40, 2)
+        folder, flags = make_model(place / "model", HYBRIDS[family])
+        adapter = make_adapter(folder, place / "adapter", **CONFIG)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return flags, adapter, token_by_token(adapted_model(folder, adapter), text), token_by_token(plain, text)
+
+    return make
+
+
 @pytest.mark.parametrize(("family", "backend"), cases(MIXTURES))
-def test_parameters_of_each_family(family, backend, tmp_path):
-    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
-    adapter = make_adapter(folder, tmp_path / "adapter", **CONFIG)
-    oracle, driver = check_adapter(folder, flags, adapter, DRIVERS[backend])
+def test_parameters_of_each_family(family, backend, adapted):
+    folder, flags, adapter, known = adapted(family)
+    oracle, driver = check_adapter(folder, flags, adapter, DRIVERS[backend], known)
     prompt = tokens_of(20, 5)
     (number,) = driver.sequences.add(adapter=0)
     tokens = [int(driver.step((number, prompt)).argmax())]
@@ -119,17 +149,14 @@ def test_parameters_of_each_family(family, backend, tmp_path):
     ("family", "backend"),
     cases(("lfm2-moe", "qwen3-next", "qwen3-5-moe", "granite-hybrid", "nemotron-h", "kimi-linear"), ()),
 )
-def test_parameters_beside_states(family, backend, tmp_path):
-    folder, flags = make_model(tmp_path / "model", HYBRIDS[family])
-    adapter = make_adapter(folder, tmp_path / "adapter", **CONFIG)
+def test_parameters_beside_states(family, backend, adapted_hybrid):
+    flags, adapter, wanted, plain = adapted_hybrid(family)
 
     def make(prepared, block_size, num_slots):
         kernels = cpu_backend(prepared, block_size, threads=2) if backend == "cpu" else None
         return StateDriver(prepared, block_size, num_slots, backend=kernels)
 
     driver, text = driver_with(flags, adapter, num_slots=400, make=make), tokens_of(40, 2)
-    wanted = token_by_token(adapted_model(folder, adapter), text)
-    plain = token_by_token(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), text)
     assert (plain - wanted).std() > 0.1 * plain.std()
     (number,) = driver.sequences.add(adapter=0)
     torch.testing.assert_close(driver.run_all(number, text, [17, 1]), wanted, atol=1e-3, rtol=1e-3)
