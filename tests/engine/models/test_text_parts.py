@@ -97,7 +97,9 @@ def test_damaged_weights_are_named_by_their_file_and_tensor(name, tmp_path, own_
     tensors = load_file(file)
     prefixes = ("model.language_model.", "language_model.", "model.text_model.", "model.layers.")
     part = max(part for part in tensors if part.startswith(prefixes) and re.search(r"layers\.1\..*weight", part))
-    for change, (alter, words) in CHANGES.items():
+    # How a damage is told does not depend on the model; which name is told does.
+    for change in CHANGES if name not in LONG else ("missing", "no numbers"):
+        alter, words = CHANGES[change]
         damaged = {**tensors, part: alter(tensors[part].clone())}
         save_file({key: one for key, one in damaged.items() if one is not None}, file, metadata={"format": "pt"})
         # What is missing has the name that it would have without what sees.
