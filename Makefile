@@ -139,6 +139,7 @@ setup-clients: $(VENV)/.clients ## The environment of other people's clients, of
 dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
 	$(BIN)/python -m deploy.grafana.make
 	$(BIN)/python -m docs.make
+	$(BIN)/python -m docs.family_defaults
 	$(BIN)/python -m docs.models_page
 
 compose-check: setup-dev ## docker-compose.yml by its schema, as processes, and on an engine of Docker where there is one or root has dockerd

@@ -15,7 +15,17 @@ from typing import Any
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
-from pillion.engine.models.families import EITHER_WAY, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF, Biases, ModelFamily
+from pillion.engine.models.families import (
+    DEFAULTS,
+    EITHER_WAY,
+    FAMILIES,
+    REMOVED,
+    SAME_AS,
+    TEXT_AS,
+    TEXT_OF,
+    Biases,
+    ModelFamily,
+)
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -243,16 +253,18 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
     """Returns the config of a text model of type ``said`` as its family's configs are."""
-    family, missing = TEXT_AS.get(said, (said, {}))
-    return {**missing, **text, **_of_text_alone(text, said in TEXT_AS), "model_type": family}
+    if said not in TEXT_AS:
+        return {**text, "model_type": said}
+    family, own = TEXT_AS[said]
+    return {**DEFAULTS.get(said, {}), **own, **text, **_without_places(text), "model_type": family}
 
 
-def _of_text_alone(text: Mapping[str, Any], places_pictures: bool) -> Mapping[str, Any]:
-    """Returns a rotary embedding without what says where pictures stand, in models that have that."""
+def _without_places(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config's rotary embedding without what says where pictures stand in a text."""
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
-        if places_pictures and isinstance(rope, Mapping):
+        if isinstance(rope, Mapping):
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
             found[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
     return found

@@ -1,16 +1,19 @@
 """Lists the model families that can be served in a table, one row each: a new family goes here. Imports no torch.
 
-A row holds the values that transformers assumes for keys missing in a config, and the function that lists a layer's
-operations with their tensors (:mod:`pillion.engine.models.layer_operations`), from which all backends, the loader and
-the ranks follow. A family with a number of its own in its configs also needs that number in
+A row holds how the family differs from Llama, with the function that lists a layer's operations with their tensors
+(:mod:`pillion.engine.models.layer_operations`), from which all backends, the loader and the ranks follow. What
+transformers assumes for keys missing in a config stands in ``family_defaults.json``, which a program writes; a row says
+what its classes of configs do not. A family with a number of its own in its configs also needs that number in
 :class:`pillion.engine.models.model_config.ModelConfig`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, size
@@ -96,7 +99,8 @@ class ModelFamily:
     """Describes one family, a row of the table, which says only how it differs from Llama.
 
     Attributes:
-        defaults: the values that transformers assumes for missing keys. They also switch options on: a key such as
+        defaults: the values that transformers assumes for missing keys; a row has those that are no fields of its class
+            of configs, and those that are others there. They also switch options on: a key such as
             ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and
             refused for others (:mod:`pillion.engine.models.config_keys`).
         layer: lists the operations of a layer, by its number.
@@ -186,83 +190,17 @@ class ModelFamily:
 
 
 _WITH_HEAD_NORMS = partial(llama_layer, qk_norm=QkNorm())
-_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _QKV_BIASES = Biases(o=False)
 _ONE_KEY = Biases(qkv="use_bias", o="use_bias", mlp="use_bias")
 _QWEN_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
 _GRANITE_SHARED = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
-_WIDE_HEADS = {"head_dim": 128, "rms_norm_eps": 1e-5, **_NO_BIAS}
-_GROUPS = {"n_group": 1, "topk_group": 1}
-_SHARED = {
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "num_experts_per_tok": 8,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    **_GROUPS,
-}
-# Which layers have experts, in configs of Qwen.
-_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-_WINDOWS = {"sliding_window": 4096, "layer_types": None}
-_QWEN = {
-    "max_position_embeddings": 32_768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_GEMMA = {
-    "vocab_size": 256_000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-
-_GEMMA4 = {
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": None,
-    "per_layer_config": None,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rope_parameters": None,
-    "attention_bias": False,
-    "attention_k_eq_v": False,
-    "layer_types": None,
-    "final_logit_softcapping": None,
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
+# Configs that do not say it have as many KV heads as query heads, not those of transformers' own default.
+_QWEN = {"num_key_value_heads": None}
+_GEMMA_TOKENS = {"bos_token_id": 2, "eos_token_id": 1}
+_GLM = {"partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338]}
 _GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-
-_MISTRAL = {
-    "max_position_embeddings": 131_072,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-    # If a Mistral config has this key, transformers reads it as one of Ministral.
-    "layer_types": None,
 }
 
 _MISTRAL_YARN = {
@@ -275,44 +213,12 @@ _MISTRAL_YARN = {
 }
 
 _OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm(kind="projection"))
-_OLMOE = {"attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
-_MULTIPLIERS = dict.fromkeys(
-    ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-)
-_GRANITE_MOE = {"attention_bias": False, **_MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}
-_GRANITE_WINDOWS = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
-# These keys of Gemma 2 and 3 have no meaning in Gemma 1.
-_GEMMA2_ALONE = ("hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types")
-_GLM = {
-    "max_position_embeddings": 131_072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "rms_norm_eps": 1.5625e-7,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-    "eos_token_id": [151_329, 151_336, 151_338],
-}
+
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
 _GRANITE_EXPERTS = partial(llama_layer, experts=ExpertNames(shared=_GRANITE_SHARED))
 # transformers adds these keys to configs of models with latents; the first may say only what ``qk_rope_head_dim`` says.
 _LATENT_IGNORED = ("head_dim", "qk_head_dim")
-_LATENTS = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "attention_bias": False,
-}
-_LATENT_EXPERTS = {**_LATENTS, "rope_interleave": True, **_SHARED}
-_DEEPSEEK_V3 = {
-    **_LATENT_EXPERTS,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "moe_intermediate_size": 2048,
-}
 _DEEPSEEK_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
 _DEEPSEEK_BIAS = "mlp.gate.e_score_correction_bias"
@@ -533,31 +439,20 @@ def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _COHERE = ModelFamily(
-    {
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    },
     norm="layer",
     parallel=True,
     rope=RopeRules(interleaved=True),
 )
 
+_GEMMA4 = {
+    **_GEMMA_TOKENS,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,
+    "rope_parameters": None,
+}
 _GEMMA4_TEXT = ModelFamily(
-    {
-        **_GEMMA4,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 512,
-        "use_bidirectional_attention": None,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-        "enable_moe_block": False,
-        "num_experts": None,
-        "top_k_experts": None,
-        "moe_intermediate_size": None,
-    },
+    {**_GEMMA4, "use_bidirectional_attention": None},
     layer=gemma4_layer,
     norm="wide",
     scaled_embedding=True,
@@ -572,21 +467,7 @@ _LFM2_LAYER = partial(
     qk_norm=QkNorm(names=("self_attn.q_layernorm", "self_attn.k_layernorm")),
 )
 _LFM2 = ModelFamily(
-    {
-        "max_position_embeddings": 128_000,
-        "num_key_value_heads": 8,
-        "norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "layer_types": None,
-        "full_attn_idxs": None,
-        "block_ff_dim": None,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 256,
-        "tie_word_embeddings": True,
-    },
+    {"block_ff_dim": None},
     layer=_LFM2_LAYER,
     linear=lfm2_layers,
     keys={"tie_embedding": "tie_word_embeddings"},
@@ -606,19 +487,7 @@ _LFM2 = ModelFamily(
         "theta",
     ),
 )  # fmt: skip
-_DELTA_NET = {
-    "max_position_embeddings": 32_768,
-    "head_dim": 256,
-    "attention_bias": False,
-    "partial_rotary_factor": 0.25,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+_DELTA_NET = {"partial_rotary_factor": 0.25, "full_attention_interval": 4}
 _QWEN_HYBRID = partial(
     hybrid_layer,
     qk_norm=QkNorm(),
@@ -629,7 +498,7 @@ _QWEN_HYBRID = partial(
     ),
 )
 _QWEN35 = ModelFamily(
-    {**_DELTA_NET, "num_key_value_heads": 4},
+    _DELTA_NET,
     layer=partial(_QWEN_HYBRID, mixer=delta_net),
     norm="offset",
     rope=RopeRules(partial=True),
@@ -639,71 +508,20 @@ _QWEN35 = ModelFamily(
     fixed={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
 )
 
-FAMILIES: dict[str, ModelFamily] = {
+ROWS: dict[str, ModelFamily] = {
     # Falcon 3 names the same activation by another key.
-    "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}, fixed={"activation": "swiglu"}),
-    "smollm3": ModelFamily(
-        {
-            "max_position_embeddings": 32_768,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "rope_theta": 2_000_000.0,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "layer_types": None,
-            **_NO_BIAS,
-            "tie_word_embeddings": True,
-        }
-    ),
-    "mistral": ModelFamily(_MISTRAL),
-    "ministral": ModelFamily(_MISTRAL),
-    "mixtral": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "sliding_window": None,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        }
-    ),
+    "llama": ModelFamily(fixed={"activation": "swiglu"}),
+    "smollm3": ModelFamily(),
+    "mistral": ModelFamily({"layer_types": None}),
+    "ministral": ModelFamily(),
+    "mixtral": ModelFamily(),
     # Qwen 2's projections have their biases whatever the key says.
     "qwen2": ModelFamily(_QWEN, biases=Biases(qkv=True), ignored=("attention_bias",)),
-    "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, layer=_WITH_HEAD_NORMS),
+    "qwen3": ModelFamily(_QWEN, layer=_WITH_HEAD_NORMS),
     "qwen3_moe": ModelFamily(
-        {
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 4,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "attention_bias": False,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            **_SPARSE,
-        },
         layer=_WITH_HEAD_NORMS,
     ),
     "qwen2_moe": ModelFamily(
-        {
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 16,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-            "layer_types": None,
-            "qkv_bias": True,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "norm_topk_prob": False,
-            **_SPARSE,
-        },
         layer=partial(
             llama_layer,
             experts=ExpertNames(
@@ -715,20 +533,6 @@ FAMILIES: dict[str, ModelFamily] = {
         window_pattern=2,
     ),
     "flint": ModelFamily(
-        {
-            "max_position_embeddings": 262_144,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "attention_bias": False,
-            "sliding_window": 513,
-            "layer_types": None,
-            "num_experts": 256,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 1024,
-            "norm_topk_prob": True,
-            **_SPARSE,
-        },
         layer=partial(
             llama_layer,
             qk_norm=QkNorm(),
@@ -743,23 +547,11 @@ FAMILIES: dict[str, ModelFamily] = {
         model_names=(("self_attn.softmax_offset", "self_attn.sinks"),),
     ),
     "phi3": ModelFamily(
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": None,
-        },
         rope=RopeRules(partial=True),
         fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
     "gemma2": ModelFamily(
-        {
-            **_GEMMA,
-            "max_position_embeddings": 8192,
-            "sliding_window_pattern": 2,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        {**_GEMMA_TOKENS, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0},
         layer=partial(llama_layer, norms=ALL_NORMS),
         norm="offset",
         scaled_embedding=True,
@@ -768,13 +560,10 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "gemma3_text": ModelFamily(
         {
-            **_GEMMA,
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
+            **_GEMMA_TOKENS,
             "sliding_window_pattern": 6,
             "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "final_logit_softcapping": None,
+            "rope_local_base_freq": 10000.0,
         },
         layer=partial(llama_layer, norms=ALL_NORMS, qk_norm=QkNorm()),
         norm="offset",
@@ -782,22 +571,12 @@ FAMILIES: dict[str, ModelFamily] = {
         rope=RopeRules(local=True),
     ),
     "olmo2": ModelFamily(
-        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
         layer=_OLMO,
         norm="wide",
     ),
-    "granite": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS, **_MULTIPLIERS}),
+    "granite": ModelFamily(),
     "gemma": ModelFamily(
-        {
-            **{key: value for key, value in _GEMMA.items() if key not in _GEMMA2_ALONE},
-            "max_position_embeddings": 8192,
-            "hidden_size": 3072,
-            "intermediate_size": 24_576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
+        _GEMMA_TOKENS,
         norm="offset",
         scaled_embedding=True,
         # transformers reads the other key, whose old value "gelu" meant the tanh form.
@@ -805,49 +584,27 @@ FAMILIES: dict[str, ModelFamily] = {
         activations={"gelu": "gelu_tanh"},
     ),
     "vaultgemma": ModelFamily(
-        {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {**_GEMMA_TOKENS, "attn_logit_softcapping": 50.0},
         layer=partial(llama_layer, norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
         norm="offset",
         scaled_embedding=True,
         window_pattern=2,
     ),
     "olmo3": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            **_WINDOWS,
-            "rope_theta": 500_000.0,
-        },
         layer=_OLMO,
         norm="wide",
         rope=RopeRules(local=True),
         window_pattern=4,
     ),
     "olmoe": ModelFamily(
-        {**_OLMOE, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         layer=partial(llama_layer, qk_norm=QkNorm(kind="projection")),
     ),
     "flex_olmo": ModelFamily(
-        {
-            **_OLMOE,
-            "max_position_embeddings": 4096,
-            "num_experts": 7,
-            "num_experts_per_tok": 5,
-            "rope_theta": 500_000.0,
-        },
         layer=_OLMO,
         norm="wide",
     ),
     "cwm": ModelFamily(
         {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "mlp_bias": False,
-            "sliding_window": 8192,
-            "layer_types": None,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 1_000_000.0,
@@ -861,64 +618,23 @@ FAMILIES: dict[str, ModelFamily] = {
         window_pattern=4,
         full_first=True,
     ),
-    "internlm3": ModelFamily(
-        {"max_position_embeddings": 32_768, "num_key_value_heads": 2, **_WIDE_HEADS},
-    ),
-    "iquestcoder": ModelFamily(
-        {"max_position_embeddings": 131_072, "num_key_value_heads": 8, **_WIDE_HEADS},
-    ),
+    "internlm3": ModelFamily(),
+    "iquestcoder": ModelFamily(),
     "exaone4": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            **_WINDOWS,
-            "sliding_window_pattern": 4,
-        },
         layer=partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm()),
         rope=RopeRules(nope_if_full=True),
     ),
     "seed_oss": ModelFamily(
-        {
-            "max_position_embeddings": 524_288,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "attention_bias": True,
-            "attention_out_bias": False,
-            "mlp_bias": False,
-        },
         biases=Biases(o="attention_out_bias"),
     ),
-    "granitemoe": ModelFamily({**_GRANITE_MOE, "max_position_embeddings": 2048}),
+    "granitemoe": ModelFamily(),
     "granite_swa": ModelFamily(
-        {
-            "max_position_embeddings": 8192,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-5,
-            **_NO_BIAS,
-            **_MULTIPLIERS,
-            **_GRANITE_WINDOWS,
-            "tie_word_embeddings": True,
-        },
         layer=partial(llama_layer, sinks=True),
         window_pattern=4,
         full_first=True,
     ),
     "gpt_oss": ModelFamily(
         {
-            "max_position_embeddings": 131_072,
-            "vocab_size": 201_088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": True,
-            "sliding_window": 128,
-            "layer_types": None,
-            "rope_theta": 150_000.0,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "factor": 32.0,
@@ -926,11 +642,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 "beta_slow": 1.0,
                 "truncate": False,
                 "original_max_position_embeddings": 4096,
-            },
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
+            }
         },
         layer=partial(llama_layer, sinks=True, experts=ExpertNames(biased=True)),
         norm="wide",
@@ -939,32 +651,20 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=("experts_per_token", "initial_context_length"),
     ),
     "ernie4_5": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "use_bias": False,
-            "tie_word_embeddings": True,
-        },
         biases=_ONE_KEY,
         rope=RopeRules(interleaved=True),
     ),
     "helium": ModelFamily(
-        {
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 20,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-8,
-            "rope_theta": 100_000.0,
-            **_NO_BIAS,
-        },
         biases=Biases(o=False),
         norm="wide",
         rope=RopeRules(interleaved=True),
     ),
-    "glm": ModelFamily(_GLM, biases=_QKV_BIASES, rope=RopeRules(partial=True, interleaved=True), fused=_FUSED_MLP),
+    "glm": ModelFamily(
+        _GLM,
+        biases=_QKV_BIASES,
+        rope=RopeRules(partial=True, interleaved=True),
+        fused=_FUSED_MLP,
+    ),
     "glm4": ModelFamily(
         _GLM,
         layer=partial(
@@ -981,38 +681,19 @@ FAMILIES: dict[str, ModelFamily] = {
         fused=_FUSED_MLP,
     ),
     "apertus": ModelFamily(
-        {"max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "attention_bias": False, "hidden_act": "xielu"},
         layer=partial(llama_layer, norms=("attention_layernorm", "", "feedforward_layernorm", ""), qk_norm=QkNorm()),
         gated=False,
         derived=_apertus,
         # Checkpoints have what the activation's numbers are not, too: its slope and its bound at 0.
         idle=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)$",
     ),
-    "arcee": ModelFamily(
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **_NO_BIAS, "hidden_act": "relu2"}, gated=False
-    ),
+    "arcee": ModelFamily(gated=False),
     "jais2": ModelFamily(
-        {
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_act": "relu2",
-        },
         norm="layer",
         biases=Biases(norm=True),
         gated=False,
     ),
     "starcoder2": ModelFamily(
-        {
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 2,
-            "norm_epsilon": 1e-5,
-            "use_bias": True,
-            "sliding_window": None,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-        },
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
         biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
         norm="layer",
@@ -1028,12 +709,11 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "cohere": replace(
         _COHERE,
-        defaults={**_COHERE.defaults, "rope_theta": 500_000.0, "use_qk_norm": False},
         layer=partial(llama_layer, qk_norm=QkNorm(kind="layer_by_head")),
     ),
     "cohere2": replace(
         _COHERE,
-        defaults={**_COHERE.defaults, **_WINDOWS, "sliding_window_pattern": 4},
+        defaults={"sliding_window_pattern": 4},
         rope=RopeRules(interleaved=True, nope_if_full=True),
         derived=_cohere2,
         ignored=("layer_switch",),
@@ -1048,47 +728,18 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "cohere2_moe": replace(
         _COHERE,
-        defaults={
-            **_COHERE.defaults,
-            **_WINDOWS,
-            "head_dim": 128,
-            "rms_norm_eps": None,
-            "sliding_window_pattern": 4,
-            "first_k_dense_replace": 0,
-            "mlp_layer_types": None,
-            "prefix_dense_sliding_window_pattern": 1,
-            "prefix_dense_intermediate_size": None,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "expert_selection_fn": "softmax",
-            "num_shared_experts": 0,
-            "shared_expert_combination_strategy": "average",
-        },
+        defaults={"first_k_dense_replace": 0},
         rms_eps="rms_norm_eps",
         derived=_cohere2_moe,
     ),
-    "granitemoeshared": ModelFamily(
-        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_EXPERTS
-    ),
+    "granitemoeshared": ModelFamily(layer=_GRANITE_EXPERTS),
     "granitemoe_swa": ModelFamily(
-        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0, **_GRANITE_WINDOWS},
         layer=partial(_GRANITE_EXPERTS, sinks=True),
         window_pattern=4,
         full_first=True,
     ),
     "glm4_moe": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": False,
-            **_SHARED,
-            "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 1,
-        },
+        {"partial_rotary_factor": 0.5},
         layer=_DEEPSEEK_EXPERTS,
         biases=_QKV_BIASES,
         rope=RopeRules(partial=True),
@@ -1096,50 +747,18 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=_DRAFTING,
     ),
     "dots1": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": 32,
-            "attention_bias": False,
-            **_SHARED,
-            "norm_topk_prob": False,
-            "n_routed_experts": None,
-            "n_shared_experts": None,
-            "num_experts_per_tok": None,
-            "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 0,
-            **_WINDOWS,
-            "max_window_layers": 62,
-        },
         layer=_DEEPSEEK_EXPERTS,
         sigmoid_router=True,
         fixed=_DEEPSEEK_FIXED,
     ),
     "solar_open": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "rope_theta": 1_000_000.0,
-            **_SHARED,
-            "moe_intermediate_size": 1280,
-        },
         layer=_DEEPSEEK_ROUTER,
         biases=_QKV_BIASES,
         rope=RopeRules(partial=True),
         sigmoid_router=True,
     ),
     "minimax_m2": ModelFamily(
-        {
-            "max_position_embeddings": 196_608,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_theta": 5_000_000.0,
-            "rotary_dim": None,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-        },
+        {"rotary_dim": None},
         layer=partial(
             llama_layer,
             qk_norm=QkNorm(kind="projection"),
@@ -1163,21 +782,6 @@ FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "ernie4_5_moe": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "use_bias": False,
-            "tie_word_embeddings": True,
-            "moe_intermediate_size": 1536,
-            "moe_k": 6,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
-        },
         layer=partial(llama_layer, experts=ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias")),
         model_names=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         biases=_ONE_KEY,
@@ -1187,22 +791,6 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
     ),
     "exaone_moe": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            **_WINDOWS,
-            "sliding_window_pattern": 4,
-            "mlp_layer_types": None,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1024,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "num_shared_experts": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            **_GROUPS,
-        },
         layer=partial(llama_layer, qk_norm=QkNorm(), experts=ExpertNames(choice_bias="mlp.e_score_correction_bias")),
         model_names=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
         rope=RopeRules(nope_if_full=True),
@@ -1210,21 +798,6 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=_DRAFTING,
     ),
     "afmoe": ModelFamily(
-        {
-            "max_position_embeddings": 16_384,
-            "rms_norm_eps": 1e-5,
-            "head_dim": 128,
-            "sliding_window": 1024,
-            "layer_types": None,
-            "global_attn_every_n_layers": 4,
-            "num_dense_layers": 1,
-            "num_experts": 64,
-            "num_experts_per_tok": 6,
-            "num_shared_experts": 2,
-            "moe_intermediate_size": 1408,
-            "route_scale": 1.0,
-            "mup_enabled": False,
-        },
         layer=partial(
             llama_layer,
             norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
@@ -1249,19 +822,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "hy_v3": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            **_WIDE_HEADS,
-            "rope_theta": 11_158_840.0,
-            "mlp_layer_types": None,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1536,
-            "num_experts": 192,
-            "num_experts_per_tok": 8,
-            "num_shared_experts": 1,
-            "router_scaling_factor": 2.826,
-        },
+        {"first_k_dense_replace": 1},
         layer=partial(
             llama_layer,
             qk_norm=QkNorm(),
@@ -1272,21 +833,13 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=(*_DRAFTING, "enable_moe_fp32_combine"),
     ),
     "hunyuan_v1_dense": ModelFamily(
-        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
         layer=_HUNYUAN,
         derived=_hunyuan,
         ignored=_HUNYUAN_IGNORED,
         fixed=_HUNYUAN_FIXED,
     ),
     "hunyuan_v1_moe": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-5,
-            "attention_bias": False,
-            "num_experts": 1,
-            "moe_topk": 1,
-            "num_shared_expert": 1,
-        },
+        {"num_shared_expert": 1},
         layer=partial(
             _HUNYUAN,
             experts=ExpertNames(shared=_HUNYUAN_SHARED),
@@ -1297,50 +850,27 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={**_HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
     "hyperclovax": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            **_NO_BIAS,
-            **_MULTIPLIERS,
-            "attention_multiplier": None,
-            "use_post_norm": True,
-        },
         layer=partial(llama_layer, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
         # These models multiply logits by what others divide them by.
         derived=lambda raw: {"logits_scaling": 1.0 / above_zero(raw, "logits_scaling", 1.0)},
     ),
     "ministral3": ModelFamily(
         {
-            "max_position_embeddings": 262_144,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": None,
             "rope_parameters": {
                 "rope_theta": 1_000_000.0,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16_384,
                 **_MISTRAL_YARN,
-            },
+            }
         },
         rope=RopeRules(query_growth="all"),
     ),
     "mellum": ModelFamily(
         {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "attention_bias": False,
-            "sliding_window": 1024,
-            "layer_types": None,
-            "mlp_layer_types": None,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 896,
-            "norm_topk_prob": True,
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
+            }
         },
         layer=_WITH_HEAD_NORMS,
         rope=RopeRules(local=True),
@@ -1350,22 +880,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma4_text": _GEMMA4_TEXT,
     "gemma4_unified_text": replace(
         _GEMMA4_TEXT,
-        defaults={
-            **_GEMMA4,
-            "max_position_embeddings": 262_144,
-            "sliding_window": 1024,
-            "use_bidirectional_attention": "vision",
-        },
+        defaults={**_GEMMA4, "use_bidirectional_attention": "vision"},
     ),
     "gpt2": ModelFamily(
-        {
-            "max_position_embeddings": 1024,
-            "n_positions": None,
-            "layer_norm_epsilon": 1e-5,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-        },
+        {"max_position_embeddings": 1024, "n_positions": None},
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
         biases=Biases(qkv=True, o=True, mlp=True, norm=True),
         norm="layer",
@@ -1401,15 +919,7 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"scale_attn_weights": True},
     ),
     "opt": ModelFamily(
-        {
-            "max_position_embeddings": 2048,
-            "ffn_dim": 3072,
-            "activation_function": "relu",
-            "word_embed_proj_dim": None,
-            "enable_bias": True,
-            "layer_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        },
+        {"layer_norm_eps": 1e-05},
         layer=partial(llama_layer, norms=("self_attn_layer_norm", "", "final_layer_norm", ""), mlp=("fc1", "fc2")),
         biases=Biases(qkv="enable_bias", o="enable_bias", mlp="enable_bias", norm=True),
         norm="layer",
@@ -1426,27 +936,6 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "learned_embeddings": True},
     ),
     "llama4_text": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "attention_bias": False,
-            "intermediate_size_mlp": 16_384,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-            "moe_layers": None,
-            "interleave_moe_layer_step": 1,
-            "use_qk_norm": True,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-            "attention_chunk_size": 8192,
-            "layer_types": None,
-            "attn_temperature_tuning": True,
-            "floor_scale": 8192,
-            "attn_scale": 0.1,
-        },
         layer=partial(
             llama_layer,
             qk_norm=QkNorm(names=(), after_rotation=True, if_rotated=True),
@@ -1464,32 +953,13 @@ FAMILIES: dict[str, ModelFamily] = {
         derived=lambda _: {"n_shared_experts": 1},
     ),
     "deepseek_v2": ModelFamily(
-        {
-            **_LATENTS,
-            "max_position_embeddings": 2048,
-            "mlp_bias": False,
-            "first_k_dense_replace": 0,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": None,
-            "moe_intermediate_size": 1407,
-            "routed_scaling_factor": 1.0,
-            "topk_method": "greedy",
-            **_GROUPS,
-        },
+        {"n_group": 1, "topk_group": 1},
         rope=RopeRules(interleaved=True),
         ignored=(*_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         # Otherwise DeepSeek's own code and that of transformers differ.
         fixed={"norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
     ),
     "deepseek_v3": ModelFamily(
-        {
-            **_DEEPSEEK_V3,
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 128,
-            "n_routed_experts": 256,
-            "first_k_dense_replace": 3,
-        },
         layer=_DEEPSEEK_ROUTER,
         sigmoid_router=True,
         ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
@@ -1497,35 +967,19 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "mistral4": ModelFamily(
         {
-            **_LATENT_EXPERTS,
-            "kv_lora_rank": 256,
-            "q_lora_rank": 1024,
-            "qk_nope_head_dim": 64,
-            "max_position_embeddings": 1_048_576,
-            "num_key_value_heads": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 0,
             "rope_parameters": {
                 "rope_theta": 10_000.0,
                 "factor": 128.0,
                 "original_max_position_embeddings": 8192,
                 **_MISTRAL_YARN,
-            },
+            }
         },
         rope=RopeRules(query_growth="all"),
         derived=_mistral4,
         ignored=(*_LATENT_IGNORED, *_DRAFTING),
     ),
     "axk1": ModelFamily(
-        {
-            **_DEEPSEEK_V3,
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 64,
-            "n_routed_experts": 192,
-            "first_k_dense_replace": 1,
-            "mlp_layer_types": None,
-        },
+        {"first_k_dense_replace": 1},
         layer=partial(
             llama_layer,
             experts=ExpertNames(choice_bias=_DEEPSEEK_BIAS, optional_bias=True, sum_norm="post_mlp_layernorm"),
@@ -1538,68 +992,22 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed=_DEEPSEEK_FIXED,
     ),
     "glm4_moe_lite": ModelFamily(
-        {
-            **_LATENT_EXPERTS,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "max_position_embeddings": 202_752,
-            "num_key_value_heads": 20,
-            "rms_norm_eps": 1e-5,
-            "routed_scaling_factor": 1.8,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1536,
-            "first_k_dense_replace": 1,
-            "mlp_layer_types": None,
-        },
+        {"first_k_dense_replace": 1},
         layer=_DEEPSEEK_ROUTER,
         sigmoid_router=True,
         ignored=(*_DRAFTING, *_LATENT_IGNORED),
         fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "youtu": ModelFamily(
-        {
-            **_LATENTS,
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 16,
-            "rope_interleave": True,
-            "tie_word_embeddings": True,
-        },
         ignored=(*_LATENT_IGNORED, *_DRAFTING, "embedding_initializer_range"),
     ),
     "minicpm3": ModelFamily(
-        {
-            **_LATENTS,
-            "kv_lora_rank": 256,
-            "q_lora_rank": 768,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": None,
-            "mlp_bias": False,
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 40,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "scale_emb": 12,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-        },
         ignored=_LATENT_IGNORED,
     ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
-        defaults={
-            **{key: value for key, value in _LFM2.defaults.items() if not key.startswith(("block_", "full_"))},
-            "num_key_value_heads": 8,
-            "num_dense_layers": 2,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1792,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-        },
+        defaults={},
         layer=partial(_LFM2_LAYER, experts=ExpertNames(choice_bias="feed_forward.expert_bias")),
         sigmoid_router=True,
         keys={"num_dense_layers": "first_k_dense_replace", "tie_embedding": "tie_word_embeddings"},
@@ -1607,16 +1015,7 @@ FAMILIES: dict[str, ModelFamily] = {
         fixed={"use_expert_bias": True},
     ),
     "qwen3_next": ModelFamily(
-        {
-            **_DELTA_NET,
-            "num_key_value_heads": 2,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "norm_topk_prob": True,
-            **_SPARSE,
-        },
+        _DELTA_NET,
         layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, checkpoint_names="fused")),
         norm="offset",
         rope=RopeRules(partial=True),
@@ -1626,43 +1025,11 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_5_text": _QWEN35,
     "qwen3_5_moe_text": replace(
         _QWEN35,
-        defaults={
-            **_QWEN35.defaults,
-            "num_key_value_heads": 2,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "intermediate_size": None,
-        },
+        defaults={**_DELTA_NET, "intermediate_size": None},
         derived=_qwen35_moe,
     ),
     "falcon_h1": ModelFamily(
-        {
-            "max_position_embeddings": 8192,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_ssm": 1024,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "mamba_rms_norm": False,
-            "mamba_norm_before_gate": True,
-            "time_step_limit": None,
-            "lm_head_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "mlp_multipliers": None,
-            "key_multiplier": 1.0,
-            "attention_in_multiplier": 1.0,
-            "attention_out_multiplier": 1.0,
-            "ssm_multipliers": None,
-            "ssm_in_multiplier": 1.0,
-            "ssm_out_multiplier": 1.0,
-        },
+        {"time_step_limit": None},
         layer=falcon_h1_layer,
         linear=falcon_h1_layers,
         keys={"lm_head_multiplier": "logit_scale"},
@@ -1677,22 +1044,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "granitemoehybrid": ModelFamily(
-        {
-            **_GRANITE_MOE,
-            "max_position_embeddings": 2048,
-            "shared_intermediate_size": 1024,
-            "position_embedding_type": None,
-            "layer_types": None,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
-            "time_step_limit": None,
-        },
+        {"time_step_limit": None},
         layer=partial(
             hybrid_layer,
             mixer=state_space,
@@ -1707,32 +1059,10 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "nemotron_h": ModelFamily(
         {
-            "max_position_embeddings": 4096,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_bias": False,
-            "mlp_hidden_act": "relu2",
-            "intermediate_size": 21_504,
             "num_hidden_layers": None,
             "position_embedding_type": None,
-            "layers_block_type": None,
             "hybrid_override_pattern": None,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-            "use_conv_bias": True,
-            "use_bias": False,
             "time_step_limit": None,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "moe_shared_expert_intermediate_size": 7688,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            **_GROUPS,
         },
         layer=nemotron_h_layer,
         norm="wide",
@@ -1773,27 +1103,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_logits_to_keep",
             "rescale_prenorm_residual",
         ),
-        fixed={"mamba_hidden_act": "silu", "mamba_proj_bias": False},
+        fixed={"mamba_hidden_act": "silu", "mamba_proj_bias": False, "sliding_window": None},
     ),
     "kimi_linear": ModelFamily(
-        {
-            **_LATENTS,
-            "q_lora_rank": None,
-            "max_position_embeddings": 1_048_576,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            **_SHARED,
-            "routed_scaling_factor": 2.446,
-            "num_experts": 256,
-            "moe_intermediate_size": 1024,
-            "first_k_dense_replace": 1,
-            "mlp_layer_types": None,
-            "layer_types": None,
-            "linear_attn_config": None,
-            "linear_head_dim": 128,
-            "linear_num_heads": 32,
-            "linear_conv_kernel_dim": 4,
-        },
+        {"num_local_experts": None, "num_experts": 256, "first_k_dense_replace": 1, "linear_attn_config": None},
         layer=partial(
             hybrid_layer,
             mixer=delta_attention,
@@ -1835,17 +1148,6 @@ FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "olmo_hybrid": ModelFamily(
-        {
-            "max_position_embeddings": 65_536,
-            "attention_bias": False,
-            "layer_types": None,
-            "linear_num_key_heads": None,
-            "linear_num_value_heads": None,
-            "linear_key_head_dim": None,
-            "linear_value_head_dim": None,
-            "linear_conv_kernel_dim": 4,
-            "linear_allow_neg_eigval": True,
-        },
         layer=partial(
             hybrid_layer,
             mixer=partial(delta_net, checkpoint_names="each"),
@@ -1867,6 +1169,12 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
     ),
 }
+
+# docs/family_defaults.py writes this file: what transformers assumes for missing keys of each family, and of each text
+# model of TEXT_AS. The row of a new family has no entry there yet.
+DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
+DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
+FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
 
 # These models of text and images have a text model that can be served: their model_type, and the types that their
 # text_config may have, the first of which it has where it says nothing.
@@ -1929,40 +1237,19 @@ TEXT_OF = {
     "video_llava": _ANY_TEXT,
     "vipllava": _ANY_TEXT,
 }
-# Such text models are of a family in all but their name, and what their configs say where it is missing, or may not
-# say. Where pictures stand in a text moves positions; in a text alone they are those of any text. The key of Pillion's
-# own says that experts' matrices, where one tensor has all of them, have inputs as rows in published files, and outputs
-# in those that transformers 5 saves.
+# Such text models are of a family in all but their name, with what holds for all of them. Where pictures stand in a
+# text moves positions; in a text alone they are those of any text. The key that is Pillion's own says that matrices of
+# experts, where one tensor has all of them, have inputs as rows in published files, and outputs in those that
+# transformers 5 saves.
 EITHER_WAY = "_experts_either_way"
-_QWEN_VL: Mapping[str, Any] = {
-    "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 1_000_000.0,
-}
 TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4_5_text": ("exaone4", {}),
-    "glm4v_text": ("glm4", {"attention_bias": True, "num_key_value_heads": 2, "max_position_embeddings": 32_768}),
-    "glm4v_moe_text": ("glm4_moe", {"attention_bias": True, "max_position_embeddings": 65_536}),
-    "qwen2_5_vl_text": ("qwen2", _QWEN_VL),
-    "qwen2_vl_text": ("qwen2", _QWEN_VL),
-    "qwen3_vl_text": (
-        "qwen3",
-        {"num_key_value_heads": 32, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
-    ),
-    "qwen3_vl_moe_text": (
-        "qwen3_moe",
-        {
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 128_000,
-            "rope_theta": 500_000.0,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "norm_topk_prob": True,
-            EITHER_WAY: True,
-        },
-    ),
+    "glm4v_text": ("glm4", {}),
+    "glm4v_moe_text": ("glm4_moe", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen3_vl_text": ("qwen3", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True, EITHER_WAY: True}),
 }
 # Checkpoints of these types are of another type in all but their name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}

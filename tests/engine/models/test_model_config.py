@@ -10,12 +10,13 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import docs.family_defaults
 import docs.models_page
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
-from pillion.engine.models.families import FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
+from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
@@ -66,6 +67,17 @@ def test_the_page_about_models_is_current():
     assert docs.models_page.unsorted() == set()
     assert docs.models_page.PAGE.read_text() == docs.models_page.render(), "run make dashboards"
     assert docs.models_page.LEFT_OUT_PAGE.read_text() == docs.models_page.render_left_out(), "run make dashboards"
+
+
+def test_the_defaults_are_those_of_transformers():
+    assert DEFAULTS_FILE.read_text() == docs.family_defaults.render(), "run make dashboards"
+
+
+def test_a_text_part_may_leave_out_what_transformers_has_defaults_for():
+    """LLaVA 1.5's text part says little more than its type."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32_064}
+    found = parse_config({"model_type": "llava", "text_config": text})
+    assert (found.hidden_size, found.num_layers, found.num_heads, found.vocab_size) == (4096, 32, 32, 32_064)
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
