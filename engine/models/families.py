@@ -438,11 +438,7 @@ def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
 
 
-_COHERE = ModelFamily(
-    norm="layer",
-    parallel=True,
-    rope=RopeRules(interleaved=True),
-)
+_COHERE = ModelFamily(norm="layer", parallel=True, rope=RopeRules(interleaved=True))
 
 _GEMMA4 = {
     **_GEMMA_TOKENS,
@@ -518,9 +514,7 @@ ROWS: dict[str, ModelFamily] = {
     # Qwen 2's projections have their biases whatever the key says.
     "qwen2": ModelFamily(_QWEN, biases=Biases(qkv=True), ignored=("attention_bias",)),
     "qwen3": ModelFamily(_QWEN, layer=_WITH_HEAD_NORMS),
-    "qwen3_moe": ModelFamily(
-        layer=_WITH_HEAD_NORMS,
-    ),
+    "qwen3_moe": ModelFamily(layer=_WITH_HEAD_NORMS),
     "qwen2_moe": ModelFamily(
         layer=partial(
             llama_layer,
@@ -546,10 +540,7 @@ ROWS: dict[str, ModelFamily] = {
         names=(("self_attn.sinks", "self_attn.softmax_offset"),),
         model_names=(("self_attn.softmax_offset", "self_attn.sinks"),),
     ),
-    "phi3": ModelFamily(
-        rope=RopeRules(partial=True),
-        fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
-    ),
+    "phi3": ModelFamily(rope=RopeRules(partial=True), fused=("self_attn.qkv_proj", "mlp.gate_up_proj")),
     "gemma2": ModelFamily(
         {**_GEMMA_TOKENS, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0},
         layer=partial(llama_layer, norms=ALL_NORMS),
@@ -570,10 +561,7 @@ ROWS: dict[str, ModelFamily] = {
         scaled_embedding=True,
         rope=RopeRules(local=True),
     ),
-    "olmo2": ModelFamily(
-        layer=_OLMO,
-        norm="wide",
-    ),
+    "olmo2": ModelFamily(layer=_OLMO, norm="wide"),
     "granite": ModelFamily(),
     "gemma": ModelFamily(
         _GEMMA_TOKENS,
@@ -590,19 +578,9 @@ ROWS: dict[str, ModelFamily] = {
         scaled_embedding=True,
         window_pattern=2,
     ),
-    "olmo3": ModelFamily(
-        layer=_OLMO,
-        norm="wide",
-        rope=RopeRules(local=True),
-        window_pattern=4,
-    ),
-    "olmoe": ModelFamily(
-        layer=partial(llama_layer, qk_norm=QkNorm(kind="projection")),
-    ),
-    "flex_olmo": ModelFamily(
-        layer=_OLMO,
-        norm="wide",
-    ),
+    "olmo3": ModelFamily(layer=_OLMO, norm="wide", rope=RopeRules(local=True), window_pattern=4),
+    "olmoe": ModelFamily(layer=partial(llama_layer, qk_norm=QkNorm(kind="projection"))),
+    "flex_olmo": ModelFamily(layer=_OLMO, norm="wide"),
     "cwm": ModelFamily(
         {
             "rope_parameters": {
@@ -624,15 +602,9 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm()),
         rope=RopeRules(nope_if_full=True),
     ),
-    "seed_oss": ModelFamily(
-        biases=Biases(o="attention_out_bias"),
-    ),
+    "seed_oss": ModelFamily(biases=Biases(o="attention_out_bias")),
     "granitemoe": ModelFamily(),
-    "granite_swa": ModelFamily(
-        layer=partial(llama_layer, sinks=True),
-        window_pattern=4,
-        full_first=True,
-    ),
+    "granite_swa": ModelFamily(layer=partial(llama_layer, sinks=True), window_pattern=4, full_first=True),
     "gpt_oss": ModelFamily(
         {
             "rope_parameters": {
@@ -650,21 +622,9 @@ ROWS: dict[str, ModelFamily] = {
         # These say again what other keys say.
         ignored=("experts_per_token", "initial_context_length"),
     ),
-    "ernie4_5": ModelFamily(
-        biases=_ONE_KEY,
-        rope=RopeRules(interleaved=True),
-    ),
-    "helium": ModelFamily(
-        biases=Biases(o=False),
-        norm="wide",
-        rope=RopeRules(interleaved=True),
-    ),
-    "glm": ModelFamily(
-        _GLM,
-        biases=_QKV_BIASES,
-        rope=RopeRules(partial=True, interleaved=True),
-        fused=_FUSED_MLP,
-    ),
+    "ernie4_5": ModelFamily(biases=_ONE_KEY, rope=RopeRules(interleaved=True)),
+    "helium": ModelFamily(biases=Biases(o=False), norm="wide", rope=RopeRules(interleaved=True)),
+    "glm": ModelFamily(_GLM, biases=_QKV_BIASES, rope=RopeRules(partial=True, interleaved=True), fused=_FUSED_MLP),
     "glm4": ModelFamily(
         _GLM,
         layer=partial(
@@ -688,11 +648,7 @@ ROWS: dict[str, ModelFamily] = {
         idle=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)$",
     ),
     "arcee": ModelFamily(gated=False),
-    "jais2": ModelFamily(
-        norm="layer",
-        biases=Biases(norm=True),
-        gated=False,
-    ),
+    "jais2": ModelFamily(norm="layer", biases=Biases(norm=True), gated=False),
     "starcoder2": ModelFamily(
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
         biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
@@ -707,10 +663,7 @@ ROWS: dict[str, ModelFamily] = {
         ),
         fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
-    "cohere": replace(
-        _COHERE,
-        layer=partial(llama_layer, qk_norm=QkNorm(kind="layer_by_head")),
-    ),
+    "cohere": replace(_COHERE, layer=partial(llama_layer, qk_norm=QkNorm(kind="layer_by_head"))),
     "cohere2": replace(
         _COHERE,
         defaults={"sliding_window_pattern": 4},
@@ -733,11 +686,7 @@ ROWS: dict[str, ModelFamily] = {
         derived=_cohere2_moe,
     ),
     "granitemoeshared": ModelFamily(layer=_GRANITE_EXPERTS),
-    "granitemoe_swa": ModelFamily(
-        layer=partial(_GRANITE_EXPERTS, sinks=True),
-        window_pattern=4,
-        full_first=True,
-    ),
+    "granitemoe_swa": ModelFamily(layer=partial(_GRANITE_EXPERTS, sinks=True), window_pattern=4, full_first=True),
     "glm4_moe": ModelFamily(
         {"partial_rotary_factor": 0.5},
         layer=_DEEPSEEK_EXPERTS,
@@ -746,11 +695,7 @@ ROWS: dict[str, ModelFamily] = {
         sigmoid_router=True,
         ignored=_DRAFTING,
     ),
-    "dots1": ModelFamily(
-        layer=_DEEPSEEK_EXPERTS,
-        sigmoid_router=True,
-        fixed=_DEEPSEEK_FIXED,
-    ),
+    "dots1": ModelFamily(layer=_DEEPSEEK_EXPERTS, sigmoid_router=True, fixed=_DEEPSEEK_FIXED),
     "solar_open": ModelFamily(
         layer=_DEEPSEEK_ROUTER,
         biases=_QKV_BIASES,
@@ -832,12 +777,7 @@ ROWS: dict[str, ModelFamily] = {
         sigmoid_router=True,
         ignored=(*_DRAFTING, "enable_moe_fp32_combine"),
     ),
-    "hunyuan_v1_dense": ModelFamily(
-        layer=_HUNYUAN,
-        derived=_hunyuan,
-        ignored=_HUNYUAN_IGNORED,
-        fixed=_HUNYUAN_FIXED,
-    ),
+    "hunyuan_v1_dense": ModelFamily(layer=_HUNYUAN, derived=_hunyuan, ignored=_HUNYUAN_IGNORED, fixed=_HUNYUAN_FIXED),
     "hunyuan_v1_moe": ModelFamily(
         {"num_shared_expert": 1},
         layer=partial(
@@ -878,10 +818,7 @@ ROWS: dict[str, ModelFamily] = {
         ignored=(*_DRAFTING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
     "gemma4_text": _GEMMA4_TEXT,
-    "gemma4_unified_text": replace(
-        _GEMMA4_TEXT,
-        defaults={**_GEMMA4, "use_bidirectional_attention": "vision"},
-    ),
+    "gemma4_unified_text": replace(_GEMMA4_TEXT, defaults={**_GEMMA4, "use_bidirectional_attention": "vision"}),
     "gpt2": ModelFamily(
         {"max_position_embeddings": 1024, "n_positions": None},
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
@@ -953,7 +890,6 @@ ROWS: dict[str, ModelFamily] = {
         derived=lambda _: {"n_shared_experts": 1},
     ),
     "deepseek_v2": ModelFamily(
-        {"n_group": 1, "topk_group": 1},
         rope=RopeRules(interleaved=True),
         ignored=(*_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         # Otherwise DeepSeek's own code and that of transformers differ.
@@ -998,12 +934,8 @@ ROWS: dict[str, ModelFamily] = {
         ignored=(*_DRAFTING, *_LATENT_IGNORED),
         fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
-    "youtu": ModelFamily(
-        ignored=(*_LATENT_IGNORED, *_DRAFTING, "embedding_initializer_range"),
-    ),
-    "minicpm3": ModelFamily(
-        ignored=_LATENT_IGNORED,
-    ),
+    "youtu": ModelFamily(ignored=(*_LATENT_IGNORED, *_DRAFTING, "embedding_initializer_range")),
+    "minicpm3": ModelFamily(ignored=_LATENT_IGNORED),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
@@ -1023,11 +955,7 @@ ROWS: dict[str, ModelFamily] = {
         ignored=_DRAFTING,
     ),
     "qwen3_5_text": _QWEN35,
-    "qwen3_5_moe_text": replace(
-        _QWEN35,
-        defaults={**_DELTA_NET, "intermediate_size": None},
-        derived=_qwen35_moe,
-    ),
+    "qwen3_5_moe_text": replace(_QWEN35, defaults={**_DELTA_NET, "intermediate_size": None}, derived=_qwen35_moe),
     "falcon_h1": ModelFamily(
         {"time_step_limit": None},
         layer=falcon_h1_layer,
