@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, digest_file
 from pillion.engine.models.model_config import ModelConfig
@@ -35,9 +36,6 @@ _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
 # In 0.2.0 layers of this family could not norm queries and keys, and ``qk_norm``, which meant nothing there, had its
 # default, true. Now it may be false or true, and false is what they were.
 _ONCE_WITHOUT_QK_NORM = "cohere"
-# The first bytes of a safetensors file say how long its header is, and no header is longer than the format's limit.
-_HEADER_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
 
 
 def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str:
@@ -57,11 +55,9 @@ def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str
 
 def _has_wider_vectors(path: Path) -> bool:
     """Returns whether a safetensors file has a vector in a type other than bfloat16, as norms may be."""
-    with path.open("rb") as file:
-        (length,) = _HEADER_LENGTH.unpack(file.read(_HEADER_LENGTH.size))
-        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
-    return any(len(tensor["shape"]) == 1 and tensor["dtype"] in ("F16", "F32") for tensor in tensors)
+    with safe_open(path, framework="numpy") as file:
+        tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (the file is no mapping)
+        return any(len(tensor.get_shape()) == 1 and tensor.get_dtype() in ("F16", "F32") for tensor in tensors)
 
 
 def _written(value: Any) -> Any:
