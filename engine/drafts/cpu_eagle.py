@@ -103,7 +103,6 @@ def _operations(
         "table": builder.weights.tensors["embedding"],
         "hidden": embedded,
         "width": width,
-        "hidden_stride": embedded.stride,
         "first": 0,
         "tokens": config.layer.vocab_size,
         "scale": 1.0,

@@ -52,7 +52,6 @@ class RankCollective:
             "out": out,
             "width": min(width, out.width),
             "row_stride": stride,
-            "out_stride": out.stride,
             "factor": factor,
         }
         return partial, Operation(SumRanks(self._shard.size, add, rows_of), values, when)
@@ -64,7 +63,7 @@ class RankCollective:
         partial, total = self.sum(out, rows_of, when)
         sharers = max(1, shard.size // self._num_kv_heads)
         spec = ProjectionSquares(config.head_dim, config.num_heads, config.num_kv_heads, shard.rank % sharers == 0)
-        values = {"qkv": qkv, "out": partial, "qkv_stride": qkv.stride, "out_stride": partial.stride}
+        values = {"qkv": qkv, "out": partial}
         return [Operation(spec, values), total]
 
     def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:

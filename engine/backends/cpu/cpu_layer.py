@@ -211,13 +211,7 @@ class LayerEmitter:
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
         builder, x, gates = self._builder, self._rows, self._gates
-        values = {
-            "x": x,
-            "gates": gates,
-            "width": self._gate_bytes // 4,
-            "x_stride": x.stride,
-            "gates_stride": gates.stride,
-        }
+        values = {"x": x, "gates": gates, "width": self._gate_bytes // 4}
         yield Operation(GateRows(builder.bf16, builder.rows_of), values, builder.when)
 
     def _left_for_later(self) -> None:
@@ -260,9 +254,6 @@ class LayerEmitter:
             "cos": cos,
             "sin": sin,
             "growth": builder.growth if operation.grows else None,
-            "absorbed_stride": absorbed.stride,
-            "projected_stride": projected.stride,
-            "latents_stride": rows.stride,
             **places,
         }
         widths = latents.rank, latents.rotary, latents.still
@@ -307,14 +298,7 @@ class LayerEmitter:
         assert inputs is not None
         gate, every = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
         yield from builder.gemm(self._prefix + operation.gate.name, self._rows, gate, EPILOGUE[operation.activation])
-        values = {
-            "gate": gate,
-            "inputs": every,
-            "width": inputs.width,
-            "gate_stride": gate.stride,
-            "inputs_stride": every.stride,
-            "layer_bytes": self._index * inputs.width * 4,
-        }
+        values = {"gate": gate, "inputs": every, "width": inputs.width, "layer_bytes": self._index * inputs.width * 4}
         yield Operation(WeighByTokenInputs(builder.bf16, builder.rows_of), values, builder.when)
         yield from builder.gemm(self._prefix + operation.projection.name, gate, builder.found, "store")
         assert isinstance(following, AddToResidual)
@@ -326,7 +310,6 @@ class LayerEmitter:
         values = {
             "hidden": builder.hidden,
             "width": builder.config.hidden_size,
-            "hidden_stride": builder.hidden.stride,
             "factor": float(builder.weights.tensors[self._prefix + operation.factor.name][0]),
         }
         yield Operation(ScaleRows(builder.rows_of), values, builder.when)
@@ -404,8 +387,6 @@ class LayerEmitter:
             "places": places,
             "out": out,
             "width": hidden,
-            "found_stride": found.stride,
-            "out_stride": out.stride,
             "factor": following.scale if adds and isinstance(following, AddToResidual) else 1.0,
         }
         yield Operation(Combine(chosen, adds, builder.rows_of, not scaled), combine, builder.when)
@@ -438,9 +419,6 @@ class LayerEmitter:
             "found": found,
             "out": out,
             "width": hidden,
-            "gates_stride": gates.stride,
-            "found_stride": found.stride,
-            "out_stride": out.stride,
             "factor": operation.scale if adds else 1.0,
         }
         yield Operation(WeighRows(adds, builder.rows_of), values, builder.when)
@@ -499,9 +477,7 @@ class LayerEmitter:
             **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
             "squares": squares,
             "growth": builder.growth if self._grows else None,
-            "qkv_stride": qkv.stride,
             **places,
-            "squares_stride": 0 if squares is None else squares.stride,
             "query_width": builder.model_heads * shape.head_dim,
             "key_width": layout.num_kv_heads * shape.head_dim,
             "eps": config.rms_norm_eps,
@@ -520,7 +496,6 @@ class LayerEmitter:
         shared = {
             "out": out,
             "partials": partials,
-            "out_stride": out.stride,
             "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
             "kv_heads": kv_heads,
             "window": window,
@@ -557,8 +532,6 @@ class LayerEmitter:
             "attended": rows,
             "sampled_hidden": self._sampled.hidden,
             "sampled_attended": chosen,
-            "hidden_stride": builder.hidden.stride,
-            "attended_stride": 0 if rows is None else rows.stride,
         }
         return Operation(GatherRows(alone=rows is None), values, "num_samples")
 

@@ -206,11 +206,9 @@ def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -
 
 
 def _largest(width: int, logits: Buffer, maxima: Buffer, tokens: Buffer) -> Iterator[Operation]:
-    strides = {"stride": logits.stride, "maxima_stride": maxima.stride}
-    values = {"logits": logits, "maxima": maxima, "width": width, **strides}
+    values = {"logits": logits, "maxima": maxima, "width": width, "stride": logits.stride}
     yield Operation(GroupMaxima(GROUP_TOKENS), values, "num_logits")
-    own = {"tokens": tokens, "tokens_stride": tokens.stride}
-    yield Operation(LargestTokens(GROUP_TOKENS), {**values, **own}, "num_logits")
+    yield Operation(LargestTokens(GROUP_TOKENS), {**values, "tokens": tokens}, "num_logits")
 
 
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:
@@ -222,7 +220,6 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
         "table": builder.weights.tensors["embedding"],
         "hidden": out,
         "width": config.hidden_size,
-        "hidden_stride": out.stride,
         "first": tokens.start,
         "tokens": len(tokens),
         "scale": embedding_scale(config, MODEL_DTYPES[builder.dtype]),
@@ -238,7 +235,6 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
             "table": table,
             "hidden": hidden,
             "width": config.hidden_size,
-            "hidden_stride": hidden.stride,
             "table_stride": table.stride(0) * table.element_size(),
         }
         yield Operation(AddPositions(), values)
@@ -251,7 +247,6 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
         "table": tensors["token_inputs.embedding"],
         "hidden": rows,
         "width": rows.width,
-        "hidden_stride": rows.stride,
         "first": 0,
         "tokens": inputs.vocab_size,
         "scale": rounded(inputs.width**0.5, MODEL_DTYPES[builder.dtype]),
@@ -266,8 +261,6 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
         "weight": tensors["token_inputs.norm"],
         "width": inputs.width,
         "layers": config.num_layers,
-        "rows_stride": rows.stride,
-        "products_stride": products.stride,
         # The norm takes products as they are, where the model divides them by the root of the hidden size.
         "eps": config.rms_norm_eps * config.hidden_size,
     }

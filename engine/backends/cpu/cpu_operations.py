@@ -145,8 +145,6 @@ class OperationBuilder:
             "bias": bias,
             "out": out,
             "width": width or self.config.hidden_size,
-            "x_stride": x.stride,
-            "out_stride": out.stride,
             "eps": eps or self.config.rms_norm_eps,
         }
         kind = "layer" if self.config.norm == "layer" else "rms"
@@ -208,14 +206,11 @@ class OperationBuilder:
             "bias": linear.bias,
             "out": out,
             "group_starts": None if groups is None else groups.starts,
-            "x_stride": x.stride,
             "depth": linear.depth,
             "pairs": linear.pairs,
-            "out_stride": out.stride,
             "num_groups": linear.num_matrices,
             "group_bytes": linear.matrix_bytes,
             "inputs": linear.group,
-            "input_sums_stride": 0 if sums is None else sums.stride,
             "factor": factor,
             "alpha": 0.0 if clamped is None else clamped.alpha,
             "limit": 0.0 if clamped is None else clamped.limit,
@@ -234,13 +229,8 @@ class OperationBuilder:
         width = adapters.form.width(experts=groups is not None)
         shrunk = self.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
         own = None if groups is None else self.buffer("place_slots", 1, "int32", each)
-        both = {
-            "slots": adapters.slots[name],
-            "shrunk": shrunk,
-            "shrunk_stride": shrunk.stride,
-            "adapted": adapters.step.words,
-        }
-        values = {**both, "x": x, "x_stride": x.stride, "depth": adapters.form.depth(name)}
+        both = {"slots": adapters.slots[name], "shrunk": shrunk, "adapted": adapters.step.words}
+        values = {**both, "x": x, "depth": adapters.form.depth(name)}
         spec: KernelSpec = Shrink(kind, self.rows_of)
         if groups is not None:
             values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
@@ -259,8 +249,6 @@ class OperationBuilder:
             "weight": self.weights.tensors[name],
             "hidden": hidden,
             "width": self.config.hidden_size,
-            "found_stride": found.stride,
-            "hidden_stride": hidden.stride,
             "eps": self.config.rms_norm_eps,
             "factor": factor,
         }
@@ -274,7 +262,6 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
     if linear.order is not None:
         ordered = builder.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
         values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
-        values |= {"x_stride": x.stride, "out_stride": ordered.stride}
         operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
         x = ordered
     if linear.kind == INT8_DOTS:
@@ -285,7 +272,6 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         groups = -(-linear.depth // linear.group)
         sums = builder.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
         values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.group}
-        values |= {"x_stride": x.stride, "sums_stride": sums.stride}
         operations.append(Operation(SumInputs(builder.bf16, builder.rows_of, x.each), values, builder.when))
     return MatrixRows(x, sums, operations)
 
@@ -295,14 +281,6 @@ def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation
     depth = linear.depth
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")
     constants = builder.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
-    values = {
-        "x": x,
-        "out": out,
-        "constants": constants,
-        "depth": depth,
-        "x_stride": x.stride,
-        "out_stride": out.stride,
-        "constants_stride": constants.stride,
-    }
+    values = {"x": x, "out": out, "constants": constants, "depth": depth}
     spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each)
     return Operation(spec, values, builder.when)

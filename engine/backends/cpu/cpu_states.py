@@ -109,10 +109,7 @@ class StateEmitter:
             "shift": builder.weights.tensors[prefix + operation.shift.name],
             **made_of_rows,
             "mixed_stride": mixed.stride,
-            "rates_stride": rates.stride,
-            "units_stride": units.stride,
             "heads_stride": learns.stride,
-            "forgets_stride": forgets.stride,
         }
         shape = keys, heads, operation.key_dim
         yield Operation(PrepareDelta(*shape, operation.doubled, by_rows), prepare, builder.when)
@@ -121,11 +118,7 @@ class StateEmitter:
             **made_of_rows,
             "values": of_values,
             "out": remembered,
-            "units_stride": units.stride,
             "heads_stride": learns.stride,
-            "forgets_stride": forgets.stride,
-            "values_stride": mixed.stride,
-            "out_stride": remembered.stride,
             **self._places(self._matrices(operation.head_dim)),
         }
         yield Operation(RunDeltaRule(*shape, operation.head_dim, by_rows), run, builder.when)
@@ -163,7 +156,6 @@ class StateEmitter:
             "shift": tensors[prefix + operation.shift.name],
             "times": times,
             "keeps": keeps,
-            "steps_stride": made.stride,
             "heads_stride": times.stride,
         }
         yield Operation(PrepareSpace(heads), prepare, builder.when)
@@ -179,7 +171,6 @@ class StateEmitter:
             "out": remembered,
             "mixed_stride": mixed.stride,
             "heads_stride": times.stride,
-            "out_stride": remembered.stride,
             **self._places(self._matrices(operation.head_dim)),
         }
         yield Operation(RunStateSpace(heads, operation.head_dim, groups, operation.state_dim), run, builder.when)
@@ -213,14 +204,10 @@ class StateEmitter:
             "out": out,
             "groups": groups.count,
             "width": groups.width,
-            "x_stride": x.stride,
-            "gates_stride": gates.stride,
-            "out_stride": out.stride,
             "weight_bytes": groups.width * 4 if groups.own_weights else 0,
             "squares": squares,
             "group": group,
             "group_width": group_width,
-            "squares_stride": 0 if squares is None else squares.stride,
             "eps": eps,
         }
         shared = squares is not None
@@ -240,9 +227,6 @@ class StateEmitter:
             "groups": groups.shared[1],
             "group": groups.shared[0],
             "width": groups.width,
-            "x_stride": x.stride,
-            "gates_stride": gates.stride,
-            "out_stride": partial.stride,
         }
         yield Operation(GroupSquares(groups.gate_first), values, builder.when)
         yield total
@@ -274,9 +258,7 @@ class StateEmitter:
             "taps": tensors[name],
             "bias": bias,
             "out": out,
-            "x_stride": x.stride,
             "part_bytes": part_bytes,
-            "out_stride": out.stride,
             "pieces": len(pieces),
             **self._places(pieces),
         }

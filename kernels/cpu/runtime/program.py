@@ -81,11 +81,21 @@ class HeadStride:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """Names one kernel with its arguments. Values may be arrays, buffers, columns of them or numbers; ``when`` names
-    a number of the step's record that must be above 0 for the kernel to run."""
+    a number of the step's record that must be above 0 for the kernel to run. A number such as ``x_stride`` that
+    ``values`` leaves out is the stride of the buffer ``x``, and 0 where that is None."""
 
     spec: KernelSpec
     values: Mapping[str, Any]
     when: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns all values, those that follow from others included."""
+        found = dict(self.values)
+        for name in self.spec.layout.numbers:
+            rows = name.removesuffix("_stride")
+            if rows != name and name not in found and rows in found:
+                found[name] = 0 if found[rows] is None else found[rows].stride
+        return found
 
 
 class Workspace:
@@ -155,7 +165,7 @@ class Program:
         for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
             layout = operation.spec.layout
             words = self._args[begin : begin + layout.num_words]
-            layout.fill(words, {key: self._resolved(value) for key, value in operation.values.items()})
+            layout.fill(words, {key: self._resolved(value) for key, value in operation.arguments().items()})
             condition = STEP.place[operation.when] if operation.when else -1
             entry[:] = (self._kernels.address(operation.spec.name), words.ctypes.data, condition, number)
             begin += layout.num_words
