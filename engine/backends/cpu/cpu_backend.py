@@ -8,7 +8,6 @@ load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threa
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,8 +88,6 @@ class CpuBackend(HostBackend):
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
         # These are views of the buffers of logits and of the largest ones, without their padding, by number of rows.
         self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
-        # This is how long the kernels of the last step ran; the rest of the step's time is the host's.
-        self.kernel_seconds = 0.0
 
     def warm_up(self, max_tokens: int) -> None:
         """Runs a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
@@ -187,9 +184,7 @@ class CpuBackend(HostBackend):
             adapters = bound_adapters(self.adapters)
             adapters.fill(batch, rows)
             program = adapters.program
-        begin = time.perf_counter()
         self._run_kernels(program)
-        self.kernel_seconds = time.perf_counter() - begin
         self.borrowed_s = self._thread_pool.borrowed_s
         if self.model.checked:
             self.check_integrity()
