@@ -30,6 +30,8 @@ DOCUMENTED = {"_exit", "_replace", "_asdict", "_make"}
 PRIVATE = re.compile(r"\b_[A-Za-z]\w*")
 READ = re.compile(r"\.(_[A-Za-z]\w*)")
 DEFINED = re.compile(r"^ *(?:async )?(?:def |class |self\.)(_[A-Za-z]\w*)(?:\(|:| = )", re.MULTILINE)
+# An attribute that is one of several on the left side of an assignment, or a field of a class.
+STORED = re.compile(r"(?:^ +|\bself\.)(_[A-Za-z]\w*)(?=: |(?:, self\.\w+)* = )", re.MULTILINE)
 
 
 async def _connection() -> H11Protocol:
@@ -138,7 +140,7 @@ def private_names() -> set[str]:
     used, defined = set(), set(DOCUMENTED)
     # Parsing all takes seconds; most names are defined in a line that begins with the definition.
     doubtful = {name for text in texts for name in READ.findall(text)}
-    doubtful -= {name for text in texts for name in DEFINED.findall(text)}
+    doubtful -= {name for text in texts for pattern in (DEFINED, STORED) for name in pattern.findall(text)}
     for text in texts:
         if doubtful.isdisjoint(PRIVATE.findall(text)):
             continue
