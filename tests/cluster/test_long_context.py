@@ -35,8 +35,8 @@ SCALING = {
 # How many tokens of the prompt come before each logits that are compared: around the length of training, in the midst
 # of chunks and blocks and at their ends, and the longest prompt that leaves room for a token.
 LENGTHS = (17, 512, TRAINED_TOKENS - 1, TRAINED_TOKENS + 1, 16_384, 30_011, 49_152, 65_029, TOKENS - 1)
-# Tokens that transformers computes at once.
-ORACLE_CHUNK_TOKENS = 1024
+# Tokens that transformers computes at once. With more, its masks fit no cache, and take as long as attention.
+ORACLE_CHUNK_TOKENS = 256
 ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "logprobs": 20}
 # Log probabilities found in other orders of float32 sums are some 1e-6 apart; with a factor of 7 in place of 8 they are
 # 8e-3 apart at 3,000 tokens already.
