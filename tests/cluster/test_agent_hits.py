@@ -16,7 +16,8 @@ from tests.support.components import running_components
 from tests.support.http import call
 
 BODIES = pathlib.Path(__file__).parents[1] / "clients" / "bodies"
-BLOCK, TURNS = 16, 12
+# The user speaks at the sixth turn, and the seventh finds that.
+BLOCK, TURNS = 16, 7
 WORD = {"type": "string", "pattern": '^[a-z"]{120}$'}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
 # Each API's own fields of a tool, and of the wish that it is called.
