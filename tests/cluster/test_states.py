@@ -128,32 +128,27 @@ def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, n
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["fraction:0.5", "auto"])
-def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
+def test_a_prompt_in_two_parts_leaves_and_finds_states(tmp_path: pathlib.Path) -> None:
+    """Other split policies, with kills: test_states_any.py."""
     folder = make_model(tmp_path / "model", HYBRIDS["granite-hybrid"])[0]
     adapter, flags = red(folder)
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *CHUNKED, *flags, split_policy=policy, faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *flags, split_policy="fraction:0.5", faults=True) as cluster,
     ):
         answers = HybridAnswers(folder, cluster, adapter)
         first = answers.check(PROMPTS)
         # One of the first two may come when the other has left a state where they part, or where a step ended before.
         assert all(found in (0, BLOCK, PARTING) for found in cached(first)[:2])
         assert cached(first)[2:] == [0] * 3
-        if policy != "auto":
-            assert prefilled(first)[2:] == [16, 0, 0]
+        assert prefilled(first)[2:] == [16, 0, 0]
         wait_for("all states kept", cluster.idle)
         again = cached(answers.check(PROMPTS))
-        if policy == "auto":
-            # The decode worker computes them all side by side, and keeps a state after a text where its stock has room.
-            assert all(found in (0, BLOCK, PARTING, whole) for found, whole in zip(again, WHOLE, strict=True))
-        else:
-            # Whichever of the first two texts came second left a state where they part, and has one at its end only
-            # where its worker's stock had room for both.
-            assert all(found in (whole, PARTING) for found, whole in zip(again[:2], WHOLE[:2], strict=True))
-            assert again[2:] == WHOLE[2:]
-            assert again[:2] != [PARTING] * 2
+        # Whichever of the first two texts came second left a state where they part, and has one at its end only where
+        # its worker's stock had room for both.
+        assert all(found in (whole, PARTING) for found, whole in zip(again[:2], WHOLE[:2], strict=True))
+        assert again[2:] == WHOLE[2:]
+        assert again[:2] != [PARTING] * 2
         cluster.arm(HELD_AT_STEP, signal.SIGKILL)
         answers.check(PROMPTS, kill=True, models=("", RED))
         wait_for("all slots back", cluster.idle)
