@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from pillion.observability.metric_catalog import CATALOG
-from pillion.observability.metrics_prometheus import prometheus_name, sample_names
+from pillion.observability.metrics_prometheus import prometheus_name
 
 PAGE = pathlib.Path(__file__).resolve().parent / "operations.md"
 BEGIN, END = "<!-- metrics: written by docs/make.py -->\n", "<!-- end of metrics -->\n"
@@ -15,7 +15,7 @@ def table() -> str:
     """Returns a table of all metrics by Prometheus name (histograms without ``_bucket``, ``_sum``, ``_count``)."""
     rows = ["| on the page | what |", "|---|---|"]
     for metric in CATALOG:
-        name = prometheus_name(metric) if metric.kind == "histogram" else sample_names(metric)[0]
+        name = prometheus_name(metric) + "_total" * (metric.kind == "counter")
         labels = ",".join(label.replace(".", "_") for label in metric.labels)
         rows.append(f"| `{name}{{{labels}}}` | {metric.help} |" if labels else f"| `{name}` | {metric.help} |")
     return "\n".join(rows) + "\n"

@@ -85,11 +85,6 @@ class WaitingClients:
         if not waiting:
             self._by_peer.pop(peer, None)
 
-    @property
-    def count(self) -> int:
-        """Gives the number of connections that wait for their clients."""
-        return sum(map(len, self._by_peer.values()))
-
     def longest(self) -> Any:
         """Returns the connection that has waited longest among those of the address that has most of them; None where
         there is none."""

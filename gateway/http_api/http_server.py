@@ -340,12 +340,6 @@ class HttpServer:
         """Gives the protocols of open connections."""
         return self._server.server_state.connections
 
-    @property
-    def waiting_clients(self) -> tuple[int, int]:
-        """Gives the numbers of connections that wait for their clients: without a request, and with a body that is not
-        whole."""
-        return self._server.server_state.idle.count, self._server.server_state.sending.count
-
     async def stop(self, grace_s: float = 1.0) -> None:
         """Takes no more connections, lets answers that are being sent finish for ``grace_s`` (whole seconds), then
         closes all connections."""

@@ -229,7 +229,7 @@ def described(trace: Sequence[TraceRequest]) -> dict[str, float]:
     seen: set[int] = set()
     cached = 0
     for row in trace:
-        blocks = row.whole_blocks
+        blocks = row.hash_ids[: row.input_length // TRACE_BLOCK_TOKENS]
         cached += TRACE_BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
         seen.update(blocks)
     inputs = sorted(row.input_length for row in trace)

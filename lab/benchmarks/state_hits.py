@@ -79,7 +79,7 @@ class TraceNode:
         while self._ends and self._ends[0][0] <= now:
             self._end()
         # At least one token is computed.
-        whole = request.whole_blocks[: (request.input_length - 1) // TRACE_BLOCK_TOKENS]
+        whole = request.hash_ids[: (request.input_length - 1) // TRACE_BLOCK_TOKENS]
         hashes = list(_hashes(whole))
         answer = request.output_length // BLOCK_TOKENS
         total = len(hashes) + answer + 1

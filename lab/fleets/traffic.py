@@ -77,10 +77,13 @@ def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_
     if not kept:
         raise ConfigError("the trace has no request that fits")
     first = kept[0].timestamp
-    return [
-        Request(number, (row.timestamp - first) / 1000 / speed, row.input_length, row.output_length, row.whole_blocks)
-        for number, row in enumerate(kept)
-    ]
+    made = []
+    for number, row in enumerate(kept):
+        # Only the prompt's full blocks can be cached.
+        blocks = row.hash_ids[: row.input_length // TRACE_BLOCK_TOKENS]
+        at_s = (row.timestamp - first) / 1000 / speed
+        made.append(Request(number, at_s, row.input_length, row.output_length, blocks))
+    return made
 
 
 def shared_tokens(blocks: int) -> int:

@@ -28,11 +28,6 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...] = ()
 
-    @property
-    def whole_blocks(self) -> tuple[int, ...]:
-        """Gives the hash ids of the prompt's full blocks; only these blocks can be cached."""
-        return self.hash_ids[: self.input_length // TRACE_BLOCK_TOKENS]
-
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """Reads all rows that have an answer, in order of time.

@@ -34,14 +34,6 @@ def prometheus_name(metric: metrics.Metric) -> str:
     return f"{name}_{unit}" if unit and not name.endswith(unit) else name
 
 
-def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
-    """Returns all names of the metric that a query may use."""
-    name = prometheus_name(metric)
-    if metric.kind == "histogram":
-        return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
-    return (f"{name}_total",) if metric.kind == "counter" else (name,)
-
-
 def to_prometheus(values: Values) -> Iterator[Metric]:
     """Converts a collection's values to the metrics of Prometheus's client library."""
     for metric, cells in values.items():

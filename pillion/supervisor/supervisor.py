@@ -218,7 +218,7 @@ class Supervisor:
     def kill_component(self, component_id: str) -> bool:
         """Sends SIGKILL to one component, which is then started again as after any death. Returns False where it does
         not run."""
-        child = self._child_of(component_id)
+        child = next((one.child for one in self._components if one.spec.component_id == component_id), None)
         if child:
             child.kill()
         return child is not None
@@ -228,19 +228,11 @@ class Supervisor:
         every = [one for component in self._components for one in (component.child, component.successor)]
         return [process.pid for process in every if process and not process.gone()]
 
-    def pid_of(self, component_id: str) -> int | None:
-        """Returns the process id of a running component, None while it does not run."""
-        child = self._child_of(component_id)
-        return child.pid if child else None
-
     def down(self) -> list[Down]:
         """Returns the components that flap and wait for their next start."""
         now = time.monotonic()
         waiting = (one for one in self._components if one.child is None and one.flapping)
         return [Down(one.spec.component_id, one.flapping, max(0.0, one.begins_s - now)) for one in waiting]
-
-    def _child_of(self, component_id: str) -> ChildProcess | None:
-        return next((one.child for one in self._components if one.spec.component_id == component_id), None)
 
     async def _never_ending(
         self, component: _SupervisedProcess, work: Callable[[_SupervisedProcess], Awaitable[None]]

@@ -20,8 +20,8 @@ from pillion.gateway.admission.tenants import QUOTAS
 from pillion.gateway.request import request_telemetry
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Meters
-from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
+from pillion.observability.metrics import Meters, Metric
+from pillion.observability.metrics_prometheus import ALIASES, prometheus_name
 from pillion.types import FinishReason
 from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.registry import WorkerLoad
@@ -54,6 +54,14 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     found[names.REJECTED.name, "reason"] = kinds | {f"Overloaded: {quota}" for quota in QUOTAS}
     found[names.BUILD.name, "role"] = set(ROLES)
     return found
+
+
+def sample_names(metric: Metric) -> tuple[str, ...]:
+    """Return all names of the metric that a query may use."""
+    name = prometheus_name(metric)
+    if metric.kind == "histogram":
+        return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
+    return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
 def _samples() -> dict[str, Sample]:

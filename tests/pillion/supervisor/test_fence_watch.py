@@ -20,6 +20,7 @@ from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
+from tests.pillion.supervisor.test_supervisor import pid_of
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY
 
@@ -86,22 +87,22 @@ async def test_a_stopped_component_is_killed_and_started_again(
     await supervisor.start()
     watching = asyncio.create_task(watch_fences(node.address, KILL_AFTER_S, supervisor.kill_component, notices))
     try:
-        first = supervisor.pid_of("w")
+        first = pid_of(supervisor, "w")
         assert first
         process = psutil.Process(first)
         process.send_signal(signal.SIGSTOP)
         await patience_is_over()
         assert process.status() == psutil.STATUS_STOPPED, "nobody called it fenced"
         node.pool.ledger.fence(epoch)
-        await until("another process", lambda: supervisor.pid_of("w") not in (first, None))
+        await until("another process", lambda: pid_of(supervisor, "w") not in (first, None))
         attached.close()
         assert not process.is_running()
         assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for ")]
         assert "pillion: w was ended by SIGKILL; starting it again at once" in notices.lines
         assert not supervisor.kill_component("nobody")
-        second = supervisor.pid_of("w")
+        second = pid_of(supervisor, "w")
         await patience_is_over()
-        assert supervisor.pid_of("w") == second
+        assert pid_of(supervisor, "w") == second
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -44,10 +44,16 @@ DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IG
 )
 
 
+def pid_of(supervisor: Supervisor, component_id: str) -> int | None:
+    """Returns the process id of a running component, None while it does not run."""
+    named = (one.child for one in supervisor._components if one.spec.component_id == component_id)
+    return next((child.pid for child in named if child), None)
+
+
 async def known(supervisor: Supervisor, component_id: str) -> int:
     """Returns the process of a component that was started. What it writes may be there before its supervisor, which
     ends it with a component that it needs, knows its process."""
-    pid: int = await until(f"{component_id} to run", lambda: supervisor.pid_of(component_id))
+    pid: int = await until(f"{component_id} to run", lambda: pid_of(supervisor, component_id))
     return pid
 
 
@@ -115,7 +121,7 @@ async def test_a_defect_of_the_supervisors_ends_no_component_for_good(
         monkeypatch.setattr(supervisor._policy, "died", died)
         (folder / "a").unlink()
         await kill(supervisor, "a")
-        await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
+        await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
         assert any("a defect of the supervisor's" in line for line in notices.lines)
         assert log_of(folder) == ["start a", "start a"]
     finally:
@@ -127,12 +133,12 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], notices, RestartPolicy(first_delay_ms=10))
     await supervisor.start()
     try:
-        first = supervisor.pid_of("a")
+        first = pid_of(supervisor, "a")
         assert first
         (folder / "a").unlink()
         os.kill(first, signal.SIGKILL)
-        await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
-        assert supervisor.pid_of("a") != first
+        await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
+        assert pid_of(supervisor, "a") != first
         assert "pillion: a was ended by SIGKILL; starting it again at once" in notices.lines
         # Its neighbour was left alone.
         assert log_of(folder).count("start b") == 1
@@ -361,7 +367,7 @@ async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
     never = spec(folder, "b", 1, STAY)
     supervisor = Supervisor([spec(folder, "a"), never], RecordedNotices())
     starting = asyncio.create_task(supervisor.start())
-    await until("b to run", lambda: supervisor.pid_of("b") is not None)
+    await until("b to run", lambda: pid_of(supervisor, "b") is not None)
     starting.cancel()
     await asyncio.wait({starting})
     await supervisor.stop()
@@ -384,7 +390,7 @@ async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
     program = COMPONENT.replace(STAY, "import subprocess; subprocess.run(['sleep', '60'])")
     supervisor = Supervisor([spec(folder, "a", program=program)], RecordedNotices(), stop_grace_s=0.5)
     await supervisor.start()
-    parent = psutil.Process(supervisor.pid_of("a"))
+    parent = psutil.Process(pid_of(supervisor, "a"))
     await until("a grandchild", lambda: parent.children())
     grandchildren = parent.children()
     await supervisor.stop()
@@ -474,13 +480,13 @@ async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathli
     supervisor = Supervisor([watched], notices, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
     await supervisor.start()
     try:
-        first = supervisor.pid_of("a")
+        first = pid_of(supervisor, "a")
         await until("all answers", lambda: not answers)
         await loop_turns()
-        assert supervisor.pid_of("a") == first
+        assert pid_of(supervisor, "a") == first
         assert not notices.lines[1:], notices.lines
         hung.append(True)
-        await until("another process", lambda: supervisor.pid_of("a") not in (None, first))
+        await until("another process", lambda: pid_of(supervisor, "a") not in (None, first))
         assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
     finally:
         await supervisor.stop()

@@ -14,7 +14,7 @@ from lab.testbed.conditions import WITHIN_S, until, within
 from pillion.supervisor.standbys.process_title import WAITING_NAME
 from pillion.supervisor.standbys.standby import Successor
 from pillion.supervisor.supervisor import Supervisor
-from tests.pillion.supervisor.test_supervisor import COMPONENT, kill, log_of, spec, until_there
+from tests.pillion.supervisor.test_supervisor import COMPONENT, kill, log_of, pid_of, spec, until_there
 from tests.support.notices import RecordedNotices
 from tests.support.processes import NewChildren
 
@@ -40,7 +40,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
             assert log_of(folder).count("start a") == starts - 1, "it has not begun"
             await kill(supervisor, "a")
             await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
-            assert supervisor.pid_of("a") == standby.pid
+            assert pid_of(supervisor, "a") == standby.pid
         await until("three lines", lambda: notices.lines.count("a: hello from a") == 3)
         # One that died in the meantime is no help, and no harm.
         [standby] = await until("a standby", lambda: waiting(children))
