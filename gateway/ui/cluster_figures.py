@@ -6,7 +6,6 @@ neither reports is None, never zero: the page shows a dash for it.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Container, Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Labels, Metric, Snapshot, Values
+from pillion.observability.metrics import Distribution, Labels, Metric, Values
 from pillion.types import ClusterStatus, ComponentStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
@@ -130,7 +129,7 @@ def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
     }
 
 
-def quantile(found: Snapshot, share: float) -> float:
+def quantile(found: Distribution, share: float) -> float:
     """Returns a histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
 
     It is linear within a bucket, infinite beyond the last bound, and 0 for an empty histogram.
@@ -152,30 +151,20 @@ def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Itera
     firsts = before.metrics.get(metric, {})
     for labels, value in now.metrics.get(metric, {}).items():
         first = firsts.get(labels, 0.0)
-        if not isinstance(value, Snapshot) and not isinstance(first, Snapshot):
-            yield labels, value - first if value >= first else value
-
-
-def _changes(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[Snapshot]:
-    """Yields how much each of a histogram's cells grew."""
-    firsts = before.metrics.get(metric, {})
-    for labels, value in now.metrics.get(metric, {}).items():
-        first = firsts.get(labels)
-        if isinstance(value, Snapshot):
-            if isinstance(first, Snapshot):
-                grown = tuple(map(operator.sub, value.counts, first.counts))
-                value = Snapshot(value.bounds, grown, value.total - first.total)
-            yield value
+        yield labels, value - first if value >= first else value
 
 
 def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> dict[str, float | None] | None:
     """Returns quantiles of a histogram's change, for JSON, which has no infinity: one beyond the last bound is None."""
-    changes = list(_changes(before, now, metric))
-    found = functools.reduce(operator.add, changes) if changes else None
-    if found is None or not found.count:
+    counts = [0] * (len(metric.bounds) + 1)
+    for reading, apply in ((now, operator.add), (before, operator.sub)):
+        for cell in reading.metrics.get(metric, {}).values():
+            counts = list(map(apply, counts, cell.counts))
+    if not any(counts):
         return None
+    found = Distribution(metric.bounds, counts)
     p50, p99 = (None if math.isinf(at := quantile(found, share)) else at for share in (0.5, 0.99))
-    return {"p50_s": p50, "p99_s": p99, "last_bound_s": found.bounds[-1]}
+    return {"p50_s": p50, "p99_s": p99, "last_bound_s": metric.bounds[-1]}
 
 
 def _outcome(label: str) -> str:

@@ -77,32 +77,23 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def now(self) -> Snapshot:
+    def now(self) -> Distribution:
         """Returns a copy of the histogram, for a collection."""
-        return Snapshot(self.bounds, tuple(self.counts), self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Holds a distribution as it was when it was collected."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+        return Distribution(self.bounds, self.counts.copy(), self.total)
 
     @property
     def count(self) -> int:
         """Gives the number of observed values."""
         return sum(self.counts)
 
-    def __add__(self, other: Snapshot) -> Snapshot:
-        """Adds two snapshots that have the same bounds."""
-        counts = tuple(map(operator.add, self.counts, other.counts))
-        return Snapshot(self.bounds, counts, self.total + other.total)
+    def __add__(self, other: Distribution) -> Distribution:
+        """Adds two histograms that have the same bounds."""
+        counts = list(map(operator.add, self.counts, other.counts))
+        return Distribution(self.bounds, counts, self.total + other.total)
 
 
-# A collection gives each metric's values by the values of its labels.
-Values = dict[Metric, dict[Labels, float | Snapshot]]
+# A collection gives each metric's values by the values of its labels: a Distribution for a histogram, else a float.
+Values = dict[Metric, dict[Labels, Any]]
 # A watcher yields the metric, its labels' values, and its current value.
 Reading = tuple[Metric, Labels, float]
 

@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
-from pillion.observability.metrics import Labels, Snapshot, Values
+from pillion.observability.metrics import Distribution, Labels, Values
 from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 
 _UNITS = {"s": "seconds", "By": "bytes"}
@@ -41,10 +41,10 @@ def to_prometheus(values: Values) -> Iterator[Metric]:
         yield _family(prometheus_name(metric), metric, labels, cells)
 
 
-def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping[Labels, float | Snapshot]) -> Metric:
+def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping[Labels, Any]) -> Metric:
     made: Any = _FAMILIES[metric.kind](name, metric.help, labels=labels)
     for own_labels, value in cells.items():
-        if isinstance(value, Snapshot):
+        if isinstance(value, Distribution):
             made.add_metric(own_labels, _buckets(value), value.total)
         else:
             made.add_metric(own_labels, value)
@@ -52,7 +52,7 @@ def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping
     return finished
 
 
-def _buckets(found: Snapshot) -> list[tuple[str, float]]:
+def _buckets(found: Distribution) -> list[tuple[str, float]]:
     """Returns a histogram's buckets as pairs of (upper bound, how many values are at most that); the last bound is
     infinity."""
     bounds = map(floatToGoString, (*found.bounds, math.inf))
@@ -123,7 +123,7 @@ def _lora_info(values: Values) -> Metric:
     return info
 
 
-def _aliased(alias: _Alias, cells: Mapping[Labels, float | Snapshot]) -> Metric:
+def _aliased(alias: _Alias, cells: Mapping[Labels, Any]) -> Metric:
     metric = alias.metric
     labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
     summed: dict[Labels, Any] = {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.ui.cluster_figures import ClusterReading, flow, quantile
 from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Distribution, Meters, Snapshot
+from pillion.observability.metrics import Distribution, Meters
 from pillion.types import ClusterStatus
 
 STATUS = ClusterStatus(
@@ -45,7 +45,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
     cell = Distribution(names.ITL_BOUNDS, [0] * (len(names.ITL_BOUNDS) + 1))
     for value in observed:
         cell.observe(value)
-    found = quantile(Snapshot(cell.bounds, tuple(cell.counts), cell.total), share)
+    found = quantile(cell, share)
     true = float(np.quantile(observed, share, method="inverted_cdf"))
     above = min((bound for bound in cell.bounds if bound >= true), default=math.inf)
     below = max((bound for bound in cell.bounds if bound < true), default=0.0)

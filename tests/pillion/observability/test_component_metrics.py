@@ -21,7 +21,7 @@ from pillion.kernels.step import Sampled
 from pillion.kvstore.node.kv_node import metric_readings as books
 from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
-from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
+from pillion.observability.metrics import Distribution, Meters, Metric, Reading
 from pillion.types import Timings, Usage
 from pillion.wire.registry import WorkerLoad
 from tests.engine.drafts.test_drafts import OracleDrafter
@@ -29,13 +29,13 @@ from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
-def values(meters: Meters, metric: Metric) -> dict[tuple[str, ...], float | Snapshot]:
+def values(meters: Meters, metric: Metric) -> dict[tuple[str, ...], float | Distribution]:
     return meters.collect().get(metric, {})
 
 
-def only(meters: Meters, metric: Metric) -> Snapshot:
+def only(meters: Meters, metric: Metric) -> Distribution:
     (value,) = values(meters, metric).values()
-    assert isinstance(value, Snapshot)
+    assert isinstance(value, Distribution)
     return value
 
 

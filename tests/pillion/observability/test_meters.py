@@ -23,7 +23,7 @@ from lab.testbed.ports import free_port
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
-from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
+from pillion.observability.metrics import MAX_CELLS, OTHER, Distribution, Meters, Metric, Reading
 from pillion.observability.metrics_export import Exports, MetricsPage
 from pillion.observability.metrics_prometheus import prometheus_name
 from tests.support.http import data_segments
@@ -93,7 +93,7 @@ def test_labels_are_bounded() -> None:
     for cells in meters.collect().values():
         assert len(cells) == MAX_CELLS + 1
         rest = cells[(OTHER,)]
-        assert (rest.count if isinstance(rest, Snapshot) else rest) == 50
+        assert (rest.count if isinstance(rest, Distribution) else rest) == 50
 
 
 def test_books_that_cannot_be_read_hide_nothing_else() -> None:
