@@ -21,11 +21,11 @@ from dataclasses import replace
 from starlette.routing import Route
 
 from pillion._version import VERSION
-from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_contradictions, refuse_strangers
+from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError
-from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, load_adapters, parse_lora_modules
+from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, load_adapters
 from pillion.gateway.adapters.adapter_servicer import adapter_calls
 from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
@@ -85,9 +85,10 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     """Starts a gateway. With ``prepared``, --model is not prepared again.
 
     Raises:
-        ConfigError: flags or models that cannot work, or a port that is taken.
+        ConfigError: models that cannot work, or a port that is taken. ``check_flags`` has looked at the flags.
     """
-    _check(flags)
+    if not flags.redis_url:
+        raise ConfigError("the gateway needs --redis-url")
     has_keys = bool(flags.api_keys or flags.api_key)
     keys = await asyncio.to_thread(KeyFile, flags.api_keys, flags.api_key) if has_keys else None
     identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
@@ -99,18 +100,6 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         return await _listen(flags, gateway, servicer, identity, more_routes)
 
     return await serve_models(flags, entries, listen, keys)
-
-
-def _check(flags: GatewayFlags) -> None:
-    """Raises ConfigError for flags that no gateway can work with, whatever its models are."""
-    refuse_contradictions(flags)
-    parse_policy(flags.split_policy)
-    parse_lora_modules(flags.lora_modules)
-    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
-        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
-    if not flags.redis_url:
-        raise ConfigError("the gateway needs --redis-url")
-    refuse_strangers(flags)
 
 
 async def serve_models(

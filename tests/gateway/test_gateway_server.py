@@ -13,6 +13,7 @@ import pytest
 
 from lab.testbed.conditions import WITHIN_S, until, within
 from lab.testbed.redis import running_redis
+from pillion.cli.checks import check_flags
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.assemble import start_gateway
@@ -62,14 +63,18 @@ print(*({"torch", "transformers", "triton"} & set(sys.modules)))
     ("flags", "message"),
     [
         ({"split_policy": "sometimes"}, "split-policy 'sometimes'"),
-        ({"chunk_size": 24, "block_size": 16}, "--chunk-size 24 is no multiple of --block-size 16"),
+        ({"chunk_size": 24, "block_size": 16}, "--chunk-size 24 is not a multiple of --block-size 16"),
         ({"chunk_size": 0}, "--chunk-size 0"),
-        ({"redis_url": ""}, "needs --redis-url"),
     ],
 )
-async def test_flags_that_cannot_work_are_one_line(tmp_path: pathlib.Path, flags: dict, message: str) -> None:
+def test_flags_that_cannot_work_are_one_line(flags: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        await start_gateway(GatewayFlags(**({"redis_url": "unix:///nowhere"} | flags)), prepared=toy_model(tmp_path))
+        check_flags(GatewayFlags(**flags))
+
+
+async def test_a_gateway_needs_a_registry() -> None:
+    with pytest.raises(ConfigError, match="needs --redis-url"):
+        await start_gateway(GatewayFlags())
 
 
 @pytest.mark.parametrize("port", ["grpc_port", "http_port"])

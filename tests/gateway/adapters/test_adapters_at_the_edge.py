@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from lab.testbed.conditions import WITHIN_S, until
+from pillion.cli.checks import check_flags
 from pillion.client.client_requests import prompt_request, to_pb
 from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
@@ -485,8 +486,13 @@ async def test_flags_that_cannot_work(flags, words, made, tmp_path):
     model = toy_model(tmp_path / "model")
     shutil.copy(made[0] / "config.json", model.folder)
     given = {"redis_url": "redis://127.0.0.1:1", "block_size": 4, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
-    with pytest.raises(ConfigError) as error:
+
+    async def begin() -> None:
+        check_flags(GatewayFlags(**given | flags))
         await start_gateway(GatewayFlags(**given | flags), prepared=model)
+
+    with pytest.raises(ConfigError) as error:
+        await begin()
     assert words in error.value.message
 
 
