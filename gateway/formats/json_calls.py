@@ -102,13 +102,17 @@ class JsonCalls:
     def _after_mark(self) -> Generator[None, None, bool]:
         """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
         read."""
-        if not (yield from self._call()):
+        if not (yield from self._calls()):
             return False
         # White space after a call is no content.
         yield from self._text.past_space()
         if self._end:
             yield from self._text.has(self._end)
         return True
+
+    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
+        """Reads what stands between two marks."""
+        return self._call(only_known)
 
     def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
         """Reads one JSON object, of which the brace may be read already (``begun``), and adds it to the answer's calls.
@@ -221,16 +225,7 @@ class LlamaCalls(JsonCalls):
 class ListCalls(JsonCalls):
     """Reads an answer whose calls are one list of objects after a mark."""
 
-    def _after_mark(self) -> Generator[None, None, bool]:
-        text = self._text
-        if not (yield from self._list()):
-            return False
-        yield from text.past_space()
-        if self._end:
-            yield from text.has(self._end)
-        return True
-
-    def _list(self, only_known: bool = False) -> Generator[None, None, bool]:
+    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
         text = self._text
         if (yield from text.past_space()) != "[":
             return False
@@ -256,7 +251,7 @@ class XlamCalls(ListCalls):
         """Reads the whole answer."""
         # Without a mark a list is one of calls only if it names a tool, because the answer itself may be JSON.
         self._text.attempt()
-        if (yield from self._list(only_known=True)):
+        if (yield from self._calls(only_known=True)):
             yield from self._text.past_space()
         else:
             self._parts.content(self._text.leave())
@@ -287,10 +282,10 @@ class CohereCalls(ListCalls):
 
     _names = ("tool_name", "name")
 
-    def _list(self, only_known: bool = False) -> Generator[None, None, bool]:
+    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "{":
             return (yield from self._call())
-        return (yield from super()._list())
+        return (yield from super()._calls())
 
 
 class MistralCalls(ListCalls):
@@ -299,7 +294,7 @@ class MistralCalls(ListCalls):
 
     def _after_mark(self) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "[":
-            return (yield from self._list())
+            return (yield from self._calls())
         return (yield from self._named())
 
     def _named(self) -> Generator[None, None, bool]:

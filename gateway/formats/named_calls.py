@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Generator
 from dataclasses import dataclass
 
-from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
+from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, JsonCalls
 
 FENCE, END_FENCE = "```json", "```"
@@ -68,29 +68,24 @@ class NamedCalls(JsonCalls):
     """Reads an answer whose calls have the marks of ``form``. The marks of the section may be left out."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: NamedForm) -> None:
-        super().__init__(text, parts, known, form.begin, form.end)
+        super().__init__(text, parts, known, form.begin, form.end, others={form.section: ""})
         self._form = form
-        self._begin = Marks(form.section, form.begin)
         self._ids: set[str] = set()
 
-    def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
-        text, parts = self._text, self._parts
-        while mark := (yield from text.until(self._begin, parts.content)):
-            text.attempt()
-            if not (yield from self._named(mark)):
-                text.give_up(parts.content, mark)
-                continue
-            for end in (self._form.end, self._form.end_section):
-                # White space around marks is no content.
-                yield from text.past_space()
-                yield from text.has(end)
+    def _after_mark(self) -> Generator[None, None, bool]:
+        if not (yield from self._named()):
+            return False
+        for end in (self._form.end, self._form.end_section):
+            # White space around marks is no content.
+            yield from self._text.past_space()
+            yield from self._text.has(end)
+        return True
 
-    def _named(self, mark: str) -> Generator[None, None, bool]:
-        """Reads a call from after ``mark`` up to the end of its arguments. Returns False where it is none, and leaves
-        it to the caller to end the trial read."""
+    def _named(self) -> Generator[None, None, bool]:
+        """Reads a call up to the end of its arguments. Returns False where it is none, and leaves it to the caller to
+        end the trial read."""
         text, form = self._text, self._form
-        if mark == form.section:
+        if self._mark == form.section:
             yield from text.past_space()
             if not (yield from text.has(form.begin)):
                 return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
@@ -64,7 +65,7 @@ _XML_FOUND = {
     "minimax_m3": (MINIMAX,),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
-# So have those of the formats of names between marks, and of lists between marks.
+# So have those of the formats of names between marks.
 _NAMED_FOUND = {
     "deepseek_v3": (DEEPSEEK_SEPARATOR, FENCE),
     "deepseek_v31": (DEEPSEEK_SEPARATOR,),
@@ -72,21 +73,6 @@ _NAMED_FOUND = {
 }
 COHERE, PHI4_MINI, APERTUS, XLAM = "cohere_command3", "phi4_mini_json", "apertus", "xlam"
 INTERNLM, INTERNLM_MARKS = "internlm", ("<|action_start|><|plugin|>", "<|action_end|>")
-LIST_MARKS = {
-    "granite": ("<|tool_call|>", ""),
-    "hunyuan_a13b": ("<tool_calls>", "</tool_calls>"),
-    COHERE: ("<|START_ACTION|>", "<|END_ACTION|>"),
-    # This mark is a word, which counts where a list follows.
-    PHI4_MINI: ("functools", ""),
-    APERTUS: ("<|tools_prefix|>", "<|tools_suffix|>"),
-    XLAM: (TOOL_CALL, END_TOOL_CALL),
-}
-# Models write these marks instead, the end's by that of the begin.
-_OTHER_MARKS = {
-    "granite": {TOOL_CALL: END_TOOL_CALL},
-    XLAM: {"[TOOL_CALLS]": "", "```json": "```"},
-}
-_LIST_READERS: Mapping[str, type[ListCalls]] = {COHERE: CohereCalls, APERTUS: ApertusCalls, XLAM: XlamCalls}
 _HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
 # The system prompts that tell models of Python's calls have this example.
 _EXAMPLE = "func_name1("
@@ -98,57 +84,56 @@ _LITERAL_FOUND = {
     "llama4_pythonic": (_EXAMPLE, "<|python_start|>"),
     "pythonic": (_EXAMPLE,),
 }
+
+
+def _format(begin: str, end: str, reader: Any, found: tuple[str, ...], inner: Iterable[str], **more: Any) -> ToolFormat:
+    """Makes a format whose reader needs to see all of its marks: those around a call, and those within."""
+    within = tuple(filter(None, inner))
+    return ToolFormat(begin, end, reader, (found,), (*filter(None, (begin, end)), *within), inner=within, **more)
+
+
+def _listed(
+    begin: str,
+    end: str = "",
+    reader: type[ListCalls] = ListCalls,
+    others: Mapping[str, str] = MappingProxyType({}),
+    found: bool = True,
+    bare: bool = False,
+) -> ToolFormat:
+    """Makes a format of lists between marks, which a chat template has if it is to be found. Models write ``others``
+    instead, the end's mark by that of the begin."""
+    marks = tuple(filter(None, (begin, end, *(mark for pair in others.items() for mark in pair))))
+    read = partial(reader, begin=begin, end=end, others=others)
+    return ToolFormat(begin, end, read, ((begin,),) if found else (), marks, bare=bare)
+
+
+LIST_FORMATS = {
+    "granite": _listed("<|tool_call|>", others={TOOL_CALL: END_TOOL_CALL}),
+    "hunyuan_a13b": _listed("<tool_calls>", "</tool_calls>"),
+    COHERE: _listed("<|START_ACTION|>", "<|END_ACTION|>", CohereCalls),
+    # This mark is a word, which counts where a list follows.
+    PHI4_MINI: _listed("functools", bare=True),
+    APERTUS: _listed("<|tools_prefix|>", "<|tools_suffix|>", ApertusCalls),
+    # The marks of xLAM's calls are those of other formats.
+    XLAM: _listed(TOOL_CALL, END_TOOL_CALL, XlamCalls, {"[TOOL_CALLS]": "", "```json": "```"}, found=False, bare=True),
+}
 # The formats have the names that vLLM gives them, but for the generic one, which is for models whose chat templates
 # know no tools, or call tools in a way that Pillion does not read. `auto` takes the first format that the chat template
 # speaks of.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     **{
-        name: ToolFormat(
-            form.begin,
-            form.end,
-            partial(XmlCalls, form=form),
-            (_XML_FOUND[name],),
-            (form.begin, form.end, *form.inner),
-            inner=form.inner,
-        )
+        name: _format(form.begin, form.end, partial(XmlCalls, form=form), _XML_FOUND[name], form.inner)
         for name, form in XML_FORMS.items()
     },
     **{
-        name: ToolFormat(
-            named.section,
-            named.end_section,
-            partial(NamedCalls, form=named),
-            (_NAMED_FOUND[name],),
-            (named.section, named.end_section, *named.inner),
-            inner=named.inner,
-        )
-        for name, named in NAMED_FORMS.items()
+        name: _format(form.section, form.end_section, partial(NamedCalls, form=form), _NAMED_FOUND[name], form.inner)
+        for name, form in NAMED_FORMS.items()
     },
+    **LIST_FORMATS,
     **{
-        name: ToolFormat(
-            *marks,
-            partial(
-                _LIST_READERS.get(name, ListCalls), begin=marks[0], end=marks[1], others=_OTHER_MARKS.get(name, {})
-            ),
-            # The marks of xLAM's calls are those of other formats.
-            ((marks[0],),) if name != XLAM else (),
-            tuple(filter(None, (*marks, *(mark for pair in _OTHER_MARKS.get(name, {}).items() for mark in pair)))),
-            bare=name in (XLAM, PHI4_MINI),
-        )
-        for name, marks in LIST_MARKS.items()
-    },
-    **{
-        name: ToolFormat(
-            literal.begin,
-            literal.end,
-            partial(LiteralCalls, form=literal),
-            (found,),
-            tuple(filter(None, (literal.begin, literal.end, literal.quote))),
-            inner=tuple(filter(None, (literal.quote,))),
-            bare=literal.listed,
-        )
+        name: _format(form.begin, form.end, partial(LiteralCalls, form=form), found, (form.quote,), bare=form.listed)
         for name, found in _LITERAL_FOUND.items()
-        for literal in (LITERAL_FORMS[name],)
+        for form in (LITERAL_FORMS[name],)
     },
     "ernie45": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL, "<response>"),), (TOOL_CALL, END_TOOL_CALL)),
     "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),

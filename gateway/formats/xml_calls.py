@@ -70,93 +70,66 @@ class XmlForm:
         return tuple(mark for mark in found if len(mark) > len('">'))
 
 
-_QWEN = XmlForm(
-    TOOL_CALL, END_TOOL_CALL, "<function=", ">", "</function>", "<parameter=", (">",), "</parameter>", lines=True
-)
+# Qwen writes calls and their parameters so.
+_FUNCTION = ("<function=NAME>…</function>", "<parameter=KEY>TEXT</parameter>")
+
+
+def _form(calls: str, call: str, parameter: str, **more: Any) -> XmlForm:
+    """Makes a form of an example: what stands around calls (…), a call with its NAME and parameters (…), and a
+    parameter with its KEY, perhaps a TYPE, and its TEXT."""
+    begin, end = calls.split("…")
+    head, end_function = call.split("…")
+    function, named = head.split("NAME")
+    parameter, keyed, end_parameter = re.split("KEY|TEXT", parameter)
+    parts = tuple(re.split(" (?=<)|TYPE", keyed))
+    return XmlForm(
+        begin, end, function, named, end_function, parameter, parts, end_parameter, typed="TYPE" in keyed, **more
+    )
+
+
 # The formats have the names that vLLM gives them.
 XML_FORMS: dict[str, XmlForm] = {
-    "hy_v3": XmlForm(
-        "<tool_calls>",
-        "</tool_calls>",
-        "<tool_call>",
-        "<tool_sep>",
-        "</tool_call>",
-        "<arg_key>",
-        ("</arg_key>", "<arg_value>"),
-        "</arg_value>",
+    "hy_v3": _form(
+        "<tool_calls>…</tool_calls>",
+        "<tool_call>NAME<tool_sep>…</tool_call>",
+        "<arg_key>KEY</arg_key> <arg_value>TEXT</arg_value>",
         together=True,
     ),
-    "step3": XmlForm(
-        "<｜tool_calls_begin｜>",
-        "<｜tool_calls_end｜>",
-        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-        '">',
-        "</steptml:invoke><｜tool_call_end｜>",
-        '<steptml:parameter name="',
-        ('">',),
-        "</steptml:parameter>",
+    "step3": _form(
+        "<｜tool_calls_begin｜>…<｜tool_calls_end｜>",
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">…</steptml:invoke><｜tool_call_end｜>',
+        '<steptml:parameter name="KEY">TEXT</steptml:parameter>',
         together=True,
     ),
-    "deepseek_v32": XmlForm(
-        "<｜DSML｜function_calls>",
-        "</｜DSML｜function_calls>",
-        '<｜DSML｜invoke name="',
-        '">',
-        "</｜DSML｜invoke>",
-        '<｜DSML｜parameter name="',
-        ('" string="', '">'),
-        "</｜DSML｜parameter>",
+    "deepseek_v32": _form(
+        "<｜DSML｜function_calls>…</｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="NAME">…</｜DSML｜invoke>',
+        '<｜DSML｜parameter name="KEY" string="TYPE">TEXT</｜DSML｜parameter>',
         together=True,
-        typed=True,
     ),
-    "kimi_k3": XmlForm(
-        "<|open|>tools<|sep|>",
-        "<|close|>tools<|sep|>",
-        '<|open|>call tool="',
-        '"',
-        "<|close|>call<|sep|>",
-        '<|open|>argument key="',
-        ('" type="', '"<|sep|>'),
-        "<|close|>argument<|sep|>",
+    "kimi_k3": _form(
+        "<|open|>tools<|sep|>…<|close|>tools<|sep|>",
+        '<|open|>call tool="NAME"…<|close|>call<|sep|>',
+        '<|open|>argument key="KEY" type="TYPE"<|sep|>TEXT<|close|>argument<|sep|>',
         together=True,
-        typed=True,
         headed="<|sep|>",
     ),
-    "glm45": XmlForm(TOOL_CALL, END_TOOL_CALL, "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
-    "minimax_m2": XmlForm(
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        '<invoke name="',
-        '">',
-        "</invoke>",
-        '<parameter name="',
-        ('">',),
-        "</parameter>",
+    "glm45": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", "NAME…", "<arg_key>KEY</arg_key> <arg_value>TEXT</arg_value>"),
+    "minimax_m2": _form(
+        "<minimax:tool_call>…</minimax:tool_call>",
+        '<invoke name="NAME">…</invoke>',
+        '<parameter name="KEY">TEXT</parameter>',
         together=True,
     ),
-    "minimax_m3": XmlForm(
-        f"{MINIMAX}<tool_call>",
-        f"{MINIMAX}</tool_call>",
-        f'{MINIMAX}<invoke name="',
-        '">',
-        f"{MINIMAX}</invoke>",
-        f"{MINIMAX}<",
-        (">",),
-        f"{MINIMAX}</",
+    "minimax_m3": _form(
+        f"{MINIMAX}<tool_call>…{MINIMAX}</tool_call>",
+        f'{MINIMAX}<invoke name="NAME">…{MINIMAX}</invoke>',
+        f"{MINIMAX}<KEY>TEXT{MINIMAX}</",
         together=True,
         nested=True,
     ),
-    "seed_oss": XmlForm(
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        "<function=",
-        ">",
-        "</function>",
-        "<parameter=",
-        (">",),
-        "</parameter>",
-    ),
-    "qwen3_coder": _QWEN,
+    "seed_oss": _form("<seed:tool_call>…</seed:tool_call>", *_FUNCTION),
+    "qwen3_coder": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", *_FUNCTION, lines=True),
 }
 _MARK = re.compile("<")
 # An element that holds no text becomes one of these values, or a text.

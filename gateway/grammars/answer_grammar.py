@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.formats.model_formats import MARK
 from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 
 # These characters cannot stand in a regular expression of Lark as they are, whether or not a client has escaped them.
@@ -82,6 +83,24 @@ def literal(text: str) -> str:
     """Returns ``text`` as a string of Lark, which is written like a string of JSON, except for a character that only
     Lark forbids."""
     return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def cut_at_tokens(text: str, ids: Mapping[str, int]) -> list[str]:
+    """Cuts a text into special tokens of the model, whose ids ``ids`` has by their texts, at odd places, and what
+    stands between them."""
+    parts: list[str] = []
+    begin = 0
+    for found in MARK.finditer(text):
+        if found[0] in ids:
+            parts += text[begin : found.start()], found[0]
+            begin = found.end()
+    return [*parts, text[begin:]]
+
+
+def terms(parts: Sequence[str], ids: Mapping[str, int]) -> str:
+    """Returns what :func:`cut_at_tokens` has cut as a grammar writes it: tokens by their ids, anything else by its
+    text."""
+    return " ".join(f"<[{ids[part]}]>" if n % 2 else literal(part) for n, part in enumerate(parts) if part)
 
 
 def expression(pattern: str, field: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
@@ -73,6 +73,13 @@ def python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:
     return json_rule(schema)
 
 
+def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yields the properties that a schema of objects names: the key, the value's schema, and whether it has to come."""
+    properties, required = schema.get("properties"), schema.get("required")
+    for key, value in properties.items() if isinstance(properties, dict) else ():
+        yield key, value if isinstance(value, dict) else {}, isinstance(required, list) and key in required
+
+
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     """Returns the values to which a schema is limited; None where it names none."""
     found = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
@@ -119,17 +126,11 @@ class GemmaValues:
 
     def pairs(self, schema: Mapping[str, Any], name: str) -> str:
         """Returns a rule for an object's members, without its brackets. Raises InvalidRequest."""
-        properties = schema.get("properties")
-        known = properties if isinstance(properties, dict) else {}
+        known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
             pair = f'{KEY} ":" {self.any()}'
             return f'({pair} ("," {pair})*)?'
-        required = schema.get("required")
-        needed = required if isinstance(required, list) else []
-        made = [
-            (f'{plain_key(key, self._field)} ":" {self.value(value if isinstance(value, dict) else {})}', key in needed)
-            for key, value in known.items()
-        ]
+        made = [(f'{plain_key(key, self._field)} ":" {self.value(value)}', needed) for key, value, needed in known]
         return members(name, made, ",", self._rules)
 
     def value(self, schema: Mapping[str, Any]) -> str:

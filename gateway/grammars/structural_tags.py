@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.formats.model_formats import MARK
-from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms
 
 MAX_TAGS = 256
 MAX_TAG_DEPTH = 16
@@ -95,7 +94,7 @@ class _Tags:
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             # The tag's text goes up to the first occurrence of its end, because anything else that could follow would
             # be text as well.
-            texts = [self._rule(f"TAG_TEXT {end}", lazy=True), *filter(None, map(self._text_to_token, ends))]
+            texts = [self._rule(f"TAG_TEXT {end}"), *filter(None, map(self._text_to_token, ends))]
             return f"({' | '.join(texts)})"
         end = "(" + " | ".join(map(self._written, ends)) + ")"
         return f"{self._format(content, f'{at}.content', depth + 1)} {end}"
@@ -111,7 +110,7 @@ class _Tags:
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise self._wrong(f"{place}.begin", "it begins with none of the triggers")
-            lead = self._rule(f"TAG_TEXT {literal(trigger)}", lazy=True)
+            lead = self._rule(f"TAG_TEXT {literal(trigger)}")
             leads = [f"{lead} {literal(begin[len(trigger) :])}", *filter(None, [self._text_to_token(begin)])]
             tags.append(f"({' | '.join(leads)}) {self._content(tag, place, depth)}")
         some = "(" + " | ".join(tags) + ")"
@@ -135,44 +134,29 @@ class _Tags:
         self._grammars[name] = text
         return f"@{name}"
 
-    def _parts(self, text: str) -> list[str]:
-        """Cuts a text into special tokens of the model, at odd places, and what stands between them."""
-        parts: list[str] = []
-        begin = 0
-        for found in MARK.finditer(text):
-            if found[0] in self._token_ids:
-                parts += text[begin : found.start()], found[0]
-                begin = found.end()
-        return [*parts, text[begin:]]
-
     def _written(self, text: str) -> str:
         """Returns the term for a text of the client's, in which special tokens may stand."""
-        parts = self._parts(text)
-        return literal(text) if len(parts) == 1 else f"({literal(text)} | {self._terms(parts)})"
-
-    def _terms(self, parts: Sequence[str]) -> str:
-        return " ".join(
-            f"<[{self._token_ids[part]}]>" if n % 2 else literal(part) for n, part in enumerate(parts) if part
-        )
+        parts = cut_at_tokens(text, self._token_ids)
+        return literal(text) if len(parts) == 1 else f"({literal(text)} | {terms(parts, self._token_ids)})"
 
     def _text_to_token(self, text: str) -> str:
         """Returns the term for free text and the client's ``text`` after it, whose special tokens are written as
         tokens; "" where it has none. The free text goes up to the first of these tokens by itself."""
-        first, *rest = self._parts(text)
+        first, *rest = cut_at_tokens(text, self._token_ids)
         if not rest:
             return ""
         lead = "TAG_TEXT"
         if first:
             lead = f"TAG_TEXT_{len(self._rules)}"
             self._rules.append(f"{lead}: {_TEXT} {literal(first)}")
-        return f"{lead} {self._terms(['', *rest])}"
+        return f"{lead} {terms(['', *rest], self._token_ids)}"
 
-    def _rule(self, body: str, *, lazy: bool) -> str:
-        """Returns the name of a grammar rule for ``body``; equal bodies share a rule."""
+    def _rule(self, body: str) -> str:
+        """Returns the name of a lazy grammar rule for ``body``; equal bodies share a rule."""
         made = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
         if body not in made:
             made[body] = f"tag_rule_{len(self._rules)}"
-            self._rules.append(f"{made[body]}{'[lazy]' if lazy else ''}: {body}")
+            self._rules.append(f"{made[body]}[lazy]: {body}")
         return made[body]
 
     def _value(self, one: Any, name: str, at: str) -> Any:

@@ -17,12 +17,12 @@ from typing import Any
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
-from pillion.gateway.formats.model_formats import MARK, ModelFormats, schema_of
+from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_MARKS, OPENAI
+from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_FORMATS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
-from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms
 from pillion.gateway.grammars.json_schema import followable
 from pillion.gateway.grammars.literal_values import (
     KEY,
@@ -30,7 +30,9 @@ from pillion.gateway.grammars.literal_values import (
     GemmaValues,
     members,
     plain_key,
+    properties_of,
     python_value,
+    values_of,
 )
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.structured_outputs import json_piece
@@ -199,7 +201,12 @@ class _Writer:
         calls: the right side of a rule: one call, or several where they are allowed.
         rules: the rules that ``calls`` needs.
         grammars, sources: clients' grammars, and the fields of which the calls were made, as in Piece.
+        arguments_key: the key of a call's arguments, where a call is a JSON object.
+        only_section: whether all calls stand after one mark, even amid text.
     """
+
+    arguments_key = "arguments"
+    only_section = False
 
     def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
         assert asked.formats.tools is not None
@@ -214,8 +221,10 @@ class _Writer:
         self.calls = self.all()
 
     def one(self, tool: Tool, number: int) -> str:
-        """Returns the grammar rule for a call of ``tool``, between the marks."""
-        raise NotImplementedError
+        """Returns the grammar rule for a call of ``tool``, between the marks: a JSON object, unless the format has
+        another notation. Raises InvalidRequest."""
+        head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": '
+        return f'{literal(head)} {self.arguments(tool, number)} "}}"'
 
     def all(self) -> str:
         """Returns the grammar rule for an answer that has calls alone."""
@@ -246,11 +255,6 @@ class _Writer:
                 schema = {**schema, "properties": {INPUT: {"type": "string", "pattern": f"^(?:{text})$"}}}
         return self.json(schema, number)
 
-    def object(self, tool: Tool, number: int, arguments: str) -> str:
-        """Returns a grammar rule for a call as a JSON object. Raises InvalidRequest."""
-        head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
-        return f'{literal(head)} {self.arguments(tool, number)} "}}"'
-
     def content(self, body: str) -> str:
         """Returns the rule for content with the structure ``body``, as it stands in an answer."""
         return body
@@ -258,7 +262,11 @@ class _Writer:
     @property
     def begins_again(self) -> bool:
         """Says whether a mark of calls may follow the calls after another one."""
-        return self.several
+        return self.several and not self.only_section
+
+    def repeated(self, one: str, apart: str = "") -> str:
+        """Returns a rule for ``one`` or, where several calls are allowed, several of it with ``apart`` between them."""
+        return f"{one} ({apart} {one})*" if self.several else one
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         """Returns a grammar rule for free text in which calls may stand after marks, and the further rules that it
@@ -274,13 +282,9 @@ class _Writer:
 class _TaggedWriter(_Writer):
     """Writes the grammar of calls that stand between two marks, as the formats hermes and generic have them."""
 
-    def one(self, tool: Tool, number: int) -> str:
-        return self.object(tool, number, "arguments")
-
     def all(self) -> str:
         self.rules.append(f'call: "\\n" {self.any} "\\n" {self.asked.term(self.marks.end)}')
-        begin = self.asked.term(self.marks.begin)
-        return f'{begin} call ("\\n" {begin} call)*' if self.several else f"{begin} call"
+        return self.repeated(f"{self.asked.term(self.marks.begin)} call", '"\\n"')
 
 
 class _XmlWriter(_TaggedWriter):
@@ -292,14 +296,13 @@ class _XmlWriter(_TaggedWriter):
         return XML_FORMS[self.asked.formats.tool_parser]
 
     def all(self) -> str:
-        form, calls = self.form, self.any
-        if self.several and form.together:
-            calls = f"{calls} ({self.line} {calls})*"
+        form = self.form
+        calls = self.repeated(self.any, self.line) if form.together else self.any
         # A name that stands by itself follows the mark at once, and each parameter ends its line.
         line = self.line if form.function else ""
         self.rules.append(f"call: {line} {calls} {line} {self.asked.term(form.end)}")
-        begin = self.asked.term(form.begin)
-        return f'{begin} call ("\\n" {begin} call)*' if self.several and not form.together else f"{begin} call"
+        call = f"{self.asked.term(form.begin)} call"
+        return call if form.together else self.repeated(call, '"\\n"')
 
     def one(self, tool: Tool, number: int) -> str:
         schema, form = self.asked.schema(tool), self.form
@@ -325,15 +328,11 @@ class _XmlWriter(_TaggedWriter):
     ) -> list[str]:
         """Returns rules for the parameters that ``schema`` lists, which is at ``place`` in ``root``, the tool's own
         schema. Raises InvalidRequest."""
-        properties, required = schema.get("properties"), schema.get("required")
-        known = properties if isinstance(properties, dict) else {}
-        needed = required if isinstance(required, list) else []
         parts = []
-        for m, key in enumerate(known):
-            value = known[key] if isinstance(known[key], dict) else {}
+        for m, (key, value, needed) in enumerate(properties_of(schema)):
             one = f"{name}_{m}"
             self.rules += self._parameter(one, key, value, root, number, f"{place}.properties.{key}")
-            parts.append(one if key in needed else f"{one}?")
+            parts.append(one if needed else f"{one}?")
         return parts
 
     def _behind(self, key: str) -> str:
@@ -392,8 +391,7 @@ class _XmlWriter(_TaggedWriter):
         an object, or JSON. Raises InvalidRequest."""
         begin, end = self._head(self._key(key)), f"{self._tail()} {self._behind(key)}"
         types = types_of({"properties": {key: schema}}, key)
-        values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-        if isinstance(values, list) and values:
+        if (values := values_of(schema)) is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             # A text that is no JSON is read as a text, whatever it is said to be.
             begin = self._head(self._key(key), types - {"string"} or types)
@@ -439,6 +437,8 @@ class _NamedWriter(_TaggedWriter):
     """Writes the grammar of calls with a name before their arguments, as the formats of NAMED_FORMS have them. Nothing
     follows the section of all calls."""
 
+    only_section = True
+
     def one(self, tool: Tool, number: int) -> str:
         form, term = NAMED_FORMS[self.asked.formats.tool_parser], self.asked.term
         begin, end, arguments = term(form.begin), term(form.end), self.arguments(tool, number)
@@ -451,29 +451,21 @@ class _NamedWriter(_TaggedWriter):
         return f"{begin} {literal(tool.name)} {term(form.separator)} {arguments} {end}"
 
     def all(self) -> str:
-        form, calls = NAMED_FORMS[self.asked.formats.tool_parser], self.any
-        if self.several:
-            calls = f'{calls} ("\\n" {calls})*' if form.fenced else f"{calls}+"
+        form = NAMED_FORMS[self.asked.formats.tool_parser]
+        calls = self.repeated(self.any, '"\\n"' if form.fenced else "")
         self.rules.append(f"call: {calls} {self.asked.term(form.end_section)}")
         return f"{self.asked.term(form.section)} call"
 
-    @property
-    def begins_again(self) -> bool:
-        return False
-
 
 class _ListWriter(_TaggedWriter):
-    """Writes the grammar of calls in one list of objects between marks, as the formats of LIST_MARKS have them."""
+    """Writes the grammar of calls in one list of objects between marks, as the formats of LIST_FORMATS have them."""
+
+    only_section = True
 
     def all(self) -> str:
-        more = f'(", " {self.any})*' if self.several else ""
         end = self.asked.term(self.marks.end) if self.marks.end else ""
-        self.rules.append(f'call: "[" {self.any} {more} "]" {end}')
+        self.rules.append(f'call: "[" {self.repeated(self.any, literal(", "))} "]" {end}')
         return f"{self.asked.term(self.marks.begin)} call"
-
-    @property
-    def begins_again(self) -> bool:
-        return False
 
 
 class _ApertusWriter(_ListWriter):
@@ -486,8 +478,7 @@ class _ApertusWriter(_ListWriter):
 class _InternlmWriter(_TaggedWriter):
     """Writes the grammar of InternLM's calls, whose arguments are its ``parameters``."""
 
-    def one(self, tool: Tool, number: int) -> str:
-        return self.object(tool, number, "parameters")
+    arguments_key = "parameters"
 
 
 class _CohereWriter(_ListWriter):
@@ -500,8 +491,8 @@ class _CohereWriter(_ListWriter):
 
     def all(self) -> str:
         line, next_line = literal("[\n    "), literal(",\n    ")
-        more = f"({next_line} {self.any})*" if self.several else ""
-        self.rules.append(f'call: {line} {self.any} {more} "\\n]" {self.asked.term(self.marks.end)}')
+        calls = self.repeated(self.any, next_line)
+        self.rules.append(f'call: {line} {calls} "\\n]" {self.asked.term(self.marks.end)}')
         return f"{self.asked.term(self.marks.begin)} call"
 
 
@@ -537,21 +528,18 @@ class _LiteralWriter(_TaggedWriter):
     def _pairs(self, schema: Mapping[str, Any], number: int, name: str) -> str:
         """Returns a rule for a call's arguments in Python's notation. Raises InvalidRequest."""
         keyed, field = literal(self.form.keyed), f"tools.tools[{number}].parameters"
-        properties, required = schema.get("properties"), schema.get("required")
-        known = properties if isinstance(properties, dict) else {}
-        needed = required if isinstance(required, list) else []
+        known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
             pair = f"{KEY} {keyed} {self.json({}, number)}"
             return f"({pair} ({literal(self.form.comma)} {pair})*)?"
         shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         pairs = []
-        for key, given in known.items():
+        for key, value, needed in known:
 
             def rule(inner: Any, key: str = key) -> str:
                 return self.json({**shared, **inner}, number, f".properties.{key}")
 
-            value = python_value(given if isinstance(given, dict) else {}, rule)
-            pairs.append((f"{plain_key(key, field)} {keyed} {value}", key in needed))
+            pairs.append((f"{plain_key(key, field)} {keyed} {python_value(value, rule)}", needed))
         return members(name, pairs, self.form.comma, self.rules)
 
     def _input(self, syntax: str, text: str, number: int, values: GemmaValues) -> str:
@@ -569,15 +557,15 @@ class _LiteralWriter(_TaggedWriter):
 
     def all(self) -> str:
         form, calls = self.form, self.any
-        if self.several and (form.listed or form.lines):
-            calls = f"{calls} ({literal(', ' if form.listed else chr(10))} {calls})*"
         if form.listed:
-            calls = f'"[" {calls} "]"'
+            calls = f'"[" {self.repeated(calls, literal(", "))} "]"'
+        elif form.lines:
+            calls = self.repeated(calls, literal("\n"))
         self.rules.append(f"call: {calls} {self.asked.term(form.end) if form.end and not form.listed else ''}")
         if form.listed:
             return "call"
-        begin = self.asked.term(form.begin)
-        return f"{begin} call ({begin} call)*" if self.several and not form.lines else f"{begin} call"
+        call = f"{self.asked.term(form.begin)} call"
+        return call if form.lines else self.repeated(call)
 
     @property
     def begins_again(self) -> bool:
@@ -598,11 +586,10 @@ class _LlamaWriter(_Writer):
     """Writes the grammar of calls as JSON objects without marks, with semicolons between them, as llama3_json has
     them."""
 
-    def one(self, tool: Tool, number: int) -> str:
-        return self.object(tool, number, "parameters")
+    arguments_key = "parameters"
 
     def all(self) -> str:
-        return f'{self.any} ("; " {self.any})*' if self.several else self.any
+        return self.repeated(self.any, literal("; "))
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         # Only an answer that begins with a brace is a call. Empty answers are allowed, as everywhere.
@@ -619,16 +606,15 @@ class _MistralWriter(_Writer):
     def one(self, tool: Tool, number: int) -> str:
         if "[ARGS]" in self.asked.formats.mark_ids:
             return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {self.arguments(tool, number)}"
-        return self.object(tool, number, "arguments")
+        return super().one(tool, number)
 
     def all(self) -> str:
-        begin = self.asked.term(self.marks.begin)
+        call = f"{self.asked.term(self.marks.begin)} call"
         if "[ARGS]" in self.asked.formats.mark_ids:
             self.rules.append(f"call: {self.any}")
-            return f"{begin} call ({begin} call)*" if self.several else f"{begin} call"
-        more = f'(", " {self.any})*' if self.several else ""
-        self.rules.append(f'call: "[" {self.any} {more} "]"')
-        return f"{begin} call"
+            return self.repeated(call)
+        self.rules.append(f'call: "[" {self.repeated(self.any, literal(", "))} "]"')
+        return call
 
     @property
     def begins_again(self) -> bool:
@@ -666,7 +652,7 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
     "ernie45": _TaggedWriter,
     **dict.fromkeys(XML_FORMS, _XmlWriter),
     **dict.fromkeys(NAMED_FORMS, _NamedWriter),
-    **dict.fromkeys(LIST_MARKS, _ListWriter),
+    **dict.fromkeys(LIST_FORMATS, _ListWriter),
     COHERE: _CohereWriter,
     APERTUS: _ApertusWriter,
     INTERNLM: _InternlmWriter,
@@ -679,10 +665,4 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
     """Returns a mark as a grammar writes it: the tokens in it by their ids, anything else by its text."""
-    written, at = [], 0
-    for found in MARK.finditer(mark):
-        if found[0] in ids:
-            written += [literal(mark[at : found.start()])] if at < found.start() else []
-            written.append(f"<[{ids[found[0]]}]>")
-            at = found.end()
-    return " ".join([*written, literal(mark[at:])] if at < len(mark) else written)
+    return terms(cut_at_tokens(mark, ids), ids)
