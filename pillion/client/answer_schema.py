@@ -7,6 +7,7 @@ here, because the SDK alone brings neither library.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -180,60 +181,45 @@ def _required(kind: Any) -> list[str]:
     ]
 
 
+class _UnfitError(ValueError):
+    """Says that a value is of another type. Another member of a union may take it."""
+
+
 def _value(kind: Any, found: Any) -> Any:
-    """Makes a value of type ``kind`` of ``found``, which JSON's parser made of a text that fits the schema of
-    ``kind``."""
+    """Makes a value of type ``kind`` of ``found``, which JSON's parser made. Raises _UnfitError where it is of another
+    type."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return found
     if origin is typing.Annotated:
         return _value(arguments[0], found)
     if origin in (Union, types.UnionType):
-        return _value(next(one for one in arguments if _fits(one, found)), found)
-    if kind is float:
-        return float(found)
-    if origin is list:
-        return [_value(arguments[0], one) for one in found]
-    if origin is tuple and arguments[-1:] == (...,):
-        return tuple(_value(arguments[0], one) for one in found)
-    if origin is tuple:
-        return tuple(_value(inner, one) for inner, one in zip(arguments, found, strict=True))
-    if origin is dict:
-        return {name: _value(arguments[1], one) for name, one in found.items()}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(found)
-    if dataclasses.is_dataclass(kind) or is_typeddict(kind):
+        for one in arguments:
+            with contextlib.suppress(_UnfitError):
+                return _value(one, found)
+    elif origin is Literal:
+        if any(type(one) is type(found) and one == found for one in arguments):
+            return found
+    elif kind is float:
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return float(found)
+    elif kind in _PLAIN or kind is None:
+        if type(found) is (type(None) if kind is None else kind):
+            return found
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if found in [one.value for one in kind]:
+            return kind(found)
+    elif isinstance(found, list) and (kind is list or origin is list):
+        return [_value(arguments[0], one) for one in found] if arguments else found
+    elif isinstance(found, list) and origin is tuple:
+        inner = arguments[:1] * len(found) if arguments[-1:] == (...,) else arguments
+        if len(found) == len(inner):
+            return tuple(map(_value, inner, found))
+    elif isinstance(found, dict) and (dataclasses.is_dataclass(kind) or is_typeddict(kind)):
         fields = _fields(kind)
-        made: Any = kind
-        return made(**{name: _value(fields[name], one) for name, one in found.items()})
-    return found
-
-
-def _fits(kind: Any, found: Any) -> bool:
-    """Returns whether ``found``, which JSON's parser made, may be of a type, as far as that tells members of a union
-    apart."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin is typing.Annotated:
-        return _fits(arguments[0], found)
-    if origin is Literal:
-        return any(type(one) is type(found) and one == found for one in arguments)
-    if origin in (Union, types.UnionType):
-        return any(_fits(one, found) for one in arguments)
-    if kind is float:
-        return isinstance(found, int | float) and not isinstance(found, bool)
-    if kind in _PLAIN or kind is None:
-        return type(found) is (type(None) if kind is None else kind)
-    if kind is list or origin is list:
-        return isinstance(found, list) and (not arguments or all(_fits(arguments[0], one) for one in found))
-    if origin is tuple:
-        inner = arguments[:1] * len(found) if arguments[-1:] == (...,) and isinstance(found, list) else arguments
-        return isinstance(found, list) and len(found) == len(inner) and all(map(_fits, inner, found))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return found in [one.value for one in kind]
-    if not isinstance(found, dict):
-        return False
-    if dataclasses.is_dataclass(kind) or is_typeddict(kind):
-        fields = _fields(kind)
-        known = set(_required(kind)) <= set(found) <= set(fields)
-        return known and all(_fits(fields[name], one) for name, one in found.items())
-    return not arguments or all(_fits(arguments[1], one) for one in found.values())
+        if set(_required(kind)) <= set(found) <= set(fields):
+            made: Any = kind
+            return made(**{name: _value(fields[name], one) for name, one in found.items()})
+    elif isinstance(found, dict) and (kind is dict or origin is dict):
+        return {name: _value(arguments[1], one) for name, one in found.items()} if arguments else found
+    raise _UnfitError(f"{found!r} is no {kind!r}")
