@@ -40,8 +40,7 @@ class FormReader:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._ended = False
-        self._header = self._value = b""
-        self._disposition = b""
+        self._header = self._value = self._disposition = b""
         self._name = ""
         self._is_file = False
         self._content: list[bytes] = []
@@ -49,13 +48,11 @@ class FormReader:
             self._parser = MultipartParser(
                 boundary,
                 {
-                    "on_part_begin": self._begin,
                     "on_header_field": self._header_name,
                     "on_header_value": self._header_value,
                     "on_header_end": self._header_end,
                     "on_headers_finished": self._headers_finished,
                     "on_part_data": self._data,
-                    "on_part_end": self._part_end,
                     "on_end": self._end,
                 },
             )
@@ -78,9 +75,6 @@ class FormReader:
         if self.filename is None:
             raise refused("file", "this field is required", "missing_required_parameter")
 
-    def _begin(self) -> None:
-        self._disposition = b""
-
     def _header_name(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
 
@@ -94,6 +88,7 @@ class FormReader:
 
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
+        self._disposition = b""
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = self._name == "file"
         if self._is_file:
@@ -112,9 +107,6 @@ class FormReader:
         self.fields[self._name] += data[start:end].decode("utf-8", "replace")
         if len(self.fields[self._name]) > MAX_FORM_VALUE_BYTES:
             raise refused(self._name[:100], f"longer than {MAX_FORM_VALUE_BYTES} bytes")
-
-    def _part_end(self) -> None:
-        self._is_file = False
 
     def _end(self) -> None:
         self._ended = True
