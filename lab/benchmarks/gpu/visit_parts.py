@@ -30,13 +30,30 @@ _STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py")
 _CLUSTER = (*_STEPS, "engine/scheduling/*.py", "kvstore/gpu/*.py", "lab/benchmarks/gpu/e2e.py")
 # The test of a KV node's death is the last part of all. The tests of builds need no GPU and are left out.
 _DEATH, _BUILDS = "test_surviving_pool.py", "test_build.py"
+# The kernels of these tests never ran on a GPU, or have changed most since: their tests come before all others.
+_FIRST = (
+    "test_expert_routing.py",
+    "test_pair_sorting.py",
+    "test_grouped_product.py",
+    "test_gpu_experts.py",
+    "test_quantized_product.py",
+    "test_plain_product.py",
+    "test_dependent_launch.py",
+    "test_batch_invariance.py",
+    "test_expert_adapters.py",
+    "test_low_rank_product.py",
+    "test_fp8_product.py",
+    "test_sampling.py",
+    "test_state_kernels.py",
+    "test_gpu_hybrids.py",
+    "test_quantized_models.py",
+    "test_overlapped_attention.py",
+)
 # These tests run whole models or clusters, and have passed on a GPU: they come after what is measured.
 _LATER = (
     "test_backend.py",
     "test_cluster.py",
     "test_divided_pools.py",
-    "test_gpu_hybrids.py",
-    "test_quantized_models.py",
     "test_rank_group.py",
     "test_ranks.py",
     "test_staged_cluster.py",
@@ -109,8 +126,9 @@ def tests_of(path: Path) -> VisitPart:
 
 
 def visit_parts() -> list[VisitPart]:
-    """Lists all parts in order: tests of single kernels come early, for what is new is among them."""
+    """Lists all parts in order: tests of kernels come early, and first of all those of kernels that are new."""
     paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in (_DEATH, _BUILDS)]
+    paths.sort(key=lambda path: _FIRST.index(path.name) if path.name in _FIRST else len(_FIRST))
     tests, later = ([tests_of(path) for path in paths if (path.name in _LATER) is whole] for whole in (False, True))
     measured = [
         tuning("chunk attention: tiles", ("attention_chunk*",), 60, _ATTENTION),
@@ -120,6 +138,7 @@ def visit_parts() -> list[VisitPart]:
         section("step", 120, _STEPS, ("graphs",), "dense steps"),
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
         section("attention", 40, (*_ATTENTION, *_TUNING), ("fp8",), "attention over KV in 8 bits"),
+        section("products", 90, _STEPS, ("fp4", "int4", "nf4"), "products by 4 bits"),
         section("mps", 150, _STEPS, (), "two processes, without and with MPS"),
         section("e2e", 110, _CLUSTER, ("colocated",), "end to end: co-located"),
         section("e2e", 200, _CLUSTER, ("auto",), "end to end: auto"),
