@@ -42,6 +42,8 @@ def _expert(coding: str, group: int, more: list[str], outputs: int, inputs: int,
     values = CODINGS[coding]
     size = inputs**0.5 * float(values[values.isfinite()].square().mean().sqrt())
     scales = (torch.rand(matrix.scales.shape) + 0.5) / size
+    if "halves" in more:
+        scales = scales.bfloat16().float()
     if "powers" in more:
         scales = torch.exp2(scales.log2().round())
     if "floats" in more:
@@ -99,6 +101,8 @@ CASES = [
     ("plain", torch.bfloat16, None, False, True, True, True),
     ("int4 64", torch.bfloat16, "silu", True, True, True, False),
     ("int4 32", torch.bfloat16, None, False, False, True, True),
+    ("int4 32 halves", torch.bfloat16, "silu", True, False, True, False),
+    ("uint4 16 halves ordered", torch.bfloat16, None, False, False, True, True),
     ("uint4 128 zeros", torch.bfloat16, "silu", True, False, True, False),
     ("uint4 128 zeros ordered", torch.float32, "silu", True, False, True, False),
     ("uint4 64 offsets", torch.bfloat16, None, False, False, False, False),

@@ -201,6 +201,20 @@ def test_scales_that_no_byte_holds_stay_float32():
         assert pack(matrix).kind.scale == "float32"
 
 
+@pytest.mark.parametrize(("coding", "group"), [("int4", 32), ("int8", 16), ("uint4", 48)])
+def test_scales_of_two_bytes(coding, group):
+    """Inputs that fill no whole unit; products by all kinds of rows."""
+    matrix = random_matrix(coding, 19, 328, group)
+    matrix = replace(matrix, scales=matrix.scales.bfloat16().float())
+    packed = pack(matrix)
+    assert (packed.kind.scale, packed.scales.dtype) == ("bfloat16", torch.int32)
+    assert packed.scales.numel() == 64 * 512 // (2 * packed.kind.group) * (1 if coding != "int8" else 384 / 512)
+    for count, dtype in ((3, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32)):
+        check_against_torch(matrix, count, dtype)
+    for other in (replace(matrix, scales=matrix.scales * 1.001), replace(matrix, offsets=matrix.scales)):
+        assert pack(other).kind.scale == "float32"
+
+
 def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
     matrix = random_matrix("uint4", 20, 320, 64)
     zeros = torch.randint(16, matrix.scales.shape)

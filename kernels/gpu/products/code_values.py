@@ -4,7 +4,8 @@ There are two ways, chosen by the matrix and the rows' type, never by the number
 
 *Exact* weights, for rows of bfloat16: whole numbers, less their zero, and floats of 4 or 8 bits, times a scale of a
 byte, have at most 8 significant bits, so they are bfloat16's without rounding. Scales and factors of float32 multiply
-sums of a group's products, or of all products.
+sums of a group's products, or of all products. Whole numbers times scales of bfloat16 are made in the same way, and
+rounded once.
 
 *Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type.
 
@@ -37,8 +38,9 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A
 
 @triton.constexpr_function
 def _assembly(coding, place, zeros, scale, byte):
-    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 and $4 hold the
-    scales of floats of 4 bits in one of their bytes; $3 has what is added to codes, where there are zeros."""
+    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 has what is added
+    to codes, where there are zeros. The last two operands hold scales of a byte or two, in their byte or half number
+    ``byte``."""
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
@@ -80,39 +82,46 @@ def _assembly(coding, place, zeros, scale, byte):
             lines.append(f"lop3.b32 c, w, {0x800080}, {0xC380C380}, {_AND_XOR};")
         else:
             lines.append(f"mov.b32 c, {0xC308C308 if coding == 'int4' else 0xC300C300};")
-        lines += [f"mov.b32 f, {0x3F803F80};", f"fma.rn.bf16x2 $0, v, f, {'$3' if zeros else 'c'};"]
+        scaled = scale == "bfloat16"
+        lines += [
+            f"mov.b32 f, {0x3F803F80};",
+            f"fma.rn.bf16x2 {'v' if scaled else '$0'}, v, f, {'$3' if zeros else 'c'};",
+        ]
+        if scaled:
+            lines += [f"prmt.b32 t, $3, $4, {0x7632 if byte else 0x5410};", f"mov.b32 c, {0x80008000};"]
+            lines.append("fma.rn.bf16x2 $0, v, t, c;")
     return "{ .reg .b32 w, t, v, f, c; .reg .b16 a, b; " + " ".join(lines) + " }"
 
 
 @triton.jit
 def exact(
-    words, beside, ahead, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr,
+    words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, BYTE: tl.constexpr,
 ):  # fmt: skip
     """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
-    beside: for floats of 4 bits the words that hold their scales at BYTE, for ZEROS the bfloat16 that are added to
-        ZERO_BASE + code; else not used.
-    ahead: with GROUPS the scales of the sums, which the weights do not need: Triton loads ahead, turns of a loop
-        before, what the operands of a product of tiles are made of, and nothing else.
+    beside: for ZEROS the bfloat16 that are added to ZERO_BASE + code; else not used.
+    scales: the words that hold scales of a byte or two at BYTE. With GROUPS the scales of the sums, which the weights
+        do not need: Triton loads ahead, turns of a loop before, what the operands of a product of tiles are made of,
+        and nothing else.
     """
     if _INTERPRETED:
         BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
         values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
-        if CODING == "fp4_e2m1":
-            values *= byte_scale(beside, BYTE, SCALE)
         if ZEROS:
             values += beside.to(tl.float32) + _ZERO_BASE
+        if SCALE != "float32":
+            values *= small_scale(scales, BYTE, SCALE)
         return values.to(tl.bfloat16)
     ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS, SCALE, BYTE)
-    if CODING == "fp4_e2m1":
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, beside], tl.bfloat16, True, 2)
+    if SCALE != "float32":
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, scales], tl.bfloat16, True, 2)
     if ZEROS and GROUPS:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, ahead], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, scales], tl.bfloat16, True, 2)
     if ZEROS:
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
     if GROUPS:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, ahead], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, scales], tl.bfloat16, True, 2)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words], tl.bfloat16, True, 2)
 
 
@@ -190,8 +199,10 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def byte_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
-    """Returns one of the four scales in each word, float32."""
+def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
+    """Returns one of the four scales in each word, or of the two of 16 bits, float32."""
+    if SCALE == "bfloat16":
+        return ((words >> (16 * BYTE)) << 16).to(tl.float32, bitcast=True)
     bits = (words >> (8 * BYTE)) & 0xFF
     # The bits of a bfloat16, as in _assembly, which are the upper half of a float32's.
     bits = bits << 7 if SCALE == "e8m0" else (bits << 4) | 0x7000

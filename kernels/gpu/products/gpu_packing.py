@@ -3,6 +3,7 @@
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32
     or scales[unit, word, output] : int32, a byte for each group, and factors[output] : float32
+    or scales[unit, word, output] : int32, two bytes for each group
 
 A *unit* is as many inputs as COLUMNS words of a row hold: 256 in 4 bits, 128 in 8. So a kernel that loads a tile
 [outputs, COLUMNS] of words, which is one contiguous piece of memory, has PER_WORD tiles of codes by a shift and a mask
@@ -12,6 +13,7 @@ inputs as far as words need it, with codes and scales of 0.
 
 The bits of codes that are floats lie in a word so that kernels take a float out by few instructions (``_half``).
 Scales that are numbers of 8 bits stay so: powers of two (MXFP4) and floats (NVFP4), each times its output's factor.
+Those of small groups of whole numbers stay in 16 bits, where a checkpoint has them in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 # Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
-# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0.
-SCALES = ("float32", "e8m0", "e5m3")
+# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16.
+SCALES = ("float32", "e8m0", "e5m3", "bfloat16")
+# Groups of so many inputs or more have scales of float32, which multiply sums and not weights.
+LEAST_SUM = 64
 _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
 # Weights are shifted by nothing, by offsets, or by whole numbers z from 0 to 15 that are subtracted from codes: then
 # the offsets are -ZERO_BASE - z.
@@ -51,7 +55,7 @@ class PackedKind:
 
     Attributes:
         group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
-            of a byte have LEAST_GROUP or COLUMNS.
+            of a byte or two have LEAST_GROUP or COLUMNS.
         scale: one of SCALES.
         shift: one of SHIFTS.
     """
@@ -85,6 +89,11 @@ class PackedKind:
         return next(size for size in (0, 2, 4, 8) if codes <= size)
 
     @property
+    def per_scale_word(self) -> int:
+        """Returns how many scales are in a word of 32 bits."""
+        return {"float32": 1, "bfloat16": 2}.get(self.scale, 4)
+
+    @property
     def padded(self) -> int:
         """Returns how many outputs the packed matrix has, with padding."""
         return -(-self.outputs // OUTPUTS) * OUTPUTS
@@ -96,7 +105,7 @@ class PackedMatrix:
 
     Attributes:
         words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
-        scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs].
+        scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of smaller numbers.
         offsets: float32 [groups, padded outputs], or None where all are 0.
         factors: float32 [padded outputs], which multiply scales of a byte; None beside others.
         order: int32 [inputs], the input of each column, or None where columns are in order.
@@ -135,9 +144,7 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         kind = PackedKind(matrix.coding, outputs, inputs, min(group, COLUMNS), scale)
         # No number of a byte is 0.
         codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, codes)
-        octets = _grouped(numbers, matrix.group, kind).view(kind.padded, kind.units, -1, 4)
-        scales = _joined(octets.unbind(-1), 8).permute(1, 2, 0).contiguous()
-        factors = pad(factors, (0, kind.padded - outputs))
+        scales, factors = _scale_words(numbers, matrix.group, kind), pad(factors, (0, kind.padded - outputs))
     else:
         if matrix.coding == "int8":
             # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
@@ -145,8 +152,13 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         if offsets is not None:
             zeros = _zeros(matrix.coding, matrix.scales, offsets)
             shift, offsets = ("offsets", offsets) if zeros is None else ("zeros", -ZERO_BASE - zeros)
-        kind = PackedKind(matrix.coding, outputs, inputs, group, shift=shift)
-        scales, factors = _grouped(matrix.scales, matrix.group, kind).T.contiguous(), None
+        halves = _scales_in_16_bits(matrix, group)
+        kind = PackedKind(matrix.coding, outputs, inputs, group, "float32" if halves is None else "bfloat16", shift)
+        factors = None
+        if halves is None:
+            scales = _grouped(matrix.scales, matrix.group, kind).T.contiguous()
+        else:
+            scales = _scale_words(halves, matrix.group, kind)
         offsets = None if offsets is None else _grouped(offsets, matrix.group, kind).T.contiguous()
     order = None if matrix.order is None else matrix.order.int()
     return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
@@ -185,6 +197,22 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
     fractions, exponents = torch.frexp(floats)
     numbers = (exponents - 1 - _E4M3_SHIFT + _FLOAT_BIAS) * _MANTISSA + (2 * fractions - 1) * _MANTISSA
     return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_SHIFT
+
+
+def _scales_in_16_bits(matrix: QuantizedMatrix, group: int) -> torch.Tensor | None:
+    """Returns the bits of scales of small groups of whole numbers without offsets, int32 [outputs, G], where they are
+    bfloat16's; else None. A weight, its number times its scale, is rounded once there as well as in float32."""
+    halves = matrix.scales.to(torch.bfloat16)
+    small = 0 < group < LEAST_SUM and matrix.coding in ("uint4", "int4", "int8") and matrix.offsets is None
+    if not small or not torch.equal(halves.float(), matrix.scales):
+        return None
+    return halves.view(torch.int16).int() & 0xFFFF
+
+
+def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
+    """Joins numbers [outputs, G] of groups of ``group`` inputs into words int32 [units, words, padded outputs]."""
+    parts = _grouped(numbers, group, kind).view(kind.padded, kind.units, -1, kind.per_scale_word)
+    return _joined(parts.unbind(-1), 32 // kind.per_scale_word).permute(1, 2, 0).contiguous()
 
 
 def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:

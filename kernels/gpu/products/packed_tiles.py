@@ -19,13 +19,11 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import interpreting
-from pillion.kernels.gpu.products.code_values import byte_scale, code_step, code_values, exact, group_factors
-from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, ZERO_BASE, PackedKind
+from pillion.kernels.gpu.products.code_values import code_step, code_values, exact, group_factors, small_scale
+from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, LEAST_SUM, ZERO_BASE, PackedKind
 
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
-# Sums of groups of fewer inputs would take more instructions than rounded weights do.
-_LEAST_SUM = 64
 _COLUMNS, _LEAST_GROUP, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
 
 
@@ -47,7 +45,7 @@ def packed_part(
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     row = rows + token.to(tl.int64)[None, :] * inputs
     factor = scales + output
-    if SCALE != "float32":
+    if SCALE == "e8m0" or SCALE == "e5m3":
         factor = factors + output
     whole = end
     if TAIL:
@@ -78,15 +76,15 @@ def packed_part(
                     padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, piece, PLACES, PER_WORD, TAIL, RAGGED,
                     ORDERED, NATIVE_FP8,
                 )  # fmt: skip
-    if EXACT and (GROUP == 0 or SCALE != "float32"):
+    if EXACT and (GROUP == 0 or SCALE == "e8m0" or SCALE == "e5m3"):
         acc *= tl.load(factor)[:, None]
     return acc
 
 
 @triton.constexpr_function
-def _byte_of(place, piece, group):
-    """Returns which byte of a word of scales a tile has, by the place of its codes and its piece of the columns."""
-    return (place * 32 // group + piece) % 4 if group else 0
+def _byte_of(place, piece, group, per_scale_word):
+    """Returns which scale of a word of them a tile has, by the place of its codes and its piece of the columns."""
+    return (place * COLUMNS // group + piece) % per_scale_word if group else 0
 
 
 # fmt: off
@@ -100,8 +98,9 @@ def _unit(
     # fmt: on
     """Adds the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
-    # A unit's scales of a byte are in so many words.
-    SCALE_WORDS: tl.constexpr = PER_WORD * 8 // GROUP if SCALE != "float32" else 1
+    # Scales of a byte or two are in words of so many.
+    SCALES: tl.constexpr = 2 if SCALE == "bfloat16" else 4
+    SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (SCALES * GROUP) if SCALE != "float32" else 1
     scale = acc
     beside = acc
     part = acc
@@ -113,12 +112,15 @@ def _unit(
         cells = row + column[:, None]
         right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0) if RAGGED else tl.load(cells)
         if SCALE != "float32":
-            if place * 8 % GROUP == 0:
-                scale_words = tl.load(scales + (unit * SCALE_WORDS + place * 8 // GROUP) * padded + output)
-            if not EXACT:
-                scale = byte_scale(scale_words, _byte_of(place, 0, GROUP), SCALE)[:, None]
+            if place * _COLUMNS % (SCALES * GROUP) == 0:
+                number = unit * SCALE_WORDS + place * _COLUMNS // (SCALES * GROUP)
+                scale_words = tl.load(scales + number * padded + output)
+            if EXACT:
+                scale = scale_words[:, None]
+            else:
+                scale = small_scale(scale_words, _byte_of(place, 0, GROUP, SCALES), SCALE)[:, None]
                 if GROUP < DEPTH:
-                    second = byte_scale(scale_words, _byte_of(place, 1, GROUP), SCALE)[:, None]
+                    second = small_scale(scale_words, _byte_of(place, 1, GROUP, SCALES), SCALE)[:, None]
                     scale = tl.where(columns[None, :] < GROUP, scale, second)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)
@@ -129,11 +131,10 @@ def _unit(
             elif SHIFT == "zeros":
                 beside = (beside + _ZERO_BASE) * scale
         if EXACT:
-            if SCALE != "float32":
-                beside = scale_words[:, None]
             weights = exact(
-                packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED, SCALE, _byte_of(place, PIECE, GROUP)
-            )
+                packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED, SCALE,
+                _byte_of(place, PIECE, GROUP, SCALES),
+            )  # fmt: skip
             if SUMMED:
                 if place % PLACES == 0:
                     part = tl.zeros(acc.shape, tl.float32)
@@ -145,7 +146,7 @@ def _unit(
         else:
             values = code_values(packed, table, place, CODING, BIAS, NATIVE_FP8, right.dtype == tl.float32)
             by = scale * code_step(place, CODING, NATIVE_FP8)
-            if SCALE != "float32":
+            if SCALE == "e8m0" or SCALE == "e5m3":
                 by *= tl.load(factor)[:, None]
             if SHIFT != "none":
                 found = tl.fma(values, tl.broadcast_to(by, values.shape), tl.broadcast_to(beside, values.shape))
@@ -165,7 +166,7 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
         "SCALE": kind.scale,
         "SHIFT": kind.shift,
         "EXACT": exact_weights,
-        # One scale of a byte serves a whole tile.
+        # One small scale serves a whole tile.
         "DEPTH": LEAST_GROUP if exact_weights and kind.group == LEAST_GROUP else COLUMNS,
         "PLACES": _places_of(kind) if exact_weights else _places_held(kind, dtype.itemsize, arch),
         "PER_WORD": kind.per_word,
@@ -178,17 +179,17 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
 
 def _places_of(kind: PackedKind) -> int:
     """Returns how many places of a word, one after the other, have the same scale."""
-    return gcd(kind.group // COLUMNS, kind.per_word) if kind.group else kind.per_word
+    return gcd(max(1, kind.group // COLUMNS), kind.per_word) if kind.group else kind.per_word
 
 
 def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
-    """Returns whether weights without their scales of float32 are made as numbers of ``dtype``. Float32's are not, for
-    they are for comparisons, and float16 holds no powers of two as far apart as scales."""
+    """Returns whether weights without their scales of float32 are made as numbers of ``dtype``, two at a time.
+    Float32's are not, for they are for comparisons, and float16 holds no powers of two as far apart as scales."""
     if dtype != torch.bfloat16 or kind.coding == "nf4" or kind.shift == "offsets":
         return False
-    if kind.coding == "fp4_e2m1":
+    if kind.coding == "fp4_e2m1" or kind.scale != "float32":
         return kind.scale != "float32"
-    return kind.group != LEAST_GROUP and _places_of(kind) * COLUMNS >= _LEAST_SUM
+    return kind.group != LEAST_GROUP and _places_of(kind) * COLUMNS >= LEAST_SUM
 
 
 def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:

@@ -114,6 +114,8 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
     codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
     group = group or inputs
     scales = torch.rand(outputs, -(-inputs // group)) / 100
+    if kind == "int4 in groups of 32":
+        scales = scales.bfloat16().float()
     if kind == "mxfp4":
         scales = scales.log2().round().exp2()
     factors = None
