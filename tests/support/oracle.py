@@ -34,6 +34,17 @@ class Oracle:
         return Expected(known.tokens[:max_tokens], known.gaps[:max_tokens])
 
     @torch.inference_mode()
+    def difference(self, prompt: Sequence[int], got: Sequence[int], max_tokens: int, epsilon: float) -> str:
+        """What :func:`first_difference` says of ``got`` and the continuation, by one pass over prompt and answer
+        instead of one for each token. Up to the first difference the answer is the continuation."""
+        ids = torch.tensor([[*prompt, *got]])
+        logits = self.model(ids, use_cache=False, logits_to_keep=len(got) + 1).logits[0, :max_tokens]
+        top = logits.float().topk(2)
+        tokens, gaps = top.indices[:, 0].tolist(), (top.values[:, 0] - top.values[:, 1]).tolist()
+        ended = next((position + 1 for position, token in enumerate(tokens) if token in self.stop), len(tokens))
+        return first_difference(Expected(tuple(tokens[:ended]), tuple(gaps[:ended])), got, epsilon)
+
+    @torch.inference_mode()
     def _continued(self, prompt: Sequence[int], max_tokens: int) -> Expected:
         """Computes it step by step with a KV cache."""
         ids, cache = torch.tensor([list(prompt)]), None
