@@ -86,8 +86,13 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
 def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
     """Strikes one component after the other; yields what each strike cost. Raises ConfigError where the load does not
     stream before the first strike, and Unavailable where it does not later, or where a component cannot be struck."""
-    lengths = {"prompt_tokens": plan.prompt_tokens, "answer_tokens": plan.answer_tokens}
-    load = StreamLoad(**lengths, count=plan.streams, model=plan.model, **plan.reach)
+    load = StreamLoad(
+        prompt_tokens=plan.prompt_tokens,
+        answer_tokens=plan.answer_tokens,
+        count=plan.streams,
+        model=plan.model,
+        **plan.reach,
+    )
     try:
         for number, victim in enumerate(chosen):
             # Streams of all threads have begun, so that the strike meets some amid their answers.
