@@ -682,7 +682,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         "Folder for bundles of requests that failed, were slow or are to be kept, or redis: the one of --redis-url."
         " Empty: none.",
     )
-    record_bytes: int = size_flag(2**30, "Most bytes that bundles may have; the oldest ones go.", least=2**20)
+    record_bytes: int = size_flag(
+        0, "Most bytes that bundles may have; the oldest ones go. 0: 1 GiB in a folder, 64 MiB in Redis.", least=0
+    )
     record_days: int = flag(30, "Days after which bundles are removed.", least=1)
     record_slow_ms: int = flag(
         10_000, "A request is slow whose client waits longer for its first token or a later one. 0: none is.", least=0

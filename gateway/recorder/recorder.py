@@ -27,7 +27,7 @@ from pillion.config import GatewayFlags
 from pillion.errors import Cancelled, ConfigError, InvalidRequest
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.recorder.record_folder import make_key
-from pillion.gateway.recorder.record_store import REDIS, open_records
+from pillion.gateway.recorder.record_store import FOLDER_BYTES, REDIS, REDIS_BYTES, open_records
 from pillion.gateway.recorder.story import AnswerLog, Story, described
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.request_telemetry import operation_of
@@ -76,7 +76,8 @@ class Recorder:
 
     def __init__(self, flags: GatewayFlags) -> None:
         self._flags = flags
-        kept = open_records(flags.record_path, flags.redis_url, flags.record_bytes, flags.record_days * DAY_S)
+        max_bytes = flags.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
+        kept = open_records(flags.record_path, flags.redis_url, max_bytes, flags.record_days * DAY_S)
         with contextlib.ExitStack() as opened:
             self._records = opened.enter_context(kept)
             self._key = _own_key(flags)
