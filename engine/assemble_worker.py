@@ -6,6 +6,8 @@ draft tokens                       --speculative-config
 adapters                           --enable-lora
 partial blocks                     --partial-block-percent, on decode workers
 states                             models whose layers carry one from token to token
+ranks, stages, lent cores          engine/load_model.py, too
+standbys                           the turn for which a loaded worker waits
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ REQUIRED = {
     "falcon_h1": {"mamba_d_ssm": None},
     "nemotron_h": {"n_groups": 1},
 }
+# Without a number of KV heads transformers takes these families' own default number of query heads.
+OWN_KV_HEADS = ("qwen2", "qwen3", "exaone4", "helium", "dots1", "exaone_moe", "qwen2_moe")
 GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"],
@@ -172,18 +174,8 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     if name == "lfm2":
         given["block_auto_adjust_ff_dim"] = False  # It is another width where it is adjusted.
     latents = "kv_lora_rank" in FAMILIES[name].defaults
-    if latents or name in (
-        "qwen2",
-        "qwen3",
-        "exaone4",
-        "helium",
-        "dots1",
-        "exaone_moe",
-        "qwen2_moe",
-    ):
-        given["num_key_value_heads"] = given[
-            "num_attention_heads"
-        ]  # transformers assumes the number of query heads of its own default.
+    if latents or name in OWN_KV_HEADS:
+        given["num_key_value_heads"] = given["num_attention_heads"]
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
     theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ.
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):

@@ -158,7 +158,11 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
         gate.unlink()
         for name in ("a", "b", "c"):
             (folder / name).unlink()
-            await kill(supervisor, name)
+        first = await known(supervisor, "a")
+        os.kill(first, signal.SIGKILL)
+        # Of two deaths at once a supervisor may hear in either order.
+        await until("the supervisor to know", lambda: pid_of(supervisor, "a") != first)
+        await kill(supervisor, "c")
         await until("c to run again", lambda: log_of(folder).count("start c") == 2)
         gate.touch()
         await until("b to run again", lambda: log_of(folder).count("start b") == 2)
