@@ -29,7 +29,7 @@ from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.request import component_calls
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.component_calls import ComponentCalls
-from pillion.gateway.request.request_machine import RequestMachine
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.exchange.plane import DataPlane
 from pillion.kvstore.hashing import request_root
@@ -287,8 +287,9 @@ MUTATIONS: dict[str, Mutation] = {
     "the KV of wrong draft tokens counts": _instead(Sequence, "accept", _rejected_stay),
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
     "salts do not keep caches apart": _salt_ignored,
-    "a replay scores its prompt anew": _instead(
-        RequestMachine, "_scored", lambda _: lambda self, event: [ev.EmitScores(event.logprobs)]
+    "a replay scores its prompt anew": lambda: mock.patch.dict(
+        RequestMachine._HANDLERS,
+        {(RequestState.DECODING, ev.PromptScored): lambda self, event, now: [ev.EmitScores(event.logprobs)]},
     ),
     "log probabilities of several tokens are turned round": _instead(Outcome, "report_tokens", _reports_turned),
     "slots are not given back": _instead(NodeClient, "give_back", _async_nothing),
