@@ -180,7 +180,7 @@ def _is_file(model: str) -> bool:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Is a parser that takes ``--max_model_len`` for ``--max-model-len``, as vLLM's scripts expect."""
+    """An argparse parser for which ``--max_model_len`` means ``--max-model-len``, as vLLM's scripts expect."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         import sys

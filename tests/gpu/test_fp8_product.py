@@ -44,7 +44,7 @@ def random_matrix(outputs: int, inputs: int, *, in_blocks: bool) -> QuantizedMat
     return QuantizedMatrix("fp8_e4m3", codes, blocks.repeat_interleave(BLOCK, 0)[:outputs], BLOCK)
 
 
-# Of a matrix within one block, every number of rows has the same kernels.
+# A matrix that fits into one block is multiplied by the same kernels for every number of rows.
 @pytest.mark.parametrize(
     ("in_blocks", "outputs", "inputs", "count"),
     [(True, 48, 80, 40), *((in_blocks, 160, 400, count) for in_blocks in (False, True) for count in (1, 40, 150))],
