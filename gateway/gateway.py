@@ -524,7 +524,7 @@ class Gateway:
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """Returns the text of ids, for a request that has been counted already."""
         size_bytes = TOKEN_BYTES * len(token_ids)
-        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids, tenant=tenant, size_bytes=size_bytes)
+        return await self.on_thread(tenant, size_bytes, self.entry(name).tokenizer.decode, token_ids)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
         """Returns the models that live workers serve now, each with its aliases, then their adapters, as far as a
@@ -827,7 +827,7 @@ class Gateway:
         """Makes the text that a client has already. What counts is how much the answer still holds back, and how much
         of it was reasoning. The text may be long, so it is read on a thread, in the tenant's turn."""
         size_bytes = TOKEN_BYTES * len(so_far.token_ids)
-        await self._pool.run(answer.push, so_far.token_ids, tenant=tenant, size_bytes=size_bytes)
+        await self.on_thread(tenant, size_bytes, answer.push, so_far.token_ids)
 
     def _start(
         self,
