@@ -210,12 +210,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     """Streams ``script`` after the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
-    until the connection breaks, once, or where it ``stays_broken`` before each token after them. ``refusals``: errors
-    for the next submits, whose message is ``refusal``; with ``refuses_in_step`` they come in one delta with the
-    beginning of the prompt's step and the first token. ``gate``: closed, no stream moves; a stream closes it that has
-    said ``hold_after`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
-    more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
-    first step of a submit. ``breaks_in_line``: at so many more submits it breaks while they wait in line.
+    until the connection breaks, once. ``refusals``: errors for the next submits, whose message is ``refusal``; with
+    ``refuses_in_step`` they come in one delta with the beginning of the prompt's step and the first token. ``gate``:
+    closed, no stream moves; a stream closes it that has said ``hold_after`` tokens, so that nothing but the test ends
+    it. ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a step of a stream takes.
+    ``is_killed_by``: whether the connection breaks in the first step of a submit. ``breaks_in_line``: at so many more
+    submits it breaks while they wait in line.
     """
 
     def __init__(self, script: str) -> None:
@@ -234,7 +234,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.cancelled: list[int] = []
         self.connections = 0
         self.break_after: int | None = None
-        self.stays_broken = False
         # How many more times the connection breaks amid the scores of a prompt.
         self.breaks_amid_scores = 0
         self.scores_per_delta = 8
@@ -397,7 +396,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if self.break_after is not None:
                 self.break_after -= len(ids)
                 if self.break_after <= 0:
-                    self.break_after = 0 if self.stays_broken else None
+                    self.break_after = None
                     out.put_nowait(None)
                     return
             ended = [n for n, one in enumerate(ids) if one in submit.stop_token_ids]

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, until
-from pillion.errors import Overloaded
+from pillion.errors import Overloaded, Unavailable
 from pillion.v1.decode_pb2 import DecodeTimings
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
@@ -142,8 +142,12 @@ async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_stream_that_fails_says_so_in_an_event() -> None:
     async with running_fake_cluster("a long answer", max_attempts=1) as fakes:
-        fakes.decode.break_after, fakes.decode.stays_broken = 3, True
-        raw = await call(fakes.gateway.http_address, "/v1/completions", TEXT)
+        fakes.decode.hold_after, fakes.decode.break_after = 3, 4
+        answer = asyncio.create_task(call(fakes.gateway.http_address, "/v1/completions", TEXT))
+        await until("its first tokens", lambda: fakes.decode.holds)
+        fakes.decode.refusals = [(Unavailable.code, False)]
+        fakes.decode.go_on()
+        raw = await answer
         assert raw.status == 200
         *_, last = raw.body.decode().strip().split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]
