@@ -25,7 +25,12 @@ from hypothesis.database import InMemoryExampleDatabase
 import tests.support.gpu  # noqa: F401
 from tests.support.examples import LONG, NEW, examples
 
-pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.support.own_cache"]
+pytest_plugins = [
+    "tests.support.crashes",
+    "tests.support.forked_ranks",
+    "tests.support.limits",
+    "tests.support.own_cache",
+]
 
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.

@@ -19,6 +19,7 @@ from lab.testbed.conditions import WITHIN_S, wait_for
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.forks import shared_forks
+from lab.testbed.nested_forks import FORKED_VARIABLE
 from lab.testbed.ports import free_port
 from pillion import Client
 from pillion.errors import Conflict, PillionError
@@ -278,6 +279,7 @@ def served(
     split_policy: str = "disaggregated",
     environ: Mapping[str, str] | None = None,
     faults: bool = False,
+    forked: bool = False,
 ) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
@@ -288,8 +290,9 @@ def served(
     "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
     as starting the cluster, and without --partial-block-percent workers keep no partial blocks, so that leaked slots
     show. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
-    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for; all
-    of them are forks (:mod:`lab.testbed.forks`), for tests start such clusters by the hundred.
+    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for. With
+    ``forked`` or ``faults``, or where the environment has FORKED_VARIABLE, all of them are forks
+    (:mod:`lab.testbed.forks`), for tests start such clusters by the hundred.
     """
     port = free_port()
     temporary = folder / "t"
@@ -304,7 +307,8 @@ def served(
         environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}
         board = FaultBoard(folder / "board")
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
-    cluster = ServedCluster((_fork if faults else _start)(command, environment, log), temporary, port, log, board)
+    start = _fork if forked or faults or FORKED_VARIABLE in os.environ else _start
+    cluster = ServedCluster(start(command, environment, log), temporary, port, log, board)
     try:
 
         def ready() -> bool:

@@ -16,21 +16,27 @@ import ctypes
 import os
 import pathlib
 import signal
+import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from lab.testbed.conditions import WITHIN_S
-from lab.testbed.nested_forks import read_by_imports
-from pillion.supervisor.child_process import ChildProcess
+from lab.testbed.faults.board import hooked
+from lab.testbed.nested_forks import BEGIN, GIVEN, PROGRAM, STARTER, read_by_imports
+from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import preloaded_modules
 from pillion.supervisor.lifeline import KERNEL_TIES, adopt_orphans
+from pillion.supervisor.local_cluster import compute_environ
 from pillion.supervisor.standbys.fork_server import ForkServer
 
 T = TypeVar("T")
 _PR_SET_CHILD_SUBREAPER = 36
+# A fork server of this tree imports these modules.
+MODULES = (*preloaded_modules("cpu"), "lab.testbed.nested_forks:install=")
 
 
 class ForkedComponent:
@@ -122,27 +128,39 @@ _sharing = threading.Lock()
 _starting = threading.Lock()
 
 
-def shared_forks(environ: Mapping[str, str]) -> Forks:
+def shared_forks(environ: Mapping[str, str], *, packages: bool = False) -> Forks:
     """Returns this process's fork server for processes whose environment imports read as this one; it lasts as long as
-    this process."""
+    this process. With ``packages`` the environment leads to another version of Pillion, whose own fork server it is
+    then."""
     key = (os.getcwd(), *sorted(read_by_imports(environ).items()))
     with _sharing:
         if key not in _shared:
-            _shared[key] = Forks(environ)
+            _shared[key] = Forks(environ, _preloaded(environ)) if packages else Forks(hooked(environ))
         return _shared[key]
+
+
+def component_forks() -> Forks:
+    """Returns the fork server for processes whose imports may read of the environment what components of this process's
+    clusters read."""
+    return shared_forks(child_environ(os.environ, "") | compute_environ(1))
+
+
+def _preloaded(environ: Mapping[str, str]) -> list[str]:
+    """Returns the modules that the version of Pillion in this environment imports before it forks components."""
+    program = "from pillion.supervisor.component_process import preloaded_modules as of; print(*of('cpu'))"
+    return subprocess.check_output([sys.executable, "-c", program], env=environ, text=True).split()
 
 
 class Forks:
     """Starts components by one fork server, which imports in the environment ``environ``. A component's own environment
-    may differ from it in variables that no import reads."""
+    may differ from it in variables that no import reads. It imports ``modules``."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         self.environ = dict(environ)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forks", daemon=True)
         self._thread.start()
         # The server would write here why a component was started without it; the component's own log shows that.
-        modules = (*preloaded_modules("cpu"), "lab.testbed.nested_forks:install=")
         self._server = ForkServer(modules, self.environ, lambda line: None)
         self._call(self._begin())
 
@@ -154,7 +172,31 @@ class Forks:
             with log.open("a") as out:
                 out.write(f"{line}\n")
 
-        child = self._launch(argv, environ, forward)
+        return self._watched(self._launch(argv, environ, forward))
+
+    def program(
+        self,
+        module: str,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        errors: int,
+        given: Sequence[int] = (),
+        *,
+        starts_clusters: bool = False,
+    ) -> ForkedComponent:
+        """Starts ``python -m module words...`` with these descriptors for its output and errors. A word may be the
+        number of one of the descriptors ``given``, and is that of the program's duplicate then. A program that
+        ``starts_clusters`` starts them as forks, too. Raises OSError where it does not start."""
+        ours, its_own = socket.socketpair()
+        with ours, its_own:
+            socket.send_fds(ours, [BEGIN], [output, errors, *given])
+            numbers = {str(number): f"{GIVEN}{place}" for place, number in enumerate(given)}
+            kind, named = STARTER if starts_clusters else PROGRAM, (numbers.get(word, word) for word in words)
+            argv = (sys.executable, "-m", "pillion", kind, module, *named)
+            return self._watched(self._launch(argv, environ, lambda line: None, its_own.fileno()))
+
+    def _watched(self, child: ChildProcess) -> ForkedComponent:
         return ForkedComponent(child, asyncio.run_coroutine_threadsafe(child.wait(), self._loop))
 
     async def launch(
@@ -164,12 +206,18 @@ class Forks:
         on another thread. Raises OSError where it does not start."""
         return ForkedChild(await asyncio.to_thread(self._launch, argv, environ, forward), self._loop)
 
-    def _launch(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> ChildProcess:
+    def _launch(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        forward: Callable[[str], None],
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> ChildProcess:
         # A component's parent is a fork of the fork server that ends at once, and then this process adopts the
         # component. This process adopts no other orphans: nothing here would reap them, and a zombie looks alive to
         # tests that wait for a process's end.
         with _starting, _adopting():
-            return self._call(self._server.launch(argv, environ, forward))
+            return self._call(self._server.launch(argv, environ, forward, stdin=stdin))
 
     def stop(self) -> None:
         """Ends the fork server; components that still run go on without an owner."""

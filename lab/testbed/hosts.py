@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, HostProcess, proven_status
 from lab.testbed.conditions import POLL_S, WITHIN_S, wait_for
 from lab.testbed.forks import shared_forks
+from lab.testbed.nested_forks import ON_HOST
 from lab.testbed.networks import HostNetwork
 from lab.testbed.ports import free_port
 from lab.testbed.redis import RedisServer, running_redis
@@ -42,7 +43,7 @@ class Hosts:
     ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
     that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
     ``pillion`` of another version by the process's name, from which that process runs; others run this tree. Processes
-    are forks (:mod:`lab.testbed.forks`) where they run this tree on this host, unless ``forked`` is False.
+    are forks of a process of their version (:mod:`lab.testbed.forks`), unless ``forked`` is False.
 
     With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
     all of them meet by its addresses. Nodes and workers listen on all addresses of their hosts, so they go on where a
@@ -212,18 +213,18 @@ class Hosts:
         if name in self.packages:
             # Without the second variable, packages in the working directory would go before those.
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
-        argv = (sys.executable, "-m", "pillion", role, *common, *own)
-        if self._forked and name not in self.packages and self.network is None:
-            self.processes[name] = shared_forks(environment).start(argv, environment, self._log(name))
+        argv = ("-m", "pillion", role, *common, *own)
+        if self._forked:
+            host = (ON_HOST, self.network.namespace(machine or EDGE)) if self.network is not None else ()
+            forks = shared_forks(environment, packages=name in self.packages)
+            command = (sys.executable, *argv[:2], *host, *argv[2:])
+            self.processes[name] = forks.start(command, environment, self._log(name))
             return
         with self._log(name).open("ab") as out:
-            before = self._before(machine)
+            before = self.network.enter(machine or EDGE) if self.network is not None else ()
             self.processes[name] = subprocess.Popen(
-                [*before, *argv], stdout=out, stderr=subprocess.STDOUT, env=environment
+                [*before, sys.executable, *argv], stdout=out, stderr=subprocess.STDOUT, env=environment
             )
-
-    def _before(self, machine: str) -> tuple[str, ...]:
-        return self.network.enter(machine or EDGE) if self.network is not None else ()
 
     def _log(self, name: str) -> pathlib.Path:
         return self.folder / f"{name}.log"

@@ -1,5 +1,6 @@
 """Gives a supervisor that is itself a fork two programs that are forks, too: its fork server, and the one that prepares
-its model. What all of them import has been imported already.
+its model. What all of them import has been imported already. A fork may also be a component on a host of a network, or
+any other Python program.
 
     a fork server of tests --fork--> `pillion serve`, before it does anything --two forks--> waiting
     waiting --the supervisor starts the program: the environment, standard input and output--> the program
@@ -7,20 +8,28 @@ its model. What all of them import has been imported already.
 
 Each of the two programs imports torch when it starts in the usual way, seconds of a core for each cluster. A
 supervisor has threads by the time that it starts them, and nothing can be forked then, so the forks are made ahead.
+
+    a fork server of tests --fork--> `python -m pillion on-host NAMESPACE ROLE ...` --setns--> `python -m pillion ROLE`
+                           --fork--> `python -m pillion program MODULE ...` --its descriptors--> `python -m MODULE ...`
+
+Where the word is "starter", it is a program that starts clusters, and gets the two forks that a supervisor gets.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import os
 import runpy
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NoReturn
 
-from lab.testbed.faults.board import BOARD_VARIABLE
+from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, other_paths
 from pillion.cli import app
 from pillion.supervisor import local_cluster
 from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
@@ -30,41 +39,104 @@ from pillion.supervisor.standbys import fork_server, fork_server_main
 # A waiting fork gets two descriptors with this: its standard input, and its standard output and error.
 BEGIN = b"b"
 DESCRIPTORS = 2
+# The first word of a fork's command line where it is more than a component.
+ON_HOST, PROGRAM, STARTER = "on-host", "program", "starter"
+# A program gets its standard output and error over its standard input, and then this many further descriptors at most.
+# A word of its command line that begins so, and goes on with a number, stands for one of these.
+MAX_GIVEN = 8
+GIVEN = "given:"
+CLONE_NEWNET = 0x40000000
 # This line of the cluster's log says that its fork server is a fork.
 FORKED = "it is a fork of a process that has imported everything"
 # The programs that are forked ahead, by the words with which their command lines go on after the interpreter.
 AHEAD = (("-m", fork_server.PROGRAM), ("-m", "pillion", "prepare"))
+# A program with this variable starts clusters as forks. Its name must not begin as those of the product's settings do.
+FORKED_VARIABLE = "TESTBED_FORKED"
 # No import reads these variables, so processes may have their own after they were forked, or they only decide what
 # libraries print. Settings of the product begin with the prefix, and components read them when they start.
-LATE_VARIABLES = ("TMPDIR", "PYTEST_CURRENT_TEST", BOARD_VARIABLE, "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE")
+LATE_VARIABLES = (
+    *("TMPDIR", "PYTEST_CURRENT_TEST", "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE"),
+    *(BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE),
+    # A benchmark writes its figures there.
+    *(FORKED_VARIABLE, "LAB_WRITTEN"),
+)
 LATE_PREFIX = "PILLION_"
 
 
 def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part of an environment in which processes that are forks of one another must be alike."""
-    return {
+    """Returns the part of an environment in which processes that are forks of one another must be alike. All forks have
+    the hooks for faults."""
+    found = {
         name: value
         for name, value in environ.items()
         if name not in (*LATE_VARIABLES, "ROOM_FOR_COMMAND_LINES") and not name.startswith(LATE_PREFIX)
     }
+    return {**found, "PYTHONPATH": other_paths(environ)}
 
 
 def install(text: str) -> None:
     """Lets each supervisor that is forked from this process start programs that are forks. A fork server calls it after
     its imports, in the environment that they have read; ``text`` is empty."""
     assert not text, f"nothing is to be said here: {text!r}"
-    imported_in, run = read_by_imports(os.environ), app.main
+    if _ForkedAhead.imported_in:
+        # This fork server is a fork of another one.
+        return
+    _ForkedAhead.imported_in, run = read_by_imports(os.environ), app.main
 
     def main(argv: list[str] | None = None) -> None:
-        if sys.argv[1:2] == ["serve"]:
-            _ForkedAhead.imported_in = imported_in
+        if sys.argv[1:2] == [ON_HOST]:
+            _enter(sys.argv[2])
+            del sys.argv[1:3], sys.orig_argv[3:5]
+        if sys.argv[1:2] in (["serve"], [STARTER]):
             for words in AHEAD:
                 _ForkedAhead.waiting[words] = _forked()
             _replace(fork_server, "ChildProcess", _ForkedAhead)
             _replace(local_cluster, "ChildProcess", _ForkedAhead)
+        if sys.argv[1:2] in ([PROGRAM], [STARTER]):
+            _run(sys.argv[2], sys.argv[3:])
         run(argv)
 
     _replace(app, "main", main)
+
+
+def _enter(namespace: str) -> None:
+    """Moves this process, which has one thread, to the network namespace of that path."""
+    with open(namespace, "rb") as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace} failed")
+
+
+def _run(module: str, words: Sequence[str]) -> NoReturn:
+    """Runs a module as a program, with the descriptors that come over standard input."""
+    with socket.socket(fileno=os.dup(0)) as connection:
+        _, (output, errors, *given), _, _ = socket.recv_fds(connection, len(BEGIN), 2 + MAX_GIVEN)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for source, target in ((output, 1), (errors, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    sys.argv = [module, *(str(given[int(word[len(GIVEN) :])]) if word.startswith(GIVEN) else word for word in words)]
+    status: object = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        status = 0 if ended.code is None else ended.code
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # A program ends so; but to free each object would copy the memory that it shares with its fork server.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _end(status)
+
+
+def _end(status: object) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 def _replace(module: object, name: str, value: Callable[..., object]) -> None:
@@ -155,6 +227,4 @@ def _serve(connection: socket.socket, supervisor: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
+        _end(status)

@@ -67,7 +67,11 @@ class HostNetwork:
 
     def enter(self, name: str) -> tuple[str, ...]:
         """Returns the words before a command that make it run on a host."""
-        return "nsenter", f"--net=/run/netns/{self._namespace(name)}"
+        return "nsenter", f"--net={self.namespace(name)}"
+
+    def namespace(self, name: str) -> str:
+        """Returns the path of a host's network namespace."""
+        return f"/run/netns/{self._namespace(name)}"
 
     def link(self, one: str, other: str, rule: LinkRule = PERFECT, back: LinkRule | None = None) -> None:
         """Makes the link from one host to another one follow a rule, and the way back another one, if there is one.

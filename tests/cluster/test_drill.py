@@ -28,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]
     model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
-        served(pathlib.Path(folder), model, *FLAGS, *PAIRS) as running,
+        served(pathlib.Path(folder), model, *FLAGS, *PAIRS, forked=True) as running,
     ):
         yield running
 

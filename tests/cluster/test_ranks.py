@@ -36,7 +36,7 @@ from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 from tests.support.shown_workers import ShownWorkers, at_rest
 
-pytestmark = [pytest.mark.long, pytest.mark.cluster, needs_kernels]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, needs_kernels, pytest.mark.usefixtures("forked_ranks")]
 
 SIZES = (1, 2, 4)
 PAIRS = list(itertools.product(SIZES, SIZES))

@@ -46,7 +46,7 @@ from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 from tests.support.shown_workers import ShownWorkers, at_rest
 
-pytestmark = [pytest.mark.cluster, needs_kernels]
+pytestmark = [pytest.mark.cluster, needs_kernels, pytest.mark.usefixtures("forked_ranks")]
 
 BLOCK = 16
 SLOTS = 64

@@ -152,7 +152,7 @@ def _one_node(
         flags += ("--prefill-workers", "2", "--decode-workers", "2", "--gateway-workers", "2")
         flags += ("--speculative-config", str(speculative(3)), "--disk-path", str(folder / "disk"))
     names = {f"{role}-{number}" for role in ("prefill", "decode", "gateway") for number in range(workers)}
-    with served(folder, name, *flags, environ=environ) as cluster:
+    with served(folder, name, *flags, environ=environ, forked=True) as cluster:
         yield FaultPlace(
             (cluster.target,),
             frozenset(names | {"kvnode-0"}),

@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lab.testbed.faults.points import FaultPoint
@@ -21,6 +22,8 @@ BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
 # This variable says how many milliseconds a process with a board waits at least for each answer of Redis.
 REDIS_PATIENCE_VARIABLE = "TESTBED_REDIS_PATIENCE_MS"
 REDIS_PATIENCE_MS = 30_000
+# A process that has these folders on its path has the hooks.
+HOOK_PATHS = (str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[3]))
 # This many faults can be armed at once.
 SLOTS = 2
 # These are the 64-bit words of a slot.
@@ -131,7 +134,21 @@ class FaultBoard:
 def hook_environment(board: pathlib.Path, *, redis_is_sound: bool = True) -> dict[str, str]:
     """Returns the variables with which a cluster has the hooks, beside those that it has anyway. Unless the test harms
     Redis, its processes wait for each answer of Redis, however busy the machine is."""
-    hooks = pathlib.Path(__file__).parent
-    paths = (str(hooks), str(hooks.parents[2]), os.environ.get("PYTHONPATH", ""))
     patience = {REDIS_PATIENCE_VARIABLE: str(REDIS_PATIENCE_MS)} if redis_is_sound else {}
-    return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **patience}
+    return {BOARD_VARIABLE: str(board), **_hook_path(os.environ), **patience}
+
+
+def hooked(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment with the hooks and, where it has none, without a board: forks of its process count nothing
+    before they have one."""
+    return {BOARD_VARIABLE: "", **environ, **_hook_path(environ)}
+
+
+def other_paths(environ: Mapping[str, str]) -> str:
+    """Returns the environment's path for imports without the folders of the hooks."""
+    paths = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if path and path not in HOOK_PATHS)
+
+
+def _hook_path(environ: Mapping[str, str]) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (*HOOK_PATHS, other_paths(environ))))}

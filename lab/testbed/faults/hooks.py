@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lab.testbed.faults.board import BOARD_VARIABLE, FaultBoard
+from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, FaultBoard
 from lab.testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
@@ -56,15 +56,16 @@ def install(role: str) -> None:
         sys.meta_path.insert(0, _ChangeFinder({name: functools.partial(_wrap, found) for name, found in seams.items()}))
 
 
-def wait_for_redis(deadline_ms: float) -> None:
-    """Makes this process wait at least so long for each answer of Redis. Its own deadlines are those of requests, which
-    go on without an answer; on a busy machine a sound Redis may take a second."""
+def wait_for_redis() -> None:
+    """Makes this process and its forks wait for each answer of Redis at least as long as their environments say, where
+    these say anything. Their own deadlines are those of requests, which go on without an answer; on a busy machine a
+    sound Redis may take a second."""
 
     def lengthen(module: ModuleType) -> None:
         call_each = module.RedisLink.call_each
 
         async def patiently(link: Any, *args: Any, **options: Any) -> Any:
-            longer = max(options.pop("deadline_ms"), deadline_ms)
+            longer = max(options.pop("deadline_ms"), float(os.environ.get(REDIS_PATIENCE_VARIABLE, 0)))
             return await call_each(link, *args, **options, deadline_ms=longer)
 
         module.RedisLink.call_each = patiently

@@ -3,11 +3,10 @@
 import os
 import sys
 
-from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE
+from lab.testbed.faults.board import BOARD_VARIABLE
 from lab.testbed.faults.hooks import install, role_of, wait_for_redis
 
 _role = role_of(sys.orig_argv)
 if _role and BOARD_VARIABLE in os.environ:
     install(_role)
-    if _deadline_ms := os.environ.get(REDIS_PATIENCE_VARIABLE):
-        wait_for_redis(float(_deadline_ms))
+    wait_for_redis()

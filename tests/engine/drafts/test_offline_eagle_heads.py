@@ -16,7 +16,7 @@ from tests.engine.drafts.test_offline_draft_models import SETTINGS as PLAIN_SETT
 from tests.engine.drafts.test_offline_draft_models import TEXTS
 from tests.support.cpu_model import needs_kernels
 
-pytestmark = pytest.mark.usefixtures("prepared_here")
+pytestmark = pytest.mark.usefixtures("prepared_here", "forked_ranks")
 # The last one follows a grammar, which refuses most draft tokens.
 SHAPE = StructuredOutputs(regex="[a-z ]{20,40}")
 SETTINGS = [*PLAIN_SETTINGS, SamplingParams(temperature=0.9, seed=8, max_tokens=40, structured_outputs=SHAPE)]

@@ -31,6 +31,8 @@ from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 95 for position in range(30)]
 UNAVAILABLE = 14
+# Other tests start programs.
+FORKED = pytest.mark.usefixtures("forked_ranks")
 PAIRS = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
 
 
@@ -43,6 +45,7 @@ def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and alive(psutil.Process(pid)) for pid in pids)
 
 
+@FORKED
 async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
     async with running_workers(decode={"tensor_parallel_size": 3}, load=fake_ranks.load_ranks) as workers:
         backend = workers.decode.worker.model.backend
@@ -71,6 +74,7 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["stopped", "broken"])
+@FORKED
 async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         running_workers(decode={"tensor_parallel_size": 2}, load=fake_ranks.load_ranks) as workers,
@@ -144,6 +148,7 @@ def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> 
     assert list(backend.adapters._dropped) == [3]
 
 
+@FORKED
 def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopped_one_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,7 +24,7 @@ from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.rank_model import RankGroup
 from tests.support.torch_model import BackendDriver
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache", "prepared_here")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache", "prepared_here", "forked_ranks")]
 
 TEXT = tokens_of(70, 2)
 TOLERANCE = 1e-4

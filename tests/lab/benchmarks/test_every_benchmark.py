@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import subprocess
-import sys
+import tempfile
 
 import pytest
+
+from lab.testbed.forks import component_forks
+from lab.testbed.nested_forks import FORKED_VARIABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300
@@ -96,15 +98,18 @@ def test_every_benchmark_is_in_one_table() -> None:
 )
 def test_a_benchmark_runs_at_its_smallest_size(name: str, tmp_path: pathlib.Path) -> None:
     words = [word.replace(FOLDER, str(tmp_path)) for word in SMALLEST[name].split()]
-    done = subprocess.run(
-        [sys.executable, "-m", f"lab.benchmarks.{name}", *words],
-        cwd=ROOT,
-        env={**os.environ, "LAB_WRITTEN": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    environ = {**os.environ, "LAB_WRITTEN": str(tmp_path), FORKED_VARIABLE: "1"}
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        files = printed.fileno(), errors.fileno()
+        # To import torch and its like takes each process seconds of a core.
+        running = component_forks().program(f"lab.benchmarks.{name}", words, environ, *files, starts_clusters=True)
+        try:
+            status = running.wait(TIMEOUT_S)
+        finally:
+            running.kill()
+        for file in (printed, errors):
+            file.seek(0)
+        said = printed.read()
+        assert status == 0, said[-2000:] + errors.read()[-4000:]
     # What makes a trace writes it and prints nothing.
-    assert re.search(r"\d", done.stdout) or any(tmp_path.iterdir())
+    assert re.search(r"\d", said) or any(tmp_path.iterdir())

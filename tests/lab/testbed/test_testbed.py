@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lab.testbed.conditions import LINE_CHARACTERS, WITHIN_S, result_of, until, wait_for, within
-from lab.testbed.forks import ForkedComponent, Forks
+from lab.testbed.forks import ForkedComponent, Forks, component_forks
 from lab.testbed.ports import FIRST, LAST, free_port, free_ports
 from pillion._version import VERSION
 from pillion.supervisor.child_process import child_environ
@@ -135,3 +135,16 @@ def test_a_forked_component_is_watched_as_a_program_is(tmp_path: pathlib.Path) -
             end(keeper)
             assert keeper.wait(WITHIN_S) == keeper.poll() == -number
             end(keeper)
+
+
+@pytest.mark.long
+def test_a_forked_program_has_its_own_output_errors_and_status(tmp_path: pathlib.Path) -> None:
+    with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:
+        files = output.fileno(), errors.fileno()
+        programs = [
+            component_forks().program("lab.benchmarks.kv_node", [word], os.environ, *files)
+            for word in ("--help", "--no-such-flag")
+        ]
+        assert [program.wait(WITHIN_S) for program in programs] == [0, 2]
+    assert "--rounds" in (tmp_path / "output").read_text()
+    assert "--no-such-flag" in (tmp_path / "errors").read_text()

@@ -16,7 +16,7 @@ from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 
-pytestmark = pytest.mark.usefixtures("own_cache", "prepared_here")
+pytestmark = pytest.mark.usefixtures("own_cache", "prepared_here", "forked_ranks")
 
 
 ADAPTERS = 4
