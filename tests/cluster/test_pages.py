@@ -141,7 +141,7 @@ class ServedClone:
 
 def copy_of_the_clone(folder: pathlib.Path) -> None:
     """The files of the repository, and an environment that is the one of these tests."""
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "build"))
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "tests", "build"))
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, words in {"python": "", "pillion": "-m pillion"}.items():
