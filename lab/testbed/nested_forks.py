@@ -53,14 +53,15 @@ AHEAD = (("-m", fork_server.PROGRAM), ("-m", "pillion", "prepare"))
 # A program with this variable starts clusters as forks. Its name must not begin as those of the product's settings do.
 FORKED_VARIABLE = "TESTBED_FORKED"
 # No import reads these variables, so processes may have their own after they were forked, or they only decide what
-# libraries print. Settings of the product begin with the prefix, and components read them when they start.
+# libraries print. Components read settings of the product and of exporters when they start, and the fake CUDA driver
+# its own when it is called.
 LATE_VARIABLES = (
     *("TMPDIR", "PYTEST_CURRENT_TEST", "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE"),
     *(BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE),
     # A benchmark writes its figures there.
     *(FORKED_VARIABLE, "LAB_WRITTEN"),
 )
-LATE_PREFIX = "PILLION_"
+LATE_PREFIXES = ("PILLION_", "OTEL_EXPORTER_", "OTEL_BSP_", "FAKE_CUDA_")
 
 
 def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
@@ -69,7 +70,7 @@ def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
     found = {
         name: value
         for name, value in environ.items()
-        if name not in (*LATE_VARIABLES, "ROOM_FOR_COMMAND_LINES") and not name.startswith(LATE_PREFIX)
+        if name not in (*LATE_VARIABLES, "ROOM_FOR_COMMAND_LINES") and not name.startswith(LATE_PREFIXES)
     }
     return {**found, "PYTHONPATH": other_paths(environ)}
 

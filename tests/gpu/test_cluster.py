@@ -47,12 +47,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def a_gpu(monkeypatch):
+def a_gpu(monkeypatch, request):
     """Prepares the environment of the cluster's processes."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     if not NATIVE:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        request.getfixturevalue("forked_ranks")
     monkeypatch.setattr(cluster, "READY_TIMEOUT_S", 200.0)
 
 
@@ -87,7 +88,7 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers, ranks):
     # Paths of sockets must be short.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
-        cluster.served(pathlib.Path(place), str(folder), *flags) as served,
+        cluster.served(pathlib.Path(place), str(folder), *flags, forked=not NATIVE) as served,
     ):
         with Client(served.target) as client:
             options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}

@@ -46,12 +46,14 @@ NO_ROWS = SamplingRows.of((), (), ())
 
 
 @pytest.fixture(autouse=True)
-def a_gpu(monkeypatch):
+def a_gpu(monkeypatch, request):
     """Prepares the environment of this process and of those that it starts: one GPU."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
     monkeypatch.setattr(cluster, "READY_TIMEOUT_S", 200.0)
+    if not NATIVE:
+        request.getfixturevalue("forked_ranks")
     devices.device_count.cache_clear()
     yield
     devices.device_count.cache_clear()
@@ -176,7 +178,7 @@ def test_a_decode_worker_answers_from_blocks_of_stages(folder, stages, ranks, gp
     sizes = ("--pipeline-parallel-size", str(stages), "--prefill-tensor-parallel-size", str(ranks))
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
-        cluster.served(pathlib.Path(place), str(folder), *flags, *sizes) as served,
+        cluster.served(pathlib.Path(place), str(folder), *flags, *sizes, forked=not NATIVE) as served,
     ):
         with Client(served.target) as client:
             options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}

@@ -41,7 +41,7 @@ def test_answers_from_states_in_a_gpus_memory(tmp_path, monkeypatch):
     # Paths of sockets must be short.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
-        cluster.served(pathlib.Path(place), str(folder), *flags) as served,
+        cluster.served(pathlib.Path(place), str(folder), *flags, forked=not NATIVE) as served,
         Client(served.target) as client,
     ):
         for cached, prefilled in ((0, 48), (48, 0)):
