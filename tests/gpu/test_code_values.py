@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pillion.kernels.gpu.products.code_values import _assembly
-from pillion.kernels.gpu.products.gpu_packing import ZERO_BASE, PackedKind, _columns, _joined
-from pillion.kernels.torch.quantized_matrix import CODINGS
+from pillion.kernels.gpu.products.gpu_packing import ZERO_BASE, PackedKind, _columns, _joined, pack
+from pillion.kernels.gpu.products.packed_tiles import _byte_of
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 # Coding, scale, and whether whole numbers are subtracted from codes.
 KINDS = [
@@ -23,6 +24,10 @@ KINDS = [
     ("int4", "bfloat16", False),
     ("uint4", "bfloat16", False),
     ("int8", "bfloat16", False),
+    ("uint4", "bfloat16", True),
+    ("int4", "float16", False),
+    ("uint4", "float16", False),
+    ("uint4", "float16", True),
 ]
 
 
@@ -54,43 +59,51 @@ def result_of(assembly: str, *operands: int) -> int:
         "lop3.b32": looked_up,
         "shl.b32": lambda a, by: a << by & 0xFFFFFFFF,
         "shr.b32": lambda a, by: a >> by,
-        "cvt.u16.u32": lambda a: a & 0xFFFF,
+        "and.b32": lambda a, b: a & b,
         "mov.b32": lambda low, high=0: low | high << 16,
         "fma.rn.bf16x2": lambda a, b, c: register(halves(a) * halves(b) + halves(c)),
     }
     for line in assembly.strip("{} ").split(";"):
         if line.strip() and ".reg" not in line:
-            name, *words = re.findall(r"[\w$.]+", line)
-            target, *values = words
-            known[target] = run[name](*(known[word] if word in known else int(word) for word in values))
+            name, target, *values = re.findall(r"[\w$.]+", line)
+            if "{" in line and "}," in line:  # A register is taken apart.
+                upper, values = values[0], values[1:]
+                known[target], known[upper] = known[values[0]] & 0xFFFF, known[values[0]] >> 16
+            else:
+                known[target] = run[name](*(known[word] if word in known else int(word) for word in values))
     return known["$0"]
 
 
-def scales_of(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of all scales of a word, and what they stand for."""
-    if kind == "bfloat16":
-        values = torch.randn(2).bfloat16()
-        return values.view(torch.int16).int() & 0xFFFF, values.double()
+def scales_of(kind: str, subtracted: torch.Tensor | None) -> tuple[list[int], list[torch.Tensor]]:
+    """The words of scales for two outputs, and what all scales in them stand for."""
+    if kind in ("bfloat16", "float16"):
+        scales = torch.randn(2, 2).to(getattr(torch, kind)).float()
+        offsets = None if subtracted is None else -scales * subtracted[:, None].float()
+        packed = pack(QuantizedMatrix("uint4", torch.zeros(2, 64, dtype=torch.uint8), scales, 32, offsets))
+        assert packed.kind.scale == kind
+        return packed.scales[0, 0, :2].tolist(), list(scales.double().T[: packed.kind.per_scale_word])
     numbers = torch.randint(120, 250, (4,)).int()
     if kind == "e8m0":
-        return numbers, torch.exp2(numbers.double() - 253)
-    return numbers, (1 + numbers % 8 / 8).double() * torch.exp2((numbers // 8).double() - 29)
+        factors = torch.exp2(numbers.double() - 253)
+    else:
+        factors = (1 + numbers % 8 / 8).double() * torch.exp2((numbers // 8).double() - 29)
+    return [int(_joined(list(numbers), 8))] * 2, list(factors)
 
 
 @pytest.mark.parametrize(("coding", "scale", "zeros"), KINDS)
 def test_instructions_make_the_weights_of_codes(coding, scale, zeros):
-    kind = PackedKind(coding, 64, 512, 32, scale)
+    kind = PackedKind(coding, 64, 512, 32, scale, "zeros" if zeros else "none")
     known = (~CODINGS[coding].isnan()).nonzero().flatten()
     for _ in range(8):
         codes = known[torch.randint(len(known), (kind.per_word, 2))].int()
         stored = codes ^ 0x80 if coding == "int8" else codes
         words = [int(word) & 0xFFFFFFFF for word in _columns(list(stored), kind)]
-        numbers, factors = (torch.zeros(1), torch.ones(1)) if scale == "float32" else scales_of(scale)
         subtracted = torch.randint(16, (2,)).double() * zeros
-        operands = [*words, *([register(-ZERO_BASE - subtracted)] if zeros else [])]
+        more, factors = [register(-ZERO_BASE - subtracted)], [torch.ones(2)]
         if scale != "float32":
-            operands += [int(_joined(list(numbers), 32 // len(numbers))) & 0xFFFFFFFF] * 2
+            more, factors = scales_of(scale, subtracted if zeros else None)
+        operands = [*words, *(word & 0xFFFFFFFF for word in more)]
         for place, at in itertools.product(range(kind.per_word), range(len(factors))):
             wanted = (CODINGS[coding][codes[place].long()].double() - subtracted) * factors[at]
-            found = result_of(_assembly(coding, place, zeros, scale, at), *operands)
+            found = result_of(_assembly(coding, place, zeros, scale, _byte_of(at, 0, 32, len(factors))), *operands)
             assert torch.equal(halves(found), wanted.bfloat16().double()), (place, at)

@@ -44,6 +44,8 @@ def _expert(coding: str, group: int, more: list[str], outputs: int, inputs: int,
     scales = (torch.rand(matrix.scales.shape) + 0.5) / size
     if "halves" in more:
         scales = scales.bfloat16().float()
+    if "float16" in more:
+        scales = scales.half().float()
     if "powers" in more:
         scales = torch.exp2(scales.log2().round())
     if "floats" in more:
@@ -103,6 +105,10 @@ CASES = [
     ("int4 32", torch.bfloat16, None, False, False, True, True),
     ("int4 32 halves", torch.bfloat16, "silu", True, False, True, False),
     ("uint4 16 halves ordered", torch.bfloat16, None, False, False, True, True),
+    ("int4 32 float16 ordered", torch.bfloat16, "silu", True, False, True, False),
+    ("uint4 32 float16 zeros", torch.bfloat16, "silu", True, False, True, False),
+    ("uint4 32 halves zeros", torch.bfloat16, None, False, False, True, True),
+    ("uint4 32 float16 zeros", torch.float32, None, False, False, True, True),
     ("uint4 128 zeros", torch.bfloat16, "silu", True, False, True, False),
     ("uint4 128 zeros ordered", torch.float32, "silu", True, False, True, False),
     ("uint4 64 offsets", torch.bfloat16, None, False, False, False, False),

@@ -215,6 +215,47 @@ def test_scales_of_two_bytes(coding, group):
         assert pack(other).kind.scale == "float32"
 
 
+@pytest.mark.parametrize(
+    ("coding", "scale", "zeros"),
+    [("int4", "float16", False), ("uint4", "float16", True), ("uint4", "bfloat16", True), ("uint4", "float16", False)],
+)
+def test_scales_in_words_with_zeros(coding, scale, zeros):
+    """Inputs that fill no whole unit, groups of one place and of two halves of it; products by all kinds of rows."""
+    matrix = random_matrix(coding, 19, 328, 32)
+    scales = matrix.scales.to(getattr(torch, scale)).float()
+    matrix = replace(matrix, scales=scales)
+    if zeros:
+        matrix = replace(matrix, offsets=-scales * torch.randint(16, scales.shape))
+    packed = pack(matrix)
+    assert (packed.kind.scale, packed.kind.shift, packed.offsets) == (scale, "zeros" if zeros else "none", None)
+    assert packed.scales.numel() == 64 * 512 // 32
+    for count, dtype in ((3, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32), (3, torch.float16)):
+        check_against_torch(matrix, count, dtype)
+    for group in (16, 48):  # Half a place has no word of its own.
+        alike = scales[:, :1].repeat(1, -(-328 // group))
+        small = replace(matrix, group=group, scales=alike, offsets=-8 * alike if zeros else None)
+        assert pack(small).kind.scale == "float32"
+        check_against_torch(small, 3, torch.bfloat16)
+
+
+def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
+    """All codes, zeros and scales that have more bits than bfloat16's, by rows of a unit matrix."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(48, 4)
+    scales = torch.randn(48, 2).half().float()
+    zeros = torch.arange(16).repeat(6).view(48, 2)
+    for matrix in (
+        QuantizedMatrix("int4", codes, scales, 32),
+        QuantizedMatrix("uint4", codes, scales, 32, -scales * zeros),
+    ):
+        assert pack(matrix).kind.scale == "float16"
+        rows = torch.eye(64).bfloat16().to(DEVICE)
+        found = multiplier(matrix, torch.bfloat16)(rows, None, torch.empty(64, 48, device=DEVICE))
+        weights = matrix.dequantize(torch.float32)
+        # Triton's interpreter cuts them off.
+        once = weights.bfloat16() if NATIVE else (weights.view(torch.int32) >> 16 << 16).view(torch.float32)
+        assert torch.equal(found.cpu().T, once.float())
+
+
 def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
     matrix = random_matrix("uint4", 20, 320, 64)
     zeros = torch.randint(16, matrix.scales.shape)

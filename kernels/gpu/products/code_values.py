@@ -4,8 +4,8 @@ There are two ways, chosen by the matrix and the rows' type, never by the number
 
 *Exact* weights, for rows of bfloat16: whole numbers, less their zero, and floats of 4 or 8 bits, times a scale of a
 byte, have at most 8 significant bits, so they are bfloat16's without rounding. Scales and factors of float32 multiply
-sums of a group's products, or of all products. Whole numbers times scales of bfloat16 are made in the same way, and
-rounded once.
+sums of a group's products, or of all products. Whole numbers times scales of bfloat16 or float16 are made in the same
+way, and rounded once.
 
 *Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type.
 
@@ -21,10 +21,12 @@ import triton.language as tl
 
 from pillion.kernels.gpu.fp8 import decode_e4m3
 from pillion.kernels.gpu.launch import interpreting
-from pillion.kernels.gpu.products.gpu_packing import LEAST_GROUP, ZERO_BASE
+from pillion.kernels.gpu.products.gpu_packing import FREE_BITS, LEAST_GROUP, ZERO_BASE
 
 _INTERPRETED = tl.constexpr(interpreting())
 _LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+# The bits of a half of a word that has the smaller part of a scale of float16, and those of its zero.
+_PART_BITS, _ZERO_BITS = tl.constexpr(0xFFFF - FREE_BITS), tl.constexpr(0xF)
 # _MAGIC is the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it. They are
 # among those of _ABOVE, which are above all codes of half a word.
 _ABOVE = tl.constexpr(0x7FFF0000)
@@ -37,10 +39,21 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A
 
 
 @triton.constexpr_function
+def _halves_of(first, second, upper, target):
+    """Returns the PTX that joins the lower or the upper halves of two registers. Where they are one register, this is
+    no instruction, because those of bfloat16 choose a half of a register for both of theirs."""
+    return [
+        f"mov.b32 {{l, h}}, {first};",
+        f"mov.b32 {{n, m}}, {second};",
+        f"mov.b32 {target}, {'{h, m}' if upper else '{l, n}'};",
+    ]
+
+
+@triton.constexpr_function
 def _assembly(coding, place, zeros, scale, byte):
-    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. $3 has what is added
-    to codes, where there are zeros. The last two operands hold scales of a byte or two, in their byte or half number
-    ``byte``."""
+    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. With scales of float32
+    $3 has what is added to codes, where there are zeros. $3 and $4 hold other scales of the two: those of a byte or two
+    in their byte or half number ``byte``."""
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
@@ -63,12 +76,14 @@ def _assembly(coding, place, zeros, scale, byte):
             lines.append(f"lop3.b32 v, {'t' if shift else 'w'}, {mask * 0x10001}, v, {_AND_OR};")
         # The product with a scale, or with 2**120; adding -0 changes no number.
         if coding == "fp4_e2m1":
-            place, mask, above = (7, 0x7F80, 0) if scale == "e8m0" else (4, 0xFF0, 0x7000)
-            move = f"{'shr' if 8 * byte > place else 'shl'}.b32"
-            for operand, target in (("$3", "a"), ("$4", "b")):
-                lines.append(f"{move} t, {operand}, {abs(8 * byte - place)};")
-                lines += [f"lop3.b32 t, t, {mask}, {above}, {_AND_OR};", f"cvt.u16.u32 {target}, t;"]
-            lines.append("mov.b32 f, {a, b};")
+            # Both halves of a word get the scale of one of their bytes each; the half that is wanted is doubled. Of the
+            # four scales of a word, two are brought to their places at once, and the assembler does that once.
+            top, mask, above = (7, 0x7F80, 0) if scale == "e8m0" else (4, 0xFF0, 0x7000)
+            move = f"shr.b32 t, $9, {8 - top};" if byte % 2 else f"shl.b32 t, $9, {top};"
+            for operand, target in (("$3", "c"), ("$4", "f")):
+                lines.append(move.replace("$9", operand))
+                lines.append(f"lop3.b32 {target}, t, {mask * 0x10001}, {above * 0x10001}, {_AND_OR};")
+            lines += _halves_of("c", "f", byte > 1, "f")
         else:
             lines.append(f"mov.b32 f, {0x7B807B80};")
         lines += [f"mov.b32 c, {0x80008000};", "fma.rn.bf16x2 $0, v, f, c;"]
@@ -82,15 +97,31 @@ def _assembly(coding, place, zeros, scale, byte):
             lines.append(f"lop3.b32 c, w, {0x800080}, {0xC380C380}, {_AND_XOR};")
         else:
             lines.append(f"mov.b32 c, {0xC308C308 if coding == 'int4' else 0xC300C300};")
-        scaled = scale == "bfloat16"
-        lines += [
-            f"mov.b32 f, {0x3F803F80};",
-            f"fma.rn.bf16x2 {'v' if scaled else '$0'}, v, f, {'$3' if zeros else 'c'};",
-        ]
-        if scaled:
-            lines += [f"prmt.b32 t, $3, $4, {0x7632 if byte else 0x5410};", f"mov.b32 c, {0x80008000};"]
-            lines.append("fma.rn.bf16x2 $0, v, t, c;")
-    return "{ .reg .b32 w, t, v, f, c; .reg .b16 a, b; " + " ".join(lines) + " }"
+        lines.append(f"mov.b32 f, {0x3F803F80};")
+        if scale == "float32":
+            lines.append(f"fma.rn.bf16x2 $0, v, f, {'$3' if zeros else 'c'};")
+        else:
+            lines += _scaled(zeros, scale, byte)
+    return "{ .reg .b32 w, t, v, f, c, a, b; .reg .b16 l, h, n, m; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def _scaled(zeros, scale, byte):
+    """Returns the end of the PTX of whole numbers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v
+    has what c is added to, or a zero, and then the product with the scale is $0. f has ones."""
+    lines, parts = [], ("$3", "$4")
+    if zeros:
+        if scale == "float16":
+            lines += [f"lop3.b32 {to}, {of}, {0xF}, {0xC300}, {_AND_OR};" for to, of in (("a", "$3"), ("b", "$4"))]
+        lines += _halves_of(*(("a", "b") if scale == "float16" else parts), False, "c")
+    lines += ["fma.rn.bf16x2 v, v, f, c;", *_halves_of(*parts, scale == "float16" or zeros or byte, "t")]
+    lines.append(f"mov.b32 c, {0x80008000};")
+    if scale == "float16":
+        # What is rounded is the sum of both products, of which the smaller one is exact.
+        if zeros:
+            lines += [f"and.b32 {to}, {of}, {0xFFE0};" for to, of in (("a", "$3"), ("b", "$4"))]
+        lines += [*_halves_of(*(("a", "b") if zeros else parts), False, "f"), "fma.rn.bf16x2 c, v, f, c;"]
+    return [*lines, "fma.rn.bf16x2 $0, v, t, c;"]
 
 
 @triton.jit
@@ -100,29 +131,31 @@ def exact(
 ):  # fmt: skip
     """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
-    beside: for ZEROS the bfloat16 that are added to ZERO_BASE + code; else not used.
-    scales: the words that hold scales of a byte or two at BYTE. With GROUPS the scales of the sums, which the weights
-        do not need: Triton loads ahead, turns of a loop before, what the operands of a product of tiles are made of,
-        and nothing else.
+    beside: for ZEROS the bfloat16 that are added to ZERO_BASE + code, where scales do not have them; else not used.
+    scales: the words that hold scales, those of a byte or two at BYTE. With GROUPS the scales of the sums, which the
+        weights do not need: Triton loads ahead, turns of a loop before, what the operands of a product of tiles are
+        made of, and nothing else.
     """
     if _INTERPRETED:
         BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
         values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
         if ZEROS:
-            values += beside.to(tl.float32) + _ZERO_BASE
+            values += (beside.to(tl.float32) if SCALE == "float32" else small_zero(scales, SCALE)) + _ZERO_BASE
         if SCALE != "float32":
             values *= small_scale(scales, BYTE, SCALE)
         return values.to(tl.bfloat16)
     ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS, SCALE, BYTE)
     if SCALE != "float32":
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, scales], tl.bfloat16, True, 2)
-    if ZEROS and GROUPS:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, scales], tl.bfloat16, True, 2)
-    if ZEROS:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
-    if GROUPS:
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, scales], tl.bfloat16, True, 2)
-    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words], tl.bfloat16, True, 2)
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, scales], tl.bfloat16, True, 2)
+    elif ZEROS and GROUPS:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, scales], tl.bfloat16, True, 2)
+    elif ZEROS:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
+    elif GROUPS:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, scales], tl.bfloat16, True, 2)
+    else:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words], tl.bfloat16, True, 2)
+    return weights
 
 
 @triton.jit
@@ -200,10 +233,21 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
-    """Returns one of the four scales in each word, or of the two of 16 bits, float32."""
+    """Returns one of the four scales in each word, or of the two of 16 bits, or the one of float16, float32."""
+    if SCALE == "float16":
+        upper = ((words >> 16) << 16).to(tl.float32, bitcast=True)
+        return upper + ((words & _PART_BITS) << 16).to(tl.float32, bitcast=True)
     if SCALE == "bfloat16":
         return ((words >> (16 * BYTE)) << 16).to(tl.float32, bitcast=True)
     bits = (words >> (8 * BYTE)) & 0xFF
     # The bits of a bfloat16, as in _assembly, which are the upper half of a float32's.
     bits = bits << 7 if SCALE == "e8m0" else (bits << 4) | 0x7000
     return (bits << 16).to(tl.float32, bitcast=True) * _SCALE_STEP
+
+
+@triton.jit
+def small_zero(words, SCALE: tl.constexpr):
+    """Returns what is added to ZERO_BASE + code, where the words of scales have it, float32."""
+    if SCALE == "float16":
+        return -(words & _ZERO_BITS).to(tl.float32) - _ZERO_BASE
+    return (words << 16).to(tl.float32, bitcast=True)

@@ -3,7 +3,7 @@
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32
     or scales[unit, word, output] : int32, a byte for each group, and factors[output] : float32
-    or scales[unit, word, output] : int32, two bytes for each group
+    or scales[unit, word, output] : int32, two bytes for each group, or four
 
 A *unit* is as many inputs as COLUMNS words of a row hold: 256 in 4 bits, 128 in 8. So a kernel that loads a tile
 [outputs, COLUMNS] of words, which is one contiguous piece of memory, has PER_WORD tiles of codes by a shift and a mask
@@ -13,7 +13,8 @@ inputs as far as words need it, with codes and scales of 0.
 
 The bits of codes that are floats lie in a word so that kernels take a float out by few instructions (``_half``).
 Scales that are numbers of 8 bits stay so: powers of two (MXFP4) and floats (NVFP4), each times its output's factor.
-Those of small groups of whole numbers stay in 16 bits, where a checkpoint has them in bfloat16.
+Those of small groups of whole numbers stay in 16 bits, where a checkpoint has them in bfloat16. Where it has zeros or
+scales of float16, a group has a word (``_scales_in_halves``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 # Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
-# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16.
-SCALES = ("float32", "e8m0", "e5m3", "bfloat16")
+# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16, or of float16 as
+# the sum of two of bfloat16.
+SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16")
 # Groups of so many inputs or more have scales of float32, which multiply sums and not weights.
 LEAST_SUM = 64
 _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
@@ -44,6 +46,9 @@ _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
 # the offsets are -ZERO_BASE - z.
 SHIFTS = ("none", "offsets", "zeros")
 ZERO_BASE, _MOST_ZERO = 128, 15
+# The smaller bfloat16 of a float16 has 3 significant bits, so that its product with a code less its zero is exact.
+# These of its bits are 0, and a zero stands in the lowest of them.
+FREE_BITS = 0x1F
 # E4M3's numbers are divided by this power of two, and are then below 2**2. Products of scales with a factor are off by
 # this share at most.
 _E4M3_SHIFT, _ROUNDED = 7, 2.0**-22
@@ -55,7 +60,7 @@ class PackedKind:
 
     Attributes:
         group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
-            of a byte or two have LEAST_GROUP or COLUMNS.
+            of a byte or two have LEAST_GROUP or COLUMNS, those of a word beside others than float32's COLUMNS.
         scale: one of SCALES.
         shift: one of SHIFTS.
     """
@@ -91,7 +96,8 @@ class PackedKind:
     @property
     def per_scale_word(self) -> int:
         """Returns how many scales are in a word of 32 bits."""
-        return {"float32": 1, "bfloat16": 2}.get(self.scale, 4)
+        halves = 2 if self.shift == "none" else 1
+        return {"float32": 1, "float16": 1, "bfloat16": halves}.get(self.scale, 4)
 
     @property
     def padded(self) -> int:
@@ -106,7 +112,7 @@ class PackedMatrix:
     Attributes:
         words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
         scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of smaller numbers.
-        offsets: float32 [groups, padded outputs], or None where all are 0.
+        offsets: float32 [groups, padded outputs], or None where all are 0 or beside scales of bfloat16 and float16.
         factors: float32 [padded outputs], which multiply scales of a byte; None beside others.
         order: int32 [inputs], the input of each column, or None where columns are in order.
     """
@@ -149,16 +155,17 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         if matrix.coding == "int8":
             # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
             codes = codes ^ 0x80
+        zeros = None
         if offsets is not None:
             zeros = _zeros(matrix.coding, matrix.scales, offsets)
             shift, offsets = ("offsets", offsets) if zeros is None else ("zeros", -ZERO_BASE - zeros)
-        halves = _scales_in_16_bits(matrix, group)
-        kind = PackedKind(matrix.coding, outputs, inputs, group, "float32" if halves is None else "bfloat16", shift)
+        scale, numbers = _scales_in_halves(matrix, group, zeros)
+        kind = PackedKind(matrix.coding, outputs, inputs, group, scale, shift)
         factors = None
-        if halves is None:
+        if numbers is None:
             scales = _grouped(matrix.scales, matrix.group, kind).T.contiguous()
         else:
-            scales = _scale_words(halves, matrix.group, kind)
+            scales, offsets = _scale_words(numbers, matrix.group, kind), None
         offsets = None if offsets is None else _grouped(offsets, matrix.group, kind).T.contiguous()
     order = None if matrix.order is None else matrix.order.int()
     return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
@@ -199,14 +206,35 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
     return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_SHIFT
 
 
-def _scales_in_16_bits(matrix: QuantizedMatrix, group: int) -> torch.Tensor | None:
-    """Returns the bits of scales of small groups of whole numbers without offsets, int32 [outputs, G], where they are
-    bfloat16's; else None. A weight, its number times its scale, is rounded once there as well as in float32."""
-    halves = matrix.scales.to(torch.bfloat16)
-    small = 0 < group < LEAST_SUM and matrix.coding in ("uint4", "int4", "int8") and matrix.offsets is None
-    if not small or not torch.equal(halves.float(), matrix.scales):
-        return None
-    return halves.view(torch.int16).int() & 0xFFFF
+def _scales_in_halves(
+    matrix: QuantizedMatrix, group: int, zeros: torch.Tensor | None
+) -> tuple[str, torch.Tensor | None]:
+    """Returns one of SCALES, and scales of small groups of whole numbers in halves of words, int32 [outputs, G]: each
+    in 16 bits, or with what is beside it in 32. They are None, and the scales float32, where halves do not hold them.
+
+    A scale of bfloat16 is in 16 bits, or in the upper half of a word whose lower half has -ZERO_BASE - zero. A scale of
+    float16 is the sum of the upper half and of the lower one, whose lowest bits have the zero. A weight, its number
+    times its scale, is rounded once there as well as in float32.
+    """
+    shifted = matrix.offsets is not None
+    if not (0 < group < LEAST_SUM and matrix.coding in ("uint4", "int4", "int8")) or (shifted and zeros is None):
+        return "float32", None
+    upper = matrix.scales.to(torch.bfloat16)
+    rest = matrix.scales - upper.float()
+    lower = rest.to(torch.bfloat16)
+    wide = group >= COLUMNS
+    if not bool(rest.any()) and (wide or zeros is None):
+        halves = _half_bits(upper)
+        return "bfloat16", halves if zeros is None else halves << 16 | _half_bits(-ZERO_BASE - zeros)
+    whole = torch.equal(lower.float(), rest) and not bool((_half_bits(lower) & FREE_BITS).any())
+    if not (whole and wide and matrix.coding != "int8"):
+        return "float32", None
+    return "float16", _half_bits(upper) << 16 | _half_bits(lower) | (0 if zeros is None else zeros.int())
+
+
+def _half_bits(values: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of numbers of bfloat16, int32."""
+    return values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
 
 
 def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:

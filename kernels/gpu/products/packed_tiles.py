@@ -19,7 +19,14 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import interpreting
-from pillion.kernels.gpu.products.code_values import code_step, code_values, exact, group_factors, small_scale
+from pillion.kernels.gpu.products.code_values import (
+    code_step,
+    code_values,
+    exact,
+    group_factors,
+    small_scale,
+    small_zero,
+)
 from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, LEAST_SUM, ZERO_BASE, PackedKind
 
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
@@ -83,7 +90,10 @@ def packed_part(
 
 @triton.constexpr_function
 def _byte_of(place, piece, group, per_scale_word):
-    """Returns which scale of a word of them a tile has, by the place of its codes and its piece of the columns."""
+    """Returns which scale of a word of them a tile has, by the place of its codes and its piece of the columns. A scale
+    with a zero beside it is the upper half of its word."""
+    if per_scale_word == 1:
+        return 1
     return (place * COLUMNS // group + piece) % per_scale_word if group else 0
 
 
@@ -98,8 +108,10 @@ def _unit(
     # fmt: on
     """Adds the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
-    # Scales of a byte or two are in words of so many.
-    SCALES: tl.constexpr = 2 if SCALE == "bfloat16" else 4
+    # Scales of a byte or two are in words of so many; those with a zero, or of float16, are in words of their own.
+    HALVES: tl.constexpr = 2 if SCALE == "bfloat16" and SHIFT == "none" else 1
+    SCALES: tl.constexpr = 4 if SCALE == "e8m0" or SCALE == "e5m3" else HALVES
+    BESIDE: tl.constexpr = SHIFT != "none" and SCALE == "float32"
     SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (SCALES * GROUP) if SCALE != "float32" else 1
     scale = acc
     beside = acc
@@ -124,12 +136,14 @@ def _unit(
                     scale = tl.where(columns[None, :] < GROUP, scale, second)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)
-        if SHIFT != "none" and place % PLACES == 0:
+        if BESIDE and place % PLACES == 0:
             beside = group_factors(offsets, first, output, padded, columns, GROUP)
             if EXACT:
                 beside = beside.to(tl.bfloat16)
             elif SHIFT == "zeros":
                 beside = (beside + _ZERO_BASE) * scale
+        elif SHIFT != "none" and not BESIDE and not EXACT:
+            beside = (small_zero(scale_words, SCALE)[:, None] + _ZERO_BASE) * scale
         if EXACT:
             weights = exact(
                 packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED, SCALE,
