@@ -159,13 +159,13 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         if offsets is not None:
             zeros = _zeros(matrix.coding, matrix.scales, offsets)
             shift, offsets = ("offsets", offsets) if zeros is None else ("zeros", -ZERO_BASE - zeros)
-        scale, numbers = _scales_in_halves(matrix, group, zeros)
+        scale, halves = _scales_in_halves(matrix, group, zeros)
         kind = PackedKind(matrix.coding, outputs, inputs, group, scale, shift)
         factors = None
-        if numbers is None:
+        if halves is None:
             scales = _grouped(matrix.scales, matrix.group, kind).T.contiguous()
         else:
-            scales, offsets = _scale_words(numbers, matrix.group, kind), None
+            scales, offsets = _scale_words(halves, matrix.group, kind), None
         offsets = None if offsets is None else _grouped(offsets, matrix.group, kind).T.contiguous()
     order = None if matrix.order is None else matrix.order.int()
     return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
