@@ -30,6 +30,9 @@ Progress = Callable[[str], None]
 _LINUX = "unknown-linux-gnu"
 # The compiled unit of this name has the thread pool's functions and the fault cell.
 _THREAD_POOL = "thread_pool"
+# How much LLVM optimizes: what serves, and kernels that check every access. Those are there to find faults, and to
+# optimize all their branches takes half of the time to compile them.
+_SPEED_LEVEL, _CHECKED_SPEED_LEVEL = 2, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +210,16 @@ class _Library:
         return all(self._complete(one) for one in self.units[name].needs)
 
     def _add(self, name: str, needs: Sequence[str], text: str, machine: llvm.TargetMachine) -> None:
-        code = bytes(machine.emit_object(_optimized(text, self._target, machine)))
+        level = _CHECKED_SPEED_LEVEL if self._checks(name) else _SPEED_LEVEL
+        code = bytes(machine.emit_object(_optimized(text, self._target, machine, level)))
         self.units[name] = Unit(tuple(needs), code)
 
-    def _key(self, name: str) -> str:
+    def _checks(self, name: str) -> bool:
         # Subroutines and the thread pool never check accesses, so their code is the same with and without checks.
-        checked = self._checked and name in self._wanted
-        return key_of(*self._about, str(checked), name)
+        return self._checked and name in self._wanted
+
+    def _key(self, name: str) -> str:
+        return key_of(*self._about, str(self._checks(name)), name)
 
 
 def _functions(module: ir.Module) -> dict[str, ir.Function]:
@@ -234,11 +240,13 @@ def _alone(function: ir.Function) -> tuple[list[str], str]:
     return needs, "\n".join([*declared, text, *map(str, function.module.metadata)])
 
 
-def _optimized(text: str, target: CompileTarget, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+def _optimized(
+    text: str, target: CompileTarget, machine: llvm.TargetMachine, speed_level: int = _SPEED_LEVEL
+) -> llvm.ModuleRef:
     module = llvm.parse_assembly(f'target triple = "{target.triple}"\n' + text)
     module.verify()
     # The kernels' own code decides what is a vector and what is unrolled.
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options = llvm.create_pipeline_tuning_options(speed_level=speed_level)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
