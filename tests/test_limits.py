@@ -1,5 +1,5 @@
 """The limits of tests and runs hold against tests that do their worst, and signals arrive whoever started the run.
-A summary shows where a process crashed, and processes are forks."""
+A summary shows where a process crashed."""
 
 from __future__ import annotations
 
@@ -52,15 +52,6 @@ def test_crashes():
     faulthandler._sigsegv()
 def test_after(): ...
 """
-FORKED = """
-import os
-READ_BY = os.getpid()
-def test_this_is_a_fork():
-    assert READ_BY == os.getppid()
-def test_with_its_own_output(capfd):
-    os.write(1, b"said")
-    assert capfd.readouterr().out == "said"
-"""
 
 
 AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
@@ -71,7 +62,6 @@ RUNS = {
     "a test of one of several processes": (STUBBORN, *QUICK, "-n", "1"),
     "a crash": (CRASHING, "-n", "1"),
     "a run": (STUBBORN, "-o", "run_limit_s=3"),
-    "forks": (FORKED, "-n", "2"),
     "a run of several processes": (STUBBORN, "-o", "run_limit_s=3", "-n", "1"),
 }
 
@@ -91,15 +81,10 @@ def _running(folder: pathlib.Path, program: str, *options: str) -> Iterator[subp
     (folder / "test_it.py").write_text(program)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
-    command += ["-p", "tests.support.crashes", "-p", "tests.support.forked_processes"]
-    command += ["-p", "pytest_timeout", "-p", "xdist.plugin"]
+    command += ["-p", "tests.support.crashes", "-p", "pytest_timeout", "-p", "xdist.plugin"]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini", str(folder)]
     # Importing the other plugins that are installed takes as long as all else.
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "env": os.environ | {AUTOLOAD: "1", "PYTHONPATH": str(folder)},
-    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {AUTOLOAD: "1"}}
     with started(command, cwd=ROOT, text=True, **pipes) as process:
         yield process
 
@@ -128,13 +113,6 @@ def test_the_summary_shows_where_a_process_crashed(runs: dict[str, subprocess.Po
     assert "Fatal Python error: Segmentation fault" in summary
     assert "in test_crashes" in summary
     assert "1 failed, 1 passed" in summary
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process reads the tests itself")
-def test_processes_are_forks_of_one_that_has_read_the_tests(runs: dict[str, subprocess.Popen[str]]) -> None:
-    printed, _ = runs["forks"].communicate(timeout=200)
-    assert runs["forks"].returncode == 0
-    assert "2 passed" in printed
 
 
 @pytest.mark.parametrize("name", ["a run", "a run of several processes"])

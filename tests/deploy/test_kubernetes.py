@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+
+pytest.importorskip("helm_python", reason="Helm's library has no wheel for this machine")
+
+from helm_python import HelmError
 from jsonschema import ValidationError as SchemaError
 from kubernetes_validate import ValidationError
 
@@ -26,14 +30,11 @@ from tests.support.charts import (
     containers,
     environment,
     lint,
-    needs_helm,
     of_kind,
     pod_of,
     render,
 )
 from tests.support.compose import ROOT, read_services
-
-pytestmark = needs_helm
 
 SCALED = {"enabled": True}
 BOTH = {"prefill": None, "decode": None, "both": {"prefill": 2, "decode": 2, "kvPoolBytes": "16GiB"}}
@@ -406,8 +407,6 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
     ],
 )
 def test_refusals(values: dict[str, Any], words: str) -> None:
-    from helm_python import HelmError
-
     with pytest.raises(HelmError, match=words):
         render(values)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import jsonschema
 import kubernetes_validate
-import pytest
 import yaml
 
 from tests.support.compose import ROOT
@@ -20,10 +19,6 @@ CHART = ROOT / "deploy" / "helm" / "pillion"
 KUBERNETES_VERSIONS = ("1.33", "1.37")
 
 Manifest = Mapping[str, Any]
-# Helm's library starts threads when it is imported, beside which nothing can be forked: its users import it late.
-needs_helm = pytest.mark.skipif(
-    importlib.util.find_spec("helm_python") is None, reason="Helm's library has no wheel for this machine"
-)
 
 # Schemas of other people's kinds: only the fields that the chart uses, in our own words, and no others.
 _TEXT, _NUMBER = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
@@ -105,8 +100,6 @@ def render(
     values: Mapping[str, Any] | None = None, name: str = "rel", namespace: str = "ns", folder: Path = CHART
 ) -> list[Manifest]:
     """Every object of the chart in ``folder``. Raises HelmError for values that the chart refuses."""
-    import helm_python
-
     with helm_python.Chart.load(str(folder)) as chart:
         merged = dict(values or {})
         chart.validate_schema(merged)
@@ -175,8 +168,6 @@ def check_restricted(pod: Manifest) -> None:
 @functools.cache
 def lint() -> tuple[str, ...]:
     """Return the findings of `helm lint --strict` that are more than advice."""
-    import helm_python
-
     report = helm_python.lint(str(CHART), strict=True)
     advice = 1
     found = [message["error"] for message in report["messages"] if message["severity"] > advice]

@@ -9,7 +9,6 @@ the run then; the process that leads them has the limit of the run.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -22,8 +21,6 @@ import pytest
 
 # Settings in pyproject.toml, or on the command line by -o.
 RUN_LIMIT, GRACE = "run_limit_s", "timeout_grace_s"
-# The plugin's object that holds them is found by this name.
-LIMITS = "limits of this process"
 # What tests send, and what a background job or nohup inherits as ignored.
 SENT = (signal.SIGINT, signal.SIGTERM)
 
@@ -79,16 +76,6 @@ class Limits:
             self._test_end_s = math.inf
             self._arm()
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """No limit holds in the block, in which this process may fork: a fork has no thread that watches the time, and
-        would wait for it for ever."""
-        faulthandler.cancel_dump_traceback_later()
-        try:
-            yield
-        finally:
-            self._arm()
-
     def _arm(self) -> None:
         left_s = max(0.1, min(self._run_end_s, self._test_end_s) - time.monotonic())
         faulthandler.dump_traceback_later(left_s, exit=True, file=self._stderr)
@@ -110,4 +97,4 @@ def pytest_configure(config: pytest.Config) -> None:
         with capture.global_and_fixture_disabled():
             stderr = os.dup(2)
     run_limit_s, grace_s = (float(config.getini(name)) for name in (RUN_LIMIT, GRACE))
-    config.pluginmanager.register(Limits(run_limit_s, grace_s, stderr, config.getoption("usepdb")), LIMITS)
+    config.pluginmanager.register(Limits(run_limit_s, grace_s, stderr, config.getoption("usepdb")))
