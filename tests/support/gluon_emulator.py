@@ -44,7 +44,8 @@ class SharedTile:
         from triton.runtime.interpreter import TensorHandle
 
         kind = tl.block_type(self.dtype, list(self.data.shape))
-        return tl.core.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
+        # A transposed tile stays one in memory, as in Triton's interpreter: some libraries multiply the two unlike.
+        return tl.core.tensor(TensorHandle(self.data.copy(order="K"), self.dtype), kind)
 
 
 class BegunProduct:
