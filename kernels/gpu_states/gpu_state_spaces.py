@@ -9,6 +9,8 @@ With G the sum of a chunk's decays up to each row and S the matrix where the chu
 
 A program walks the chunks of a sequence with some of a head's values, [state_dim, values], in the registers of a warp:
 four products a chunk. Values do not depend on each other, so the fewer a program has, the more programs share a text.
+Of a state_dim above MOST_MET, half is multiplied after the other, for one warp's registers do not hold the operands of
+all of it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from pillion.kernels.gpu_states.state_places import (
     programs_for,
     softplus,
 )
+
+# So many of a state's values are multiplied at a time, and the most that a state has.
+MOST_MET, MOST_STATE = 128, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +69,86 @@ class SpaceShape:
 
 
 @triton.jit
+def _piece(old, within, first, known, STATE_DIM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads the values of a state from number ``first`` on, [BLOCK, columns]."""
+    row = first + tl.arange(0, BLOCK)[:, None]
+    return tl.load(old + row * PIECE + within, mask=(row < STATE_DIM) & known, other=0.0)
+
+
+@triton.jit
+def _put(new, memory, within, first, there, STATE_DIM: tl.constexpr, PIECE: tl.constexpr):
+    """Stores the values of a state from number ``first`` on."""
+    row = first + tl.arange(0, memory.shape[0])[:, None]
+    tl.store(new + row * PIECE + within, memory, mask=(row < STATE_DIM) & there)
+
+
+@triton.jit
+def _times(steps, side, row, begin, end, moved, stride, CHUNK: tl.constexpr):
+    """Returns the step of time of each row of a chunk, [CHUNK, 1]: those before ``begin`` from the state."""
+    place, one = tl.arange(0, CHUNK)[:, None], tl.arange(0, 1)[None, :]
+    rows = row + place
+    mine = (rows >= begin) & (rows < end)
+    fresh = tl.load(steps + rows.to(tl.int64) * stride + one, mask=mine, other=0.0)
+    time = tl.where(mine, softplus(fresh.to(tl.float32) + moved), 0.0)
+    if row < begin:
+        time = tl.where(rows < begin, tl.load(side + place + one, mask=rows < begin, other=0.0), time)
+    return time
+
+
+@triton.jit
+def _writes_of(
+    writes, kept, row, begin, end, column,
+    STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Loads some columns of what the rows of a chunk write, [CHUNK, columns]."""
+    return chunk_rows(writes + column, kept + column, row, begin, end, column < STATE_DIM, MIXED, STATE_DIM, CHUNK)
+
+
+@triton.jit
+def _met(
+    writes, kept, memory, scores, found, row, begin, end, column,
+    SIDE: tl.constexpr, STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Adds what some columns of reads meet: those of writes to ``scores`` and those of the state to ``found``. Returns
+    both, and the writes."""
+    write = _writes_of(writes, kept, row, begin, end, column, STATE_DIM, MIXED, CHUNK)
+    rows = row + tl.arange(0, CHUNK)[:, None]
+    here = (rows >= begin) & (rows < end) & (column < STATE_DIM)
+    read = tl.load(writes + SIDE + column + rows.to(tl.int64) * MIXED, mask=here, other=0.0)
+    return dot(read, tl.trans(write), scores), wide_dot(read, memory, found, EXACT), write
+
+
+@triton.jit
+def _keep(
+    after, writes, kept, last, row, begin, end, there,
+    STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Keeps what the rows of a chunk that is not whole have written, the ``last`` columns of which are at hand."""
+    place, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
+    ours = (row + place < end) & there
+    to = after + place * STATE_DIM + column
+    if WIDE:
+        tl.store(to + BLOCK, last.to(tl.float32), mask=ours & (BLOCK + column < STATE_DIM))
+        near = _writes_of(writes, kept, row, begin, end, column, STATE_DIM, MIXED, CHUNK)
+        tl.store(to, near.to(tl.float32), mask=ours & (column < STATE_DIM))
+    else:
+        tl.store(to, last.to(tl.float32), mask=ours & (column < STATE_DIM))
+
+
+@triton.jit
 def _state_space(
     mixed, steps, decay, shift, skip, out, pool, starts, count, firsts, slots, places, sides, steps_stride,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE_DIM: tl.constexpr, EXACT: tl.constexpr,
     PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = HEAD_DIM // COLUMNS
     SHARED: tl.constexpr = HEADS // GROUPS
     SIDE: tl.constexpr = GROUPS * STATE_DIM
     MIXED: tl.constexpr = HEADS * HEAD_DIM + 2 * SIDE
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    state_row, state_column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    near, far = tl.arange(0, BLOCK)[None, :], BLOCK + tl.arange(0, BLOCK)[None, :]
     column, one = tl.arange(0, COLUMNS)[None, :], tl.arange(0, 1)[None, :]
-    inside, inside_row = state_row < STATE_DIM, state_column < STATE_DIM
-    nothing = tl.zeros((CHUNK, COLUMNS), tl.float32)
     for item in range(tl.program_id(0), tl.load(count) * HEADS * PARTS, tl.num_programs(0)):
         sequence, head = item // (HEADS * PARTS), item // PARTS % HEADS
         first = item % PARTS * COLUMNS
@@ -86,35 +156,41 @@ def _state_space(
         group = head // SHARED
         old, known = piece_of(pool, slots, places, sequence, number, READS, PAGES, SLOT_VALUES)
         new, there = piece_of(pool, slots, places, sequence, number, WRITES, PAGES, SLOT_VALUES)
-        group_side, _ = piece_of(pool, slots, sides, sequence, group, READS, PAGES, SLOT_VALUES)
+        kept, _ = piece_of(pool, slots, sides, sequence, group, READS, PAGES, SLOT_VALUES)
         side, _ = piece_of(pool, slots, sides, sequence, GROUPS + head, READS, PAGES, SLOT_VALUES)
-        memory = tl.load(old + state_row * PIECE + within, mask=inside & known, other=0.0)
+        memory = _piece(old, within, 0, known, STATE_DIM, PIECE, BLOCK)
+        if WIDE:
+            beyond = _piece(old, within, BLOCK, known, STATE_DIM, PIECE, BLOCK)
         values = mixed + head * HEAD_DIM + first + column
-        writes = mixed + HEADS * HEAD_DIM + group * STATE_DIM + state_column
-        rate, moved, kept = -tl.exp(tl.load(decay + head)), tl.load(shift + head), tl.load(skip + head)
+        writes = mixed + HEADS * HEAD_DIM + group * STATE_DIM
+        rate, moved, through = -tl.exp(tl.load(decay + head)), tl.load(shift + head), tl.load(skip + head)
         origin, begin, end = chunk_of(starts, firsts, sequence, 0, CHUNK)
         for row in tl.range(origin, end, CHUNK, disable_licm=True):
             rows = row + place
             mine = (rows >= begin) & (rows < end)
-            kept_values = old + STATE_DIM * PIECE + within
-            value = chunk_rows(values, kept_values, row, begin, end, column < COLUMNS, MIXED, PIECE, CHUNK)
-            write = chunk_rows(writes, group_side + state_column, row, begin, end, inside_row, MIXED, STATE_DIM, CHUNK)
-            read = tl.load(writes + SIDE + rows.to(tl.int64) * MIXED, mask=mine & inside_row, other=0.0)
-            fresh = tl.load(steps + rows.to(tl.int64) * steps_stride + head + one, mask=mine, other=0.0)
-            time = tl.where(mine, softplus(fresh.to(tl.float32) + moved), 0.0)
-            if row < begin:
-                kept_times = tl.load(side + place + one, mask=rows < begin, other=0.0)
-                time = tl.where(rows < begin, kept_times, time)
+            time = _times(steps + head, side, row, begin, end, moved, steps_stride, CHUNK)
             sums = tl.cumsum(rate * time, 0)
             left = tl.exp(tl.where(place >= other, sums - across(sums, CHUNK), float("-inf")))
-            scores = dot(read, tl.trans(write), tl.zeros((CHUNK, CHUNK), tl.float32)) * left * across(time, CHUNK)
-            found = wide_dot(read, memory, nothing, EXACT) * tl.exp(sums)
-            found = wide_dot(scores, value, found, EXACT) + kept * value.to(tl.float32)
+            scores, found = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+            scores, found, write = _met(
+                writes, kept, memory, scores, found, row, begin, end, near, SIDE, STATE_DIM, MIXED, CHUNK, EXACT
+            )
+            if WIDE:
+                scores, found, write = _met(
+                    writes, kept, beyond, scores, found, row, begin, end, far, SIDE, STATE_DIM, MIXED, CHUNK, EXACT
+                )
+            kept_values = old + STATE_DIM * PIECE + within
+            value = chunk_rows(values, kept_values, row, begin, end, column < COLUMNS, MIXED, PIECE, CHUNK)
+            found = wide_dot(scores * left * across(time, CHUNK), value, found * tl.exp(sums), EXACT)
             at = out + rows.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + first + column
-            tl.store(at, found, mask=mine)
+            tl.store(at, found + through * value.to(tl.float32), mask=mine)
             if row + CHUNK <= end:
                 last = tl.sum(tl.where(place == CHUNK - 1, sums, 0.0), 0)[None, :]
                 new_values = value.to(tl.float32) * (time * tl.exp(last - sums))
+                if WIDE:
+                    # Both halves of what is written would fill the registers: each is loaded again.
+                    beyond = wide_dot(tl.trans(write), new_values, beyond * tl.exp(last), EXACT)
+                    write = _writes_of(writes, kept, row, begin, end, near, STATE_DIM, MIXED, CHUNK)
                 memory = wide_dot(tl.trans(write), new_values, memory * tl.exp(last), EXACT)
             else:
                 # The rows of a chunk that is not whole are kept, once each.
@@ -124,10 +200,11 @@ def _state_space(
                     side_after, _ = piece_of(pool, slots, sides, sequence, GROUPS + head, WRITES, PAGES, SLOT_VALUES)
                     tl.store(side_after + place + one, time, mask=ours)
                     if head % SHARED == 0:
-                        group_after, _ = piece_of(pool, slots, sides, sequence, group, WRITES, PAGES, SLOT_VALUES)
-                        writes_at = group_after + place * STATE_DIM + state_column
-                        tl.store(writes_at, write.to(tl.float32), mask=ours & inside_row)
-        tl.store(new + state_row * PIECE + within, memory, mask=inside & there)
+                        after, _ = piece_of(pool, slots, sides, sequence, group, WRITES, PAGES, SLOT_VALUES)
+                        _keep(after, writes, kept, write, row, begin, end, there, STATE_DIM, MIXED, CHUNK, BLOCK, WIDE)
+        _put(new, memory, within, 0, there, STATE_DIM, PIECE)
+        if WIDE:
+            _put(new, beyond, within, BLOCK, there, STATE_DIM, PIECE)
 
 
 def state_space(
@@ -154,7 +231,8 @@ def state_space(
     Raises Internal for misshapen tensors.
     """
     tokens, device = len(mixed), mixed.device
-    check(shape.heads % shape.groups == 0 and shape.state_dim > 0, f"{shape} does not fit together")
+    fits = shape.heads % shape.groups == 0 and 0 < shape.state_dim <= MOST_STATE
+    check(fits, f"{shape} does not fit together")
     check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
     check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in DTYPES, f"steps are {list(steps.shape)}")
     check(steps.stride(1) == 1 and steps.device == device, "steps have no contiguous rows, or are elsewhere")
@@ -177,8 +255,8 @@ def state_space(
 def space_constants(shape: SpaceShape, exact: bool, arch: int) -> tuple[dict[str, int], int]:
     """Returns the kernel's constants, and how many programs a multiprocessor gets. ``exact``: whether products are
     exact, as in float32 models."""
-    block = int(triton.next_power_of_2(shape.state_dim))
-    use = tuned("state_space", arch, exact=int(exact), state_dim=block)
+    whole = int(triton.next_power_of_2(shape.state_dim))
+    use = tuned("state_space", arch, exact=int(exact), state_dim=whole)
     return {
         "HEADS": shape.heads,
         "HEAD_DIM": shape.head_dim,
@@ -188,7 +266,8 @@ def space_constants(shape: SpaceShape, exact: bool, arch: int) -> tuple[dict[str
         "CHUNK": CHUNK,
         "PIECE": PIECE_COLUMNS,
         "COLUMNS": use["columns"],
-        "BLOCK": block,
+        "BLOCK": min(whole, MOST_MET),
+        "WIDE": whole > MOST_MET,
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }, use["programs"]

@@ -18,7 +18,8 @@ from pillion.kernels.gpu_states.state_places import StepOfStates
 from pillion.kernels.step import LayerState, StateSlots
 from tests.support.batches import Sequences
 
-BLOCK_BYTES, MAX_TOKENS = 4096, 48
+# Pieces of most states fit into the smaller blocks, so that such a state is in several.
+BLOCK_BYTES, MAX_TOKENS = (4096, 16384), 48
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,17 @@ class TextsWithStates:
     NaN."""
 
     def __init__(self, state: LayerState, texts: int) -> None:
-        layout = state_layout([state], BLOCK_BYTES, CHUNK)
-        assert layout is not None
+        layouts = ((state_layout([state], size, CHUNK), size) for size in BLOCK_BYTES)
+        layout, block_bytes = next((layout, size) for layout, size in layouts if layout is not None)
         (pieces,) = layout.layers
         assert pieces is not None
-        self._state, pages = state, -(-layout.nbytes // BLOCK_BYTES)
+        self._state, pages = state, -(-layout.nbytes // block_bytes)
         parts = ([(page, at // 4) for page, at in part] for part in (pieces.inputs, pieces.memory, pieces.sides))
         tensors = (torch.tensor(part, dtype=torch.int32, device=DEVICE).view(-1, 2) for part in parts)
         self.places = PiecePlaces(*tensors)
         order = np.random.default_rng(texts).permutation(2 * texts * pages + 1).astype(np.int32)
         self._slots = [list(each) for each in order[1:].reshape(texts, 2, pages)]
-        self.pool = torch.full((len(order), BLOCK_BYTES // 4), torch.nan, device=DEVICE)
+        self.pool = torch.full((len(order), block_bytes // 4), torch.nan, device=DEVICE)
         self._record = StateRecord(self.pool, MAX_TOKENS, texts + 1, pages, DEVICE)
         self._record.clear()
         self._sequences = Sequences(100, 16)
