@@ -22,6 +22,7 @@ from functools import partial
 from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.adapters.adapter_process import AdapterProcess
+from pillion.engine.adapters.adapter_targets import listed_targets
 from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.drafts.worker_drafts import WorkerDrafts, load_drafts
@@ -86,7 +87,8 @@ async def start_worker(
             undo.callback(drafts.close)
         if flags.enable_lora:
             # On a GPU the node's pool takes the memory that is left.
-            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            targets = listed_targets(flags.lora_target_modules)
+            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank, targets)
         parts = WorkerParts(
             make_scheduler=partial(_make_scheduler, limits, model, flags, grammars, drafts),
             grammars=grammars,
@@ -134,5 +136,5 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
 
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
     """Makes what brings adapters to a worker whose backend has slots for them."""
-    process = AdapterProcess(model.adapter_reader(flags.max_lora_rank))
+    process = AdapterProcess(model.adapter_reader(flags.max_lora_rank, listed_targets(flags.lora_target_modules)))
     return AdapterLoader(process, model.backend, flags.lora_store_bytes, node, meters)

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from pillion._version import VERSION
 from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
+from pillion.engine.adapters.adapter_targets import listed_targets
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError
@@ -190,6 +191,7 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: C
     """Loads the adapters of --lora-modules. Reads files; raises ConfigError."""
     options = AdapterOptions(
         max_rank=flags.max_lora_rank,
+        targets=listed_targets(flags.lora_target_modules),
         max_loras=flags.max_loras,
         modules=flags.lora_modules,
         folders=flags.lora_path,

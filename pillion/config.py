@@ -191,7 +191,7 @@ def refuse_contradictions(flags: Any) -> None:
     def given(name: str) -> Any:
         return getattr(flags, name, None)
 
-    for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
+    for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating", "lora_target_modules"):
         if given(name) and not flags.enable_lora:
             raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
     if bool(given("allow_runtime_lora_updating")) != bool(given("lora_path")):
@@ -471,6 +471,11 @@ class LoraFlags(EnableLoraFlags, LoraStoreFlags):
         8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
     )
     max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
+    lora_target_modules: tuple[str, ...] = flag(
+        (),
+        "Linear layers that adapters may change, as PEFT names them: q_proj,v_proj... Repeat for more. Default: all.",
+        kind=str,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

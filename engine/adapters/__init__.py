@@ -1,6 +1,7 @@
 """Reads adapters: small matrices that change a model's linear layers for the requests that name them (LoRA).
 
     adapter_config.py       what an ``adapter_config.json`` of PEFT says; refuses what cannot be served
+    adapter_targets.py      which linear layers adapters may change (--lora-target-modules)
     pattern_cost.py         how long an expression of such a config may search
     adapter_files.py        an adapter's folder: its tensors, checked against the model, and its digest
     adapter_store.py        copies of adapters' folders by their digests, in the model cache

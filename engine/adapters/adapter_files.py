@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes
+from pillion.engine.adapters.adapter_targets import FLAG, are_targets, targeted_outputs
 from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
@@ -279,17 +280,18 @@ class AdapterFiles:
         """Gives the number of bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self._tensors.values())
 
-    def pairs(self, model: ModelConfig, max_rank: int = 0) -> tuple[AdapterPair, ...]:
+    def pairs(self, model: ModelConfig, max_rank: int = 0, targets: Sequence[str] = ()) -> tuple[AdapterPair, ...]:
         """Returns the adapter's pairs in the order of the decoder's layers and their outputs, if all of them fit the
         model.
 
         Args:
             model: the model that the adapter is for.
             max_rank: the highest rank that is allowed; 0 allows any.
+            targets: the names of linear layers that adapters may change (adapter_targets.py); none allow all.
 
         Raises:
-            ConfigError: a pair is incomplete, too large, for a module that the model or the config does not have, or of
-                another shape; or a module that the config names has none.
+            ConfigError: a pair is incomplete, too large, for a module that the model or the config does not have or
+                that is no target, or of another shape; or a module that the config names has none.
         """
         config = self.config
         if config.turned and not FAMILIES[model.family].turned:
@@ -311,7 +313,18 @@ class AdapterFiles:
             self._pair(config, module, names, known, parameters, model, max_rank) for module, names in halves.items()
         ]
         self._check_complete(config, pairs, known, parameters)
+        if targets:
+            self._check_targets(pairs, model, targets)
         return tuple(sorted(pairs, key=lambda pair: _place(pair.projection)))
+
+    def _check_targets(self, pairs: Iterable[AdapterPair], model: ModelConfig, targets: Sequence[str]) -> None:
+        """Raises ConfigError for a pair of a linear layer that none of ``targets`` names."""
+        targeted = targeted_outputs(model, targets)
+        for pair in pairs:
+            changed = pair.projection
+            outputs = range(changed.first_output, changed.first_output + changed.outputs)
+            if not are_targets(outputs, targeted.get(changed.layer, ())):
+                raise self._error(f"it changes {pair.module}, and {FLAG} allows {','.join(targets)} alone")
 
     def digest(self, use: Callable[[str, Bytes], None] | None = None) -> str:
         """Returns the SHA-256, in hexadecimal, of what the config means and of all tensors, by name. It reads the whole

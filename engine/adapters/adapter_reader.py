@@ -27,6 +27,7 @@ class AdapterReader(AdapterJobs):
         model_folder: the folder of the model that the adapters are for.
         dtype: the model's type, which the matrices get.
         max_rank: the highest rank that is allowed; 0 allows any.
+        targets: the names of linear layers that adapters may change; none allow all.
         orders: by the names of fused layers ("qkv", "linear.in"), the checkpoint's output of each output, where both
             are not in one order.
         form: packs adapters as the worker's backend takes them.
@@ -37,17 +38,19 @@ class AdapterReader(AdapterJobs):
     max_rank: int
     orders: Mapping[str, Sequence[int]]
     form: AdapterForm
+    targets: tuple[str, ...] = ()
 
     def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
         """Returns the adapter in a folder as ``form`` packs it. Raises ConfigError for an adapter that does not fit the
         model or the form, and for files whose content is not that of ``digest``."""
         files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
-        return self.form.pack(read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders))
+        read = read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders, self.targets)
+        return self.form.pack(read)
 
 
-def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int) -> AdapterReader:
-    """Returns what reads adapters up to ``max_rank`` for a model, and packs them in a backend's form."""
+def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int, targets: tuple[str, ...]) -> AdapterReader:
+    """Returns what reads adapters of ``targets`` up to ``max_rank`` for a model, and packs them in a backend's form."""
     from pillion.engine.checkpoints.weights import output_orders
 
     orders = output_orders(load_config(prepared.folder))
@@ -57,6 +60,7 @@ def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int) -> Adap
         max_rank,
         {name: order.tolist() for name, order in orders.items()},
         form,
+        targets,
     )
 
 
@@ -67,10 +71,11 @@ def read_adapter(
     digest: str,
     max_rank: int = 0,
     orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    targets: Sequence[str] = (),
 ) -> Layers:
     """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
-    pairs = files.pairs(model, max_rank)
+    pairs = files.pairs(model, max_rank, targets)
     numbers = files.checked_numbers(digest, pairs)
     own_orders = {name: np.array(order) for name, order in orders.items()}
     layers: dict[str, list[PairBits]] = defaultdict(list)

@@ -5,12 +5,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pillion.engine.adapters.adapter_targets import FLAG, targeted_outputs
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
@@ -62,7 +63,8 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max
         raise ConfigError(f"adapter {weights.digest[:12]} has rank {weights.rank}; --max-lora-rank is {max_rank}")
     for name, pairs in weights.layers.items():
         if name not in shapes:
-            raise ConfigError(f"adapter {weights.digest[:12]} changes {name}, which this model does not have")
+            why = f"which this model does not have, or {FLAG} leaves out"
+            raise ConfigError(f"adapter {weights.digest[:12]} changes {name}, {why}")
         outputs, inputs = shapes[name].outputs, shapes[name].inputs
         experts = (shapes[name].experts,) if shapes[name].experts else ()
         after = 0
@@ -77,14 +79,16 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max
             after = pair.first_output + pair_outputs
 
 
-def adapter_shapes(config: ModelConfig) -> dict[str, LayerShape]:
+def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str, LayerShape]:
     """Returns the shape of each fused layer that adapters may change, those of experts, their routers and the gates
-    beside them included."""
-    found = {}
+    beside them included. ``targets`` are names of linear layers (adapter_targets.py): a fused layer that has none of
+    them is left out. Raises ConfigError for a name that means no linear layer."""
+    targeted, found = targeted_outputs(config, targets), {}
     for index, layer in enumerate(layers_of(config)):
         for tensor in tensors_of(layer):
             if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX):
-                outputs, inputs = tensor.shape
-                exact = tensor.role is Role.EXACT_MATRIX
-                found[f"layers.{index}.{tensor.name}"] = LayerShape(outputs, inputs, tensor.experts, exact)
+                name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
+                if name in targeted:
+                    exact = tensor.role is Role.EXACT_MATRIX
+                    found[name] = LayerShape(outputs, inputs, tensor.experts, exact)
     return found

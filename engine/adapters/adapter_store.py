@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,13 @@ class AdapterCopier(AdapterJobs):
     root: str
     store_bytes: int
 
-    def add(self, source: str, model_folder: str, max_rank: int, inside: str) -> tuple[list[Any], Bytes]:
+    def add(
+        self, source: str, model_folder: str, max_rank: int, targets: list[str], inside: str
+    ) -> tuple[list[Any], Bytes]:
         """Copies the adapter in a folder into the store, as :meth:`AdapterStore.add` does; with "" for ``inside`` the
         folder may lie anywhere. Returns the copy's digest and rank."""
         place, model = Path(inside) if inside else None, load_config(Path(model_folder))
-        kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, inside=place)
+        kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, targets, inside=place)
         return [kept.digest, kept.rank], NO_BYTES
 
 
@@ -96,13 +98,22 @@ class AdapterStore:
         self._store_bytes = store_bytes
         self._digest_of = digest_of
 
-    def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
+    def add(
+        self,
+        source: Path,
+        model: ModelConfig,
+        max_rank: int = 0,
+        targets: Sequence[str] = (),
+        *,
+        inside: Path | None = None,
+    ) -> StoredAdapter:
         """Copies an adapter's folder as it is now. It reads and writes the whole file, so call it in a thread.
 
         Args:
             source: the folder.
             model: the model that the adapter is for.
             max_rank: the highest rank that is allowed; 0 allows any.
+            targets: the names of linear layers that it may change; none allow all.
             inside: the folder, without links in its name, that the files have to lie in; None for anywhere.
 
         Raises:
@@ -111,7 +122,7 @@ class AdapterStore:
         """
         sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
-        files.pairs(model, max_rank)
+        files.pairs(model, max_rank, targets)
         if files.size_bytes > MAX_ADAPTER_BYTES:
             raise ConfigError(f"{source} has {files.size_bytes} bytes, and may have {MAX_ADAPTER_BYTES}")
         with self._draft(files.size_bytes) as draft:
@@ -119,7 +130,7 @@ class AdapterStore:
                 _copy(place, draft / name)
             # The folder may have been overwritten meanwhile, so the copied content decides.
             copied = AdapterFiles(draft, called=source)
-            pairs = copied.pairs(model, max_rank)
+            pairs = copied.pairs(model, max_rank, targets)
             digest = copied.digest(copied.check_numbers)
             copied.check_changes(pairs)
             folder = self._keep(draft, digest)

@@ -69,13 +69,16 @@ class CpuAdapters(PlainAdapters):
         program: that of steps with adapters, over the backend's workspace.
     """
 
-    def __init__(self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int) -> None:
+    def __init__(
+        self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int, targets: Sequence[str] = ()
+    ) -> None:
         """Compiles kernels the first time on a machine."""
-        super().__init__(max_adapters, max_rank, adapter_shapes(model.config))
+        super().__init__(max_adapters, max_rank, adapter_shapes(model.config, targets))
         # For each layer this says in which order the weights have the inner values of an MLP, if not in the
         # checkpoint's.
         self._inner_values = inner_orders(model)
-        self._model, self._table = model, adapter_table(model, self._inner_values, max_adapters, max_rank)
+        self._model = model
+        self._table = adapter_table(model, self._inner_values, max_adapters, max_rank, targets)
         self.kernels, operations = compile_with_adapters(model, self._table, log.info)
         self._rows = AdapterRows(max_adapters, run_rows(model.isa))
         self.program = Program(operations, self.kernels, workspace)
@@ -137,9 +140,13 @@ def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
 
 
 def adapter_table(
-    model: CpuModel, orders: Mapping[str, torch.Tensor], max_adapters: int, max_rank: int
+    model: CpuModel,
+    orders: Mapping[str, torch.Tensor],
+    max_adapters: int,
+    max_rank: int,
+    targets: Sequence[str] = (),
 ) -> AdapterTable:
-    """Makes the slots of a model's adapters."""
+    """Makes the slots of a model's adapters, which may change ``targets``."""
     local = {name: order.tolist() for name, order in orders.items()} if model.shard.whole else {}
     gated = [
         f"layers.{index}.{operation.gate_up.name}"
@@ -147,4 +154,5 @@ def adapter_table(
         for operation in layer
         if isinstance(operation, Mlp | Experts) and operation.gated
     ]
-    return AdapterTable(adapter_shapes(model.shard.local(model.config)), gated, local, max_adapters, max_rank)
+    shapes = adapter_shapes(model.shard.local(model.config), targets)
+    return AdapterTable(shapes, gated, local, max_adapters, max_rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -43,8 +43,8 @@ class StepAdapters:
 class TorchAdapters(PlainAdapters):
     """Holds the adapters of the torch backend."""
 
-    def __init__(self, config: ModelConfig, max_adapters: int, max_rank: int) -> None:
-        super().__init__(max_adapters, max_rank, adapter_shapes(config))
+    def __init__(self, config: ModelConfig, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
+        super().__init__(max_adapters, max_rank, adapter_shapes(config, targets))
 
     def of_step(self, batch: StepBatch) -> StepAdapters:
         """Returns the adapters of a step's rows."""

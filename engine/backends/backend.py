@@ -378,7 +378,7 @@ class Backend(Protocol):
     def adapters(self) -> BackendAdapters | None:
         """Gives the slots for adapters; None before ``bind_adapters``."""
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Makes empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
 
         On a GPU slots take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises

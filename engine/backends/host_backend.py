@@ -66,7 +66,7 @@ class HostBackend(ABC):
         """Gives the part of the backend that runs in this process."""
         return self
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Makes the slots for adapters. Raises ConfigError, unless a subclass takes adapters."""
         raise ConfigError("--enable-lora: this backend takes no adapters")
 

@@ -54,10 +54,11 @@ class LoadedModel:
             self.ranks.map_pool(*attachment.handed_over())
         self.backend.bind_pool(attachment.pool, attachment.num_slots)
 
-    def adapter_reader(self, max_rank: int) -> AdapterReader:
-        """Returns the object that reads adapters up to ``max_rank`` for the backend; it is sent to the process that
-        reads them."""
-        return reader_of(self.prepared, cast("AdapterForm", bound_adapters(self.backend.adapters).form()), max_rank)
+    def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> AdapterReader:
+        """Returns the object that reads adapters of ``targets`` up to ``max_rank`` for the backend; it is sent to the
+        process that reads them."""
+        form = cast("AdapterForm", bound_adapters(self.backend.adapters).form())
+        return reader_of(self.prepared, form, max_rank, targets)
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""

@@ -61,9 +61,9 @@ class TorchBackend(HostBackend):
         found: Float32 = self._normed[-batch.pooled :].float().numpy()
         return found
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Makes the slots for adapters."""
-        self.adapters = TorchAdapters(self.config, max_adapters, max_rank)
+        self.adapters = TorchAdapters(self.config, max_adapters, max_rank, targets)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config = self.config

@@ -2,9 +2,10 @@
 
     AdapterWeights --pack--> GpuAdapter (on the device) --slot: one copy--> a slot, whose address never changes
 
-CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer, and in every expert of a
-mixture. The matrices of routers and gates are float32, in slots of their own. The copy into a slot is queued behind the
-steps that were launched before it; the adapter's own memory on the device is free after it.
+CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer that adapters may change
+(--lora-target-modules), and in every expert of a mixture. The matrices of routers and gates are float32, in slots of
+their own. The copy into a slot is queued behind the steps that were launched before it; the adapter's own memory on the
+device is free after it.
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ class GpuAdapters(PlainAdapters):
         max_adapters: int,
         max_rank: int,
         max_tokens: int,
+        targets: Sequence[str] = (),
     ) -> None:
         """Makes the slots, for steps of at most so many tokens. ``config`` is that of the whole model; ``inner_values``
         are those of the MLPs that a rank has, None where the process is no rank of several. Raises ConfigError for a
         model whose fused layers the kernels cannot cut into their projections."""
         # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
-        super().__init__(max_adapters, max_rank, adapter_shapes(config))
+        super().__init__(max_adapters, max_rank, adapter_shapes(config, targets))
         self._whole, self._shard, self._inner_values, self._dtype = config, shard, inner_values, dtype
         self._config = config = shard.local(config)
         self._max_tokens, self._rank = max_tokens, padded_rank(max_rank)
         own = tuple(f"layers.{index}." for index in shard.own_layers(config))
-        self._lay_slots({name: shape for name, shape in adapter_shapes(config).items() if name.startswith(own)}, device)
+        shapes = adapter_shapes(config, targets)
+        self._lay_slots({name: shape for name, shape in shapes.items() if name.startswith(own)}, device)
         mixtures = {
             f"layers.{index}.{how.router.name}": how
             for index, layer in enumerate(layers_of(config))
@@ -169,22 +172,28 @@ class GpuAdapters(PlainAdapters):
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
         """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters.
         ``sampled`` says that the rows are those of the step's samples."""
+        if name not in self._layers:
+            return
         layer, (runs_at, rows_at, _) = self._layers[name], self._begins(sampled=sampled)
         runs = self._device[runs_at : runs_at + RUN_WORDS * self._runs_of(len(x))].view(-1, RUN_WORDS)
         record = RunRecord(runs, self._device[rows_at : rows_at + self._max_tokens])
         add_low_rank(x, self.slots[layer.exact], layer, record, self._shrunk[layer.exact], out)
 
-    def routed(self, name: str, x: torch.Tensor, *, sampled: bool) -> torch.Tensor:
-        """Returns what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32. The next
-        call overwrites it."""
+    def routed(self, name: str, x: torch.Tensor, *, sampled: bool) -> torch.Tensor | None:
+        """Returns what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32; None
+        where they may not change it. The next call overwrites it."""
+        if name not in self._layers:
+            return None
         outputs = self._layers[name].outputs
         out = self._routed[: len(x) * outputs].view(-1, outputs).zero_()
         self.add(name, x, out, sampled=sampled)
         return out
 
-    def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters:
-        """Returns what adapters add to the products of a layer's experts. Pairs are numbered from that of row ``first``
-        on, and each row has ``per_token`` of them."""
+    def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters | None:
+        """Returns what adapters add to the products of a layer's experts; None where they may not change these. Pairs
+        are numbered from that of row ``first`` on, and each row has ``per_token`` of them."""
+        if name not in self._layers:
+            return None
         layer, (_, _, slots_at) = self._layers[name], self._begins(sampled=sampled)
         rows = self._device[slots_at + first : slots_at + self._max_tokens]
         ranks = len(layer.ends) * layer.rank
@@ -258,13 +267,15 @@ class GpuAdapters(PlainAdapters):
             gib = (sizes[0] * self._dtype.itemsize + sizes[1] * 4) / 2**30
             raise ConfigError(
                 f"--enable-lora: {self.max_adapters} adapters of {gib:.1f} GiB each do not fit beside the model: lower"
-                " --max-loras or --max-lora-rank"
+                " --max-loras or --max-lora-rank, or name fewer layers by --lora-target-modules"
             ) from None
 
     def _make_rooms(self, mixtures: Sequence[Experts]) -> None:
         """Makes the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
         tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
-        pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token for how in mixtures), default=0)
+        # An MLP beside the experts is a choice of each row.
+        beside = int(self._config.moe is not None and self._config.moe.shared > 0)
+        pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token + beside for how in mixtures), default=0)
         routed = tokens * max((how.router.shape[0] for how in mixtures), default=0)
         self._shrunk = tuple(slots.new_zeros(tokens if slots.shape[1] else 0, ranks) for slots in self.slots)
         self._routed = self.slots[1].new_zeros(routed)
@@ -279,11 +290,11 @@ class MixtureAdapters(NamedTuple):
     layer: str
     sampled: bool
 
-    def routed(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns what is added to a router's products of rows [T, hidden]: [T, experts] float32."""
+    def routed(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is added to a router's products of rows [T, hidden]: [T, experts] float32, or nothing."""
         return self.adapters.routed(self.layer + tensor.name, rows, sampled=self.sampled)
 
-    def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters:
+    def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters | None:
         """Returns what is added to the experts' products of pairs of the rows from ``first`` on."""
         return self.adapters.of_pairs(self.layer + tensor.name, first, per_token, sampled=self.sampled)
 

@@ -114,11 +114,11 @@ class RankedCalls:
         """Uses ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
         self.own.bind_pool(memory, num_slots)
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Makes empty slots in all ranks."""
-        slots = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
+        slots = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank, targets=list(targets))
         with self.ranks.together(RankMessage.ADAPTERS, slots, limit_ms=LOAD_SILENCE_MS):
-            self.own.bind_adapters(max_adapters, max_rank)
+            self.own.bind_adapters(max_adapters, max_rank, targets)
         self.adapters = RankedAdapters(bound_adapters(self.own.adapters), self.ranks)
 
     def warm_up(self, max_tokens: int) -> None:

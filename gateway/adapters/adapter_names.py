@@ -100,6 +100,7 @@ class AdapterOptions:
 
     Attributes:
         max_rank, max_loras: the largest rank of an adapter, and how many a worker keeps ready.
+        targets: the names of linear layers that adapters may change; none allow all.
         modules: the values of --lora-modules.
         folders: the values of --lora-path.
         updating: whether names may change while the gateway runs.
@@ -109,6 +110,7 @@ class AdapterOptions:
 
     max_rank: int
     max_loras: int = 0
+    targets: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     updating: bool = False
@@ -400,9 +402,8 @@ class AdapterNames:
             raise Conflict(f"{name!r} is the name of a model")
         try:
             place, model = "" if inside is None else str(inside), str(self._models[parent])
-            (digest, rank), _ = self._process.run(
-                LOAD_TIMEOUT_S, "add", str(folder), model, self._options.max_rank, place
-            )
+            limits = self._options.max_rank, list(self._options.targets)
+            (digest, rank), _ = self._process.run(LOAD_TIMEOUT_S, "add", str(folder), model, *limits, place)
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
         return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder))

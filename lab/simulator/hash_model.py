@@ -223,7 +223,7 @@ class HashBackend:
     def bind_pool(self, memory: Any, num_slots: int) -> None:
         self._cells, self._bytes = memory.cast("q"), memory.cast("B")
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         raise ConfigError("--enable-lora: the hash model takes no adapters")
 
     def warm_up(self, max_tokens: int) -> None:

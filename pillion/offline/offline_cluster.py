@@ -210,12 +210,17 @@ async def _start_gateway(
 def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
     """Makes the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
     will do."""
+    from pillion.engine.adapters.adapter_targets import listed_targets
     from pillion.gateway.adapters.adapter_names import AdapterOptions, load_adapters
 
     if not flags.enable_lora:
         return None
     options = AdapterOptions(
-        max_rank=flags.max_lora_rank, folders=("/",), updating=True, store_bytes=flags.lora_store_bytes
+        max_rank=flags.max_lora_rank,
+        targets=listed_targets(flags.lora_target_modules),
+        folders=("/",),
+        updating=True,
+        store_bytes=flags.lora_store_bytes,
     )
     aliases = dict.fromkeys(model.aliases, model.name)
     return load_adapters({model.name: model.folder}, aliases, options, nodes)

@@ -13,8 +13,10 @@ import torch
 from pillion.engine.adapters.adapter_weights import AdapterWeights, shard_adapter
 from pillion.engine.backends.gpu import gpu_experts
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
+from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Experts
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.ranks.rank_shard import RankShard
@@ -246,7 +248,7 @@ def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
 def test_mixed_steps_are_those_of_torch(family, tmp_path):
     """Experts, routers and gates beside them; the adapters' ranks differ, and one leaves some layers."""
     prepared, text = prepare(make_model(tmp_path / "model", FAMILIES[family])[1]), tokens_of(18, 3)
-    driver = with_adapters(GpuDriver(prepared, backend=gpu_backend(prepared)), experts=True)
+    driver = with_adapters(GpuDriver(prepared, backend=gpu_backend(prepared, join=False)), experts=True)
     found, wanted = (mixed_steps(each, text) for each in (driver, with_adapters(BackendDriver(prepared), experts=True)))
     tolerance = 1e-3 if NATIVE else 2e-4
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
@@ -292,3 +294,20 @@ def test_slots_that_do_not_fit_are_refused(mixture, monkeypatch):
     monkeypatch.setattr(torch, "zeros", too_much)
     with pytest.raises(ConfigError, match=r"8 adapters of 0.0 GiB each do not fit .* lower --max-loras or"):
         GpuAdapters(config, whole_model(config), None, torch.float32, DEVICE, 8, 16, 4)
+
+
+def test_slots_have_room_for_the_named_layers_alone(mixture):
+    """A step with an adapter of attention alone computes nothing for experts."""
+    config = load_config(mixture.folder)
+    sizes = {}
+    for targets in ((), ("q_proj", "o_proj"), ("experts.down_proj",)):
+        adapters = GpuAdapters(config, whole_model(config), None, torch.float32, DEVICE, 2, 16, 4, targets)
+        sizes[targets] = [slots.shape[1] for slots in adapters.slots]
+        own = MixtureAdapters(adapters, "layers.0.", sampled=False)
+        experts = next(one for one in layers_of(config)[0] if isinstance(one, Experts))
+        found = own.of_pairs(experts.gate_up, 0, 2), own.of_pairs(experts.down, 0, 2)
+        added = own.routed(experts.router, torch.zeros(2, config.hidden_size, device=DEVICE))
+        have = [each is not None for each in (*found, added)]
+        assert have == [not targets, not targets or "experts.down_proj" in targets, not targets]
+    assert 0 < sizes["q_proj", "o_proj"][0] < sizes[()][0] / 2
+    assert [exact for _, exact in sizes.values()] == [sizes[()][1], 0, 0]

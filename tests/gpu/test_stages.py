@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -92,9 +92,9 @@ class StageChain:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         return [backend.forward(batch) for backend in self.backends][-1]
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         for backend in self.backends:
-            backend.bind_adapters(max_adapters, max_rank)
+            backend.bind_adapters(max_adapters, max_rank, targets)
 
     @property
     def adapters(self) -> StageChain:

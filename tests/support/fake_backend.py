@@ -139,7 +139,7 @@ class FakeBackend(HostBackend):
         # The KV of the last step's rows, which are their states, too.
         self._last_kv = np.empty(0, np.int64)
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         self.adapters = FakeAdapters(self, max_adapters, max_rank)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
@@ -194,5 +194,5 @@ def factory(backend: FakeBackend, folder: str = "nowhere") -> Callable[[WorkerFl
 class FakeModel(LoadedModel):
     """A model whose adapters are nothing but their digests."""
 
-    def adapter_reader(self, max_rank: int) -> FakeAdapterReader:
+    def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> FakeAdapterReader:
         return FakeAdapterReader("nowhere", "float32", max_rank, None, PlainForm())

@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ class FakeShare(FakeBackend):
         readable = table.copy()
         return super()._run(torch.from_numpy(readable.view(np.uint8)), batch)
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         self.adapters = ShareAdapters(self, max_adapters, max_rank)
 
 

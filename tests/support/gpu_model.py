@@ -65,11 +65,13 @@ def gpu_backend(
     eager: bool = False,
     invariant: bool = False,
     in_fp8: bool = False,
+    join: bool = True,
     ranks: GpuRankGroup | None = None,
     shard: ModelShard | None = None,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> GpuBackend:
-    """Makes a backend with weights of its own. ``shard``: what it computes, by default its rank's share, or all."""
+    """Makes a backend with weights of its own. ``shard``: what it computes, by default its rank's share, or all.
+    ``join``: whether MLPs beside experts go into their stacks, as without adapters of these."""
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     weights = load_gpu_weights(
@@ -80,6 +82,7 @@ def gpu_backend(
         shard=shard,
         memory=own_memory(DEVICE),
         in_fp8=in_fp8,
+        join=join,
     )
     layout = gpu_layout(prepared, block_size, "fp8" if fp8 else "auto")
     limits = GpuLimits(

@@ -76,8 +76,8 @@ class _Rank:
     def take_workspace(self) -> None:
         self.backend.take_workspace()
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        self.backend.bind_adapters(max_adapters, max_rank)
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
+        self.backend.bind_adapters(max_adapters, max_rank, targets)
 
     def place(self, slot: int, weights: AdapterWeights) -> None:
         self.backend.adapters.place(slot, self.backend.adapters.pack(weights))
@@ -181,8 +181,14 @@ class TeamBackend:
     def take_workspace(self) -> None:
         self._all("take_workspace", own=self.own.take_workspace)
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        self._all("bind_adapters", max_adapters, max_rank, own=partial(self.own.bind_adapters, max_adapters, max_rank))
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
+        self._all(
+            "bind_adapters",
+            max_adapters,
+            max_rank,
+            targets,
+            own=partial(self.own.bind_adapters, max_adapters, max_rank, targets),
+        )
 
     @property
     def adapters(self) -> TeamBackend:

@@ -83,11 +83,11 @@ class RankGroup:
         self.memory.check_integrity()
         return found
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "compile_kernels", kept_kernels)
             for backend in self.backends:
-                backend.bind_adapters(max_adapters, max_rank)
+                backend.bind_adapters(max_adapters, max_rank, targets)
 
     @property
     def adapters(self) -> RankGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -70,11 +71,11 @@ class StageGroup:
         *_, last = [future.result() for future in self.begin(batch)]
         return last
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "compile_kernels", kept_kernels)
             for backend in self.backends:
-                backend.bind_adapters(max_adapters, max_rank)
+                backend.bind_adapters(max_adapters, max_rank, targets)
 
     @property
     def adapters(self) -> StageGroup:

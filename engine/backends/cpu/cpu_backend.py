@@ -130,9 +130,9 @@ class CpuBackend(HostBackend):
         )
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Makes the slots for adapters; compiles their kernels the first time on a machine."""
-        adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank)
+        adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank, targets)
         self.use(self.model.plan, adapters.kernels)
         self.adapters = adapters
 

@@ -367,7 +367,7 @@ class GpuBackend:
             # Rank 0 attaches next, and then the pool takes the memory that all ranks have left.
             self._ranks.agree(True)
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+    def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Allocates adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
         cannot run the model."""
         model = self._model
@@ -380,6 +380,7 @@ class GpuBackend:
             max_adapters,
             max_rank,
             self._limits.max_tokens,
+            targets,
         )
         if self._experts is not None:
             self._experts.compile(self.adapters)

@@ -214,6 +214,17 @@ def test_a_rank_above_the_bound(adapter, model_folder):
     refused(adapter, model_folder, "_proj has rank 4, and --max-lora-rank is 3", max_rank=3)
 
 
+def test_layers_that_the_flag_does_not_name(adapter, model_folder):
+    files, model = AdapterFiles(adapter), load_config(model_folder)
+    for targets in (["self_attn.q_proj", "o_proj"], ["qkv_proj", "0.self_attn.o_proj", "1.self_attn.o_proj"]):
+        assert files.pairs(model, 4, targets) == files.pairs(model, 4)
+    for targets, outside in ((["o_proj"], "0.self_attn.q"), (["q_proj", "0.self_attn.o_proj"], "1.self_attn.o")):
+        with pytest.raises(ConfigError) as error:
+            files.pairs(model, 4, targets)
+        allowed = ",".join(targets)
+        assert f"it changes model.layers.{outside}_proj, and --lora-target-modules allows {allowed} alone" in str(error)
+
+
 def test_pickles_and_missing_files(adapter, model_folder):
     tensors = adapter / "adapter_model.safetensors"
     tensors.rename(adapter / "adapter_model.bin")
