@@ -96,7 +96,7 @@ RARE = (
     "shrink_pairs-*-64",
     "shrink_pairs-*-fp32-*",
     "shrink_pairs-down-*",
-    "state_space-granite-fp32",
+    "state_space-*-fp32",
     "state_space-nemotron-*",
 )
 

@@ -37,8 +37,6 @@ ARCHITECTURES = (80, 90)
 MAX_REGISTERS = 255
 # A program with a tile of a matrix in one warp has at most so many registers, so that 8 of them fit into a processor.
 TILE_REGISTERS = 255
-# Two operands of a chunk of 256 values of a state fill the registers of a thread.
-WIDE_STATE_SPILL_BYTES = 320
 # Programs with tiles of 128 rows of a packed matrix may spill so many bytes: they are read outside of the loop over
 # inputs, or once in a turn of it.
 LARGE_TILE_SPILL_BYTES = 80
@@ -541,6 +539,9 @@ def expert_specs() -> list[BuildSpec]:
             {"CHOICE_BIAS": True},
         ),
         ("qwen3_next", RouteOptions(512, 10, True), 2048, "bf16", {}),
+        ("qwen3_next_shared", RouteOptions(512, 10, True, always=1), 2048, "bf16", {"GATE": True}),
+        ("qwen2_shared", RouteOptions(60, 4, False, always=4), 2048, "bf16", {"GATE": True}),
+        ("deepseek_lite_shared", RouteOptions(64, 6, False, always=2), 2048, "bf16", {}),
         ("qwen3_fp32", RouteOptions(128, 8, True), 2048, "fp32", {}),
         ("qwen3_adapted", RouteOptions(128, 8, True), 2048, "bf16", {"ADDED": True}),
     )
@@ -572,8 +573,8 @@ def expert_specs() -> list[BuildSpec]:
         BuildSpec(
             name="expert_sums",
             kernel=expert_sums._add_up,
-            signature="*bf16:16, *fp32:16, *i32:16, *bf16:16, i32:16, i32",
-            constants=expert_sums.sum_constants(8, _ARCH),
+            signature="*bf16:16, *fp32:16, *i32:16, *bf16:16, *bf16:16, i32:16, i32",
+            constants={"BESIDE": True, **expert_sums.sum_constants(9, _ARCH)},
             max_registers=64,
         ),
     ]
@@ -584,13 +585,15 @@ def _route_spec(
 ) -> BuildSpec:
     constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
     rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
-    pointers = [rows, rows, wide, wide, wide, wide, whole, wide, whole, wide, whole]
+    gate = rows if flags.get("GATE") else wide
+    pointers = [rows, rows, wide, wide, wide, wide, gate, whole, wide, whole, wide, whole]
     numbers = ["i32", "i32", "i32:16", "fp32", "i32", "i32"]
+    nothing = dict.fromkeys(("BIAS", "CHOICE_BIAS", "FACTORS", "ADDED", "GATE"), False)
     return BuildSpec(
         name=f"route-{name}",
         kernel=expert_routing._route,
         signature=", ".join(pointers + numbers),
-        constants={"BIAS": False, "CHOICE_BIAS": False, "FACTORS": False, "ADDED": False, **flags, **constants},
+        constants={**nothing, **flags, **constants},
         architectures=(arch,),
     )
 
@@ -745,10 +748,10 @@ def norms_specs() -> list[BuildSpec]:
                 norms._add_rms_norm,
                 columns,
                 "bf16",
-                {"WIDE": False, "POST": False, "NORM": True, "EXPERTS": experts},
+                {"WIDE": False, "POST": False, "NORM": True, "EXPERTS": experts, "BESIDE": beside},
                 max_registers=160,
             )
-            for columns, experts in ((2048, 8), (2880, 4), (7168, 8))
+            for columns, experts, beside in ((2048, 8, False), (2880, 4, False), (7168, 9, False), (7168, 9, True))
         ),
     ]
 
@@ -759,9 +762,9 @@ def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, int], 
     bias = "*fp32:16" if options["BIAS"] else row
     types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
     if kernel is norms._add_rms_norm:
-        options = {"EXPERTS": 0, **options}
+        options = {"EXPERTS": 0, "BESIDE": False, **options}
         pairs = ["*fp32:16", "*i32:16"] if options["EXPERTS"] else [row, row]
-        types = [row, row, *pairs, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
+        types = [row, row, *pairs, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
     flags = "-".join(name.lower() for name, on in options.items() if on)
     return BuildSpec(
         name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),
@@ -867,12 +870,12 @@ def state_specs() -> list[BuildSpec]:
         ("nemotron-bf16", "bf16", _NEMOTRON),
         ("falcon-bf16", "bf16", _FALCON),
         ("granite-fp32", "fp32", _GRANITE),
+        ("falcon-fp32", "fp32", _FALCON),
     ):
         constants, _ = gpu_state_spaces.space_constants(space, dtype == "fp32", _ARCH)
         rows = [f"*{dtype}:16", f"*{dtype}:16", *["*fp32:16"] * 5]
         arguments = [*rows, *["*i32:16"] * 6, "i32:16"]
-        spills = WIDE_STATE_SPILL_BYTES if space is _FALCON else 0
-        specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, arguments, constants, spills))
+        specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, arguments, constants))
     return [*specs, *_gates()]
 
 
@@ -887,7 +890,7 @@ def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool) -
     )
 
 
-def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int], spills: int = 0) -> BuildSpec:
+def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int]) -> BuildSpec:
     signature = ", ".join(arguments)
     return BuildSpec(
         name=name,
@@ -895,7 +898,6 @@ def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int
         signature=signature,
         constants={**_PLACES, **constants},
         max_registers=TILE_REGISTERS,
-        max_spill_bytes=spills,
     )
 
 

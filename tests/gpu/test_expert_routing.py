@@ -52,8 +52,8 @@ def routed(rows, router, how, count=None, **options):
     device_count = torch.tensor([len(rows) if count is None else count], dtype=torch.int32, device=DEVICE)
     run = ExpertRouter(how.columns, rows.shape[1], len(rows), DEVICE)
     for _ in range(2):
-        scores = Guarded((len(rows), how.per_token), torch.float32)
-        chosen = Guarded((len(rows), how.per_token), torch.int32)
+        scores = Guarded((len(rows), how.choices), torch.float32)
+        chosen = Guarded((len(rows), how.choices), torch.int32)
         run(rows, router, how, device_count, scores.inside, chosen.inside, **options)
         assert scores.margins_are_whole()
         assert chosen.margins_are_whole()
@@ -111,6 +111,36 @@ def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
     monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)
     assert SHARED_ROWS > 40
     assert all(torch.equal(*each) for each in zip(routed(rows, router, how), together, strict=True))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("name", "shared"), [("softmax", 2), ("sigmoid", 1), ("normalized", 3)])
+def test_experts_that_every_row_has(name, shared, gated, monkeypatch):
+    """They come behind those of the router, whose scores stay what they are; the gate's bits are those of any batch."""
+    add_up_in_one_order(monkeypatch)
+    how = replace(CASES[name], always=shared)
+    rows, router = made(how, 21, 200, torch.float32)
+    rows = rows + torch.randn(rows.shape).to(DEVICE) / 8
+    gate = torch.randn(1, 200).to(DEVICE) / 8 if gated else None
+    plain, expected = routed(rows, router, CASES[name]), torch.ones(21, 1)
+    scores, chosen = routed(rows, router, how, 19, gate=gate)
+    assert torch.equal(chosen[:19, : how.per_token], plain[1][:19])
+    assert torch.equal(scores[:19, : how.per_token], plain[0][:19])
+    assert chosen[:19, how.per_token :].tolist() == [[how.experts + number for number in range(shared)]] * 19
+    if gate is not None:
+        expected = (rows @ gate.T).sigmoid().cpu()
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(scores[:19, how.per_token :].cpu(), expected[:19].expand(-1, shared), **close)
+    assert bool((chosen[19:] == -1).all())
+    assert bool((scores[19:] == 0).all())
+    alone, _ = routed(rows[7:8], router, how, gate=gate)
+    assert torch.equal(alone, scores[7:8])
+    # Another process has them where they are none of its own.
+    _, chosen = routed(rows, router, how, gate=gate, own=range(2, how.experts))
+    assert bool((chosen[:, how.per_token :] == -1).all())
+    monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)
+    again, _ = routed(rows, router, how, 19, gate=gate)
+    assert torch.equal(again, scores)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 5), (16, 21), (16, 3)])

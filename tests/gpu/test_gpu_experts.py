@@ -10,15 +10,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from pillion.engine.backends.gpu import gpu_experts
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
+from pillion.engine.backends.gpu.shared_experts import JoinedExperts, join_operations, join_weights
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.layer_operations import ClampedSwiglu, Entries, Experts, LayerTensor, Role
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    ClampedSwiglu,
+    Entries,
+    Experts,
+    Keep,
+    LayerTensor,
+    Mlp,
+    Role,
+    Share,
+    matrix,
+)
+from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
+from pillion.kernels.torch.torch_linear import Linear
 from tests.gpu.test_backend import close
 from tests.support.families import FAMILIES, mixed, tokens_of
 from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order
@@ -79,7 +96,11 @@ def made(
     for stacks in (layer.matrices, layer.biases):
         for name in (how.gate_up.name, how.down.name):
             stacks[name] = None if stacks[name] is None else stacks[name][mine.start : mine.stop].contiguous()
-    model = SimpleNamespace(
+    return GpuExperts(model_of(layer, rows, shard)), how, layer
+
+
+def model_of(layer: SimpleNamespace, rows: int, shard: ModelShard) -> SimpleNamespace:
+    return SimpleNamespace(
         config=SimpleNamespace(hidden_size=HIDDEN),
         layers={0: layer},
         shard=shard,
@@ -89,7 +110,6 @@ def made(
         found=torch.full((rows, HIDDEN), torch.nan, device=DEVICE),
         residual=torch.zeros(rows, HIDDEN, device=DEVICE),
     )
-    return GpuExperts(model), how, layer
 
 
 def number(count: int) -> torch.Tensor:
@@ -206,3 +226,125 @@ def test_families_with_experts(family, tmp_path):
     close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
     found = driver.step((one, text[25:]), (two, other), sample=range(10))
     close(found, torch.cat((wanted[25:], beside)))
+
+
+def shared(name: str, joined: int, gated: bool, shard: ModelShard = WHOLE, rows: int = ROWS):
+    """The experts of a process with an MLP beside them, of the width of so many (0: of another one); their operation,
+    the process's tensors, and what all processes together are to find of rows."""
+    how, layer = layer_of(replace(OPERATIONS[name], per_token=min(2, OPERATIONS[name].per_token)), False)
+    inner, pieces = INNER * joined or INNER + 8, 2 if how.gated else 1
+    wide, hidden = Entries(inner, Share.INNER), (Entries(HIDDEN),)
+    gate = matrix("shared.gate", (Entries(1),), hidden) if gated else None
+    mlp = Mlp(
+        matrix("shared.gate_up", (wide,) * pieces, hidden),
+        matrix("shared.down", hidden, (wide,)),
+        how.activation,
+        gated=how.gated,
+        row_gate=gate,
+    )
+    own = {each.name: torch.randn(each.shape).to(DEVICE) / 5 for each in (mlp.gate_up, mlp.down, gate) if each}
+    add = AddToResidual(None, 1.0)
+    operations = (Keep(), how, add, Again(), mlp, add)
+    weights = LayerWeights({one: Linear.plain(own[one], None) for one in (mlp.gate_up.name, mlp.down.name)})
+    for tensor in (how.gate_up, how.down):
+        weights[tensor.name] = tuple(Linear.plain(each, None) for each in layer.matrices[tensor.name])
+    stacked, _ = join_weights(weights, operations, shard)
+    mine = shard.experts(EXPERTS)
+    (mixture, _) = join_operations(operations, lambda *_: joined if shard.whole else 0)
+    matrices = layer.matrices | own
+
+    def wanted(x: torch.Tensor) -> torch.Tensor:
+        inside = expert_activation(how)(x @ own[mlp.gate_up.name].T) @ own[mlp.down.name].T
+        return expected(how, layer, x) + inside * ((x @ own[gate.name].T).sigmoid() if gate else 1)
+
+    def beside(x: torch.Tensor) -> torch.Tensor | None:
+        if mixture.joined:
+            return None
+        # Each rank has some inner values.
+        some = torch.arange(shard.rank, inner, shard.size)
+        ups = torch.cat([some + inner * piece for piece in range(pieces)])
+        return expert_activation(how)(x @ own[mlp.gate_up.name][ups].T) @ own[mlp.down.name][:, some].T
+
+    for tensor in (how.gate_up, how.down):
+        experts = torch.stack([one.weight for one in stacked.experts(tensor)])
+        assert len(experts) == EXPERTS + mixture.joined
+        matrices[tensor.name] = experts if shard.whole else experts[mine.start : mine.stop].contiguous()
+    namespace = SimpleNamespace(operations=(mixture,), matrices=matrices, biases=dict.fromkeys(matrices))
+    return GpuExperts(model_of(namespace, rows, shard)), mixture, namespace, wanted, beside
+
+
+@pytest.mark.parametrize("joined", [0, 1, 3])
+@pytest.mark.parametrize(("name", "gated"), [("silu", True), ("sigmoid", False), ("no gates", True)])
+def test_an_mlp_beside_the_experts_is_in_their_sum(name, gated, joined, monkeypatch):
+    """As experts of their stack, which need no launches more, or as rows; also in a step that is computed in parts."""
+    experts, how, layer, wanted, beside = shared(name, joined, gated)
+    rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
+    rows[17:] = torch.nan
+    launches = launched(monkeypatch)
+    found = experts.run(layer, how, rows, number(17), beside=beside(rows))
+    assert launches == ["_route", "_sort_few", "_grouped", "_grouped", "_add_up"]
+    torch.testing.assert_close(found[:17], wanted(rows[:17]), rtol=1e-4, atol=1e-4)
+    assert bool((found[17:] == 0).all()) or not joined
+    together = found.clone()
+    monkeypatch.setattr(gpu_experts, "MAX_MIXED_ROWS", 16)
+    found = experts.run(layer, how, rows, number(17), beside=beside(rows))
+    torch.testing.assert_close(found[:17], together[:17], rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_what_experts_read_are_not_those_of_the_mlp():
+    experts, how, layer, wanted, beside = shared("scaled inputs", 1, False)
+    rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
+    found = experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
+    torch.testing.assert_close(found, wanted(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_whole_experts_add_the_mlp_once():
+    total, rows = torch.zeros(ROWS, HIDDEN, device=DEVICE), torch.randn(ROWS, HIDDEN).to(DEVICE)
+    for rank in range(2):
+        shard = RankShard(range(1), rank, 2, whole_experts=True)
+        experts, how, layer, wanted, beside = shared("silu", 1, True, shard)
+        total += experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
+    torch.testing.assert_close(total, wanted(rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("joined", [0, 2])
+def test_bits_beside_an_mlp_are_equal_in_any_batch(joined, monkeypatch):
+    add_up_in_one_order(monkeypatch)
+    experts, how, layer, _, _ = shared("silu", joined, True, rows=96)
+    rows, other = torch.randn(2, 96, HIDDEN).to(DEVICE)
+    together = experts.run(layer, how, rows, number(96), beside=None if joined else other).clone()
+    for begin, count, real in ((7, 1, 1), (3, 40, 33)):
+        part = slice(begin, begin + count)
+        found = experts.run(layer, how, rows[part], number(real), beside=None if joined else other[part])
+        assert torch.equal(found[:real], together[begin : begin + real])
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the names of the kernels that are launched from now on."""
+    names: list[str] = []
+    kind = JITFunction if NATIVE else InterpretedFunction
+    run = kind.run
+
+    def spy(self, *args, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(kind, "run", spy)
+    return names
+
+
+@pytest.mark.parametrize(("family", "joined"), [("qwen2-moe", 0), ("qwen2-moe-window", 3), ("deepseek-v3", 2)])
+def test_launches_of_a_layer_with_shared_experts(family, joined, tmp_path, monkeypatch):
+    _, flags = make_family(tmp_path / "model", family, hidden_size=32, intermediate_size=32)
+    driver = GpuDriver(prepare(flags), num_slots=8)
+    layers = driver.backend._model.layers.values()
+    mixtures = [one for layer in layers for one in layer.operations if isinstance(one, JoinedExperts)]
+    assert {one.joined for one in mixtures} == {joined}
+    (one,) = driver.sequences.add(1)
+    names = launched(monkeypatch)
+    driver.step((one, tokens_of(3, 2)), sample=[2])
+    # The MLP has its own activation where it is none of the experts, and no sum of its own anywhere.
+    dense = len(layers) - len(mixtures)
+    assert names.count("_gated") == dense + (0 if joined else len(mixtures))
+    assert names.count("_add_rms_norm") == 2 * len(layers)
+    assert names.count("_route") == len(mixtures)

@@ -116,18 +116,31 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
     assert out.margins_are_whole()
 
 
+@pytest.mark.parametrize("with_beside", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 80), (2, 2048)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_of_experts_are_added_up_first(dtype, rows, columns):
-    """The bits are those of both kernels one after the other."""
+def test_results_of_experts_are_added_up_first(dtype, rows, columns, with_beside):
+    """The bits are those of both kernels one after the other, with rows beside the experts' and without."""
     torch.manual_seed(6)
     residual, once, out, other = (torch.randn(rows, columns).to(dtype).to(DEVICE) for _ in range(4))
     weight, post_weight = (made_weight(columns, dtype, False) for _ in range(2))
     chosen = torch.randint(-1, 4, (rows, 3), dtype=torch.int32, device=DEVICE)
     found = torch.randn(3 * rows, columns, device=DEVICE).to(dtype)
     found[chosen.flatten() < 0] = torch.nan
-    results = PairResults(found, torch.rand(rows, 3, device=DEVICE), chosen)
+    beside = torch.randn(rows, columns, device=DEVICE).to(dtype) if with_beside else None
+    if with_beside:
+        chosen[:, 2] = -1
+        found[2::3] = torch.nan
+    results = PairResults(found, torch.rand(rows, 3, device=DEVICE), chosen, beside)
     add_up(results, once)
+    kept = torch.where((chosen < 0)[..., None], 0.0, found.view(rows, 3, columns).float())
+    wanted = (kept * results.scores[..., None]).sum(1)
+    if beside is not None:
+        wanted += results.scores[:, 2:] * beside.float()
+        same = beside.clone()
+        add_up(results._replace(beside=same), same)
+        assert torch.equal(same, once)
+    torch.testing.assert_close(once, wanted.to(dtype), **tolerance(dtype, 3))
     total = residual.clone()
     norms = {"weight": weight, "post_weight": post_weight, "scale": 0.5, "eps": EPS, "wide": False}
     add_rms_norm(total, once, other, **norms)

@@ -8,6 +8,7 @@
     gpu_decoder.py     the forward pass over fused kernels and fixed buffers
     gpu_model.py       a model's weights, rotary tables and buffers
     gpu_experts.py     mixtures of experts: their buffers, and the kernels' order
+    shared_experts.py  joins them with the MLP beside them
     gpu_weights.py     weights in memory that all workers of a GPU map
     gpu_step.py        a step's arrays as one record on the device
     pool_parts.py      where a process's KV heads lie in a pool, also in one that is divided over GPUs

@@ -25,7 +25,7 @@ GPU, whose sums go through the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,7 @@ from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
+from pillion.engine.backends.gpu.shared_experts import JoinedExperts
 from pillion.engine.gpu_adapters.gpu_adapters import MixtureAdapters
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
@@ -470,7 +471,14 @@ class GpuDecoder:
         if shape.adapters:
             assert self._model.adapters is not None
             adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._is_last(index, shape))
-        found = self._experts.run(layer, operation, step.rows, step.count, summed=summed, adapters=adapters)
+        beside = None
+        if isinstance(operation, JoinedExperts) and not operation.joined:
+            # Of steps with adapters, which may change the gate, the MLP applies it, else the router and the sum.
+            mlp = operation.beside if shape.adapters else replace(operation.beside, row_gate=None)
+            beside = self._gated(index, layer, mlp, step.rows, shape)
+        found = self._experts.run(
+            layer, operation, step.rows, step.count, summed=summed, adapters=adapters, beside=beside
+        )
         if isinstance(found, PairResults):
             step.results = found
         else:

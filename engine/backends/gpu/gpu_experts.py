@@ -6,7 +6,9 @@
 Each arrow is one launch, but that many pairs are sorted in three. Grids follow the padded number of rows alone, so a
 mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. Where ranks have
 whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the sum over ranks adds up the
-rest. What adapters add to the router's products is computed before; what they add to up and down, within these.
+rest. An MLP that all rows pass beside their experts is a part of the mixture where it can be, and else a summand
+(:mod:`pillion.engine.backends.gpu.shared_experts`). What adapters add to the router's products is computed before; what
+they add to up and down, within these.
 
 Buffers are those of the widest layer, for a step of the most tokens, and all layers share them. Larger steps than
 MAX_MIXED_ROWS are computed in parts.
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
+from pillion.engine.backends.gpu.shared_experts import JoinedExperts
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
@@ -45,7 +48,13 @@ def route_options(how: Experts) -> RouteOptions:
         groups=how.groups,
         kept_groups=how.kept_groups,
         group_best=how.group_best,
+        always=how.always if isinstance(how, JoinedExperts) else 0,
     )
+
+
+def _joined(how: Experts) -> int:
+    """Returns how many experts follow those of the router in the stacks."""
+    return how.joined if isinstance(how, JoinedExperts) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,8 @@ class GpuExperts:
         self._model, self._hidden = model, model.config.hidden_size
         every = [operation for _, _, operation in self._mixtures()]
         rows = min(model.max_tokens, MAX_MIXED_ROWS)
-        self._pairs = pairs = rows * max(how.per_token for how in every)
-        experts = max(how.router.shape[0] for how in every)
+        self._pairs = pairs = rows * max(route_options(how).choices for how in every)
+        experts = max(how.router.shape[0] + _joined(how) for how in every)
         columns = max(route_options(how).columns for how in every)
         scaled = any(how.scaled_inputs for how in every)
 
@@ -91,7 +100,8 @@ class GpuExperts:
             scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
         )
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
-        self._sort = PairSorter(len(model.shard.experts(experts)), pairs, model.device)
+        own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
+        self._sort = PairSorter(own, pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
 
     def run(
@@ -103,19 +113,22 @@ class GpuExperts:
         *,
         summed: bool = True,
         adapters: MixtureAdapters | None = None,
+        beside: torch.Tensor | None = None,
     ) -> torch.Tensor | PairResults:
         """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
         padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
         what experts have found, where one pass computes all rows. ``adapters`` are those of the rows, in steps that
-        have some."""
+        have some. ``beside`` are rows [T, hidden] of an MLP beside the experts that is none of these: what its gate
+        multiplies, unless there are adapters, which may change the gate, too."""
         added = None if adapters is None else adapters.routed(how.router, rows)
         if len(rows) <= MAX_MIXED_ROWS and not summed:
-            return self._find(layer, how, rows, count, 0, adapters, added)
+            return self._find(layer, how, rows, count, 0, adapters, added)._replace(beside=beside)
         out = self._model.found[: len(rows)]
         for first in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(first, first + MAX_MIXED_ROWS)
             some = None if added is None else added[part]
-            add_up(self._find(layer, how, rows[part], count, first, adapters, some), out[part])
+            found = self._find(layer, how, rows[part], count, first, adapters, some)
+            add_up(found._replace(beside=None if beside is None else beside[part]), out[part])
         return out
 
     def compile(self, adapters: GpuAdapters | None = None) -> None:
@@ -133,13 +146,15 @@ class GpuExperts:
                 compiled.add(key)
                 own = None if adapters is None else MixtureAdapters(adapters, f"layers.{index}.", sampled=False)
                 for count in self._sizes(how):
-                    self.run(layer, how, self._model.residual[:count], none, adapters=own)
+                    apart = isinstance(how, JoinedExperts) and not how.joined
+                    rows, beside = self._model.residual[:count], self._model.found[:count] if apart else None
+                    self.run(layer, how, rows, none, adapters=own, beside=beside)
 
     def _sizes(self, how: Experts) -> list[int]:
         """Returns numbers of rows that together need every kernel."""
         most = min(self._model.max_tokens, MAX_MIXED_ROWS)
-        pairs = FEW_PAIRS, *(rows * how.router.shape[0] for rows in ROW_TILES)
-        sizes = SHARED_ROWS, most, *(max(1, count // how.per_token) for count in pairs)
+        pairs = FEW_PAIRS, *(rows * (how.router.shape[0] + _joined(how)) for rows in ROW_TILES)
+        sizes = SHARED_ROWS, most, *(max(1, count // route_options(how).choices) for count in pairs)
         return sorted({min(most, size) for size in sizes})
 
     def _mixtures(self) -> Iterator[tuple[int, GpuLayer, Experts]]:
@@ -159,26 +174,15 @@ class GpuExperts:
     ) -> PairResults:
         """Returns what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
         step. ``added`` is what adapters add to the router's products."""
-        buffers, choices = self._buffers, how.per_token
-        pairs = len(rows) * choices
+        buffers, per_row = self._buffers, route_options(how).choices
+        pairs, choices = len(rows) * per_row, per_row
         scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
-        router = layer.matrices[how.router.name]
-        assert isinstance(router, torch.Tensor)
-        self._route(
-            rows,
-            router,
-            route_options(how),
-            count,
-            scores,
-            chosen,
-            first=first,
-            own=(own := self._model.shard.experts(how.router.shape[0])),
-            bias=_vector(layer, how.router_bias),
-            choice_bias=_vector(layer, how.choice_bias),
-            factors=_vector(layer, how.expert_scales),
-            added=added,
-        )
-        size = tile_rows_of(how.router.shape[0], pairs)
+        whole = how.router.shape[0] + _joined(how)
+        own = range(whole) if _joined(how) else self._model.shard.experts(whole)
+        # With adapters, which may change its gate, an MLP of its own applies that itself.
+        gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
+        self._choose(layer, how, rows, count, first, own, gate, added, scores, chosen)
+        size = tile_rows_of(whole, pairs)
         order, capacity = buffers.order[:pairs], most_tiles(len(own), pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
         self._sort(chosen, order, tiles, buffers.count, size)
@@ -207,13 +211,50 @@ class GpuExperts:
                 layer.biases[tensor.name],
                 out=out,
                 tile_rows=size,
-                adapters=None if adapters is None else adapters.of_pairs(tensor, first, how.per_token),
+                adapters=None if adapters is None else adapters.of_pairs(tensor, first, per_row),
                 **options,
             )
 
         multiply(how.gate_up, rows, inner, activation=activation, gated=how.gated, scatter=False)
         multiply(how.down, inner, found, activation=None, gated=False, scatter=True, gathered=False)
         return PairResults(found, scores, chosen)
+
+    def _choose(
+        self,
+        layer: GpuLayer,
+        how: Experts,
+        rows: torch.Tensor,
+        count: torch.Tensor,
+        first: int,
+        own: range,
+        gate: LayerTensor | None,
+        added: torch.Tensor | None,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Chooses the experts of rows; the arguments are those of :meth:`_find` and of :class:`ExpertRouter`."""
+        self._route(
+            rows,
+            _matrix(layer, how.router),
+            route_options(how),
+            count,
+            scores,
+            chosen,
+            first=first,
+            own=own,
+            bias=_vector(layer, how.router_bias),
+            choice_bias=_vector(layer, how.choice_bias),
+            factors=_vector(layer, how.expert_scales),
+            added=added,
+            gate=None if gate is None else _matrix(layer, gate),
+        )
+
+
+def _matrix(layer: GpuLayer, tensor: LayerTensor) -> torch.Tensor:
+    """Returns a layer's plain matrix."""
+    found = layer.matrices[tensor.name]
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def _vector(layer: GpuLayer, tensor: LayerTensor | None) -> torch.Tensor | None:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 import torch
 
 from pillion.config import MAX_WAITING_PREFILLS, DecodeFlags, PrefillFlags, WorkerFlags
+from pillion.engine.adapters.adapter_rows import adapter_shapes
+from pillion.engine.adapters.adapter_targets import listed_targets
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_devices import devices_of, interpreted
@@ -88,6 +90,7 @@ def load_gpu_backend(
         memory=memory,
         dummy=flags.load_format == "dummy",
         in_fp8=in_fp8,
+        join=not _adapts_mixtures(flags, config),
         progress=progress,
     )
     rows = limits.max_samples + limits.max_scored
@@ -122,6 +125,14 @@ def load_gpu_backend(
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:
+    """Says whether adapters may change experts, or an MLP beside them."""
+    if not flags.enable_lora:
+        return False
+    shapes = adapter_shapes(config, listed_targets(flags.lora_target_modules))
+    return any(".shared." in name or shape.experts for name, shape in shapes.items())
 
 
 def _in_fp8(flags: WorkerFlags, config: ModelConfig, prepared: PreparedModel, device: torch.device) -> bool:

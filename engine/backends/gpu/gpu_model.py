@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
+from pillion.engine.backends.gpu.shared_experts import JoinedExperts, join_operations
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.families import layers_of
@@ -17,6 +18,7 @@ from pillion.engine.models.layer_operations import (
     Experts,
     KeepGate,
     Layer,
+    Mlp,
     Role,
     tensors_of,
 )
@@ -70,12 +72,16 @@ class GpuLayer:
     """
 
     def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
-        self.operations = operations
+        own = f"layers.{index}."
+        self.operations = join_operations(operations, lambda mixed, beside: _joined(weights, own, mixed, beside))
+        joined = [one.beside for one in self.operations if isinstance(one, JoinedExperts) and one.joined]
+        stacked = {tensor.name for beside in joined for tensor in (beside.gate_up, beside.down)}
+        self._tensors = [tensor for tensor in tensors_of(operations) if tensor.name not in stacked]
         self.norms: dict[str, GpuNorm] = {}
         self.matrices: dict[str, GpuMatrix] = {}
         self.biases: dict[str, torch.Tensor | None] = {}
-        for tensor in tensors_of(operations):
-            name = f"layers.{index}.{tensor.name}"
+        for tensor in self._tensors:
+            name = own + tensor.name
             if tensor.role in (Role.NORM, Role.HEAD_NORM):
                 self.norms[tensor.name] = GpuNorm(weights[name], weights.get(f"{name}.bias"))
                 continue
@@ -86,7 +92,7 @@ class GpuLayer:
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
         """Yields the quantized matrices that all rows pass, and their biases."""
-        for tensor in tensors_of(self.operations):
+        for tensor in self._tensors:
             matrix = self.matrices.get(tensor.name)
             if isinstance(matrix, PackedMatrix) and not tensor.experts:
                 yield matrix, self.biases[tensor.name]
@@ -100,6 +106,16 @@ class GpuLayer:
                 continue
             if isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.dtype == dtype:
                 yield matrix, bias
+
+
+def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int:
+    """Returns how many experts of a stack are the MLP beside the others."""
+    if weights.matrix(layer + beside.down.name) is not None:
+        return 0
+    stack = weights.matrix(layer + mixed.down.name)
+    # Experts are not multiplied in FP8.
+    assert isinstance(stack, torch.Tensor | PackedMatrix)
+    return len(stack.words if isinstance(stack, PackedMatrix) else stack) - mixed.router.shape[0]
 
 
 class GpuModel:

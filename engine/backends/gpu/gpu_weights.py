@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from pillion.engine.backends.gpu.shared_experts import join_weights
 from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
@@ -202,10 +203,13 @@ class _ShapesOnly:
         return self.take(key, dtype)
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool) -> WeightPlan:
-    """Plans the memory of a plain model. ``separate_head`` says that the output projection is not the embedding."""
+def plan_weights(
+    config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool, join: bool = True
+) -> WeightPlan:
+    """Plans the memory of a plain model. ``separate_head`` says that the output projection is not the embedding;
+    ``join``, that MLPs beside experts may go into their stacks (shared_experts.py)."""
     config = replace(config, tie_word_embeddings=not separate_head)
-    named = _named_tensors(_ShapesOnly(config), config, dtype, shard)
+    named = _named_tensors(_ShapesOnly(config), config, dtype, shard, join=join)
     return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
 
 
@@ -218,14 +222,16 @@ def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, Packe
     return WeightPlan(places, end, kinds)
 
 
-def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard) -> WeightPlan:
+def plan_folder(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, join: bool = True
+) -> WeightPlan:
     """Plans a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
             embedding = checkpoint.take("embedding", dtype)
             separate = load_head(checkpoint, config, dtype, embedding) is not embedding
-    return plan_weights(config, dtype, shard, separate_head=separate)
+    return plan_weights(config, dtype, shard, separate_head=separate, join=join)
 
 
 def pack_folder(
@@ -237,14 +243,16 @@ def pack_folder(
     progress: Progress,
     *,
     in_fp8: bool,
+    join: bool,
 ) -> GpuPackedFile:
     """Maps the packed file of a checkpoint with quantized matrices, packed here the first time; those for products
-    ``in_fp8`` are in a file of their own. Raises ConfigError for a checkpoint that does not fit."""
+    ``in_fp8``, and those with MLPs in the stacks of experts (``join``), are in files of their own. Raises ConfigError
+    for a checkpoint that does not fit."""
 
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            for name, value in _named_tensors(checkpoint, config, dtype, shard, in_fp8=in_fp8):
+            for name, value in _named_tensors(checkpoint, config, dtype, shard, in_fp8=in_fp8, join=join):
                 if isinstance(value, torch.Tensor):
                     writer.tensor(name, value)
                     continue
@@ -259,7 +267,7 @@ def pack_folder(
     share = "" if shard.whole else f"_rank{shard.name}"
     if shard.layers is not None:
         share += f"_layers{shard.layers.start}to{shard.layers.stop}"
-    share += "_fp8" * in_fp8
+    share += "_fp8" * in_fp8 + "_joined" * (join and config.moe is not None and config.moe.shared > 0)
     path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}{share}")
     return packed_once(path, GpuPackedFile, write, cache, progress)
 
@@ -272,7 +280,13 @@ def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShar
 
 
 def _named_tensors(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, in_fp8: bool = False
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shard: ModelShard,
+    *,
+    in_fp8: bool = False,
+    join: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
     """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
     tokens, layers, own = shard.vocabulary(config.vocab_size), layers_of(config), shard.own_layers(config)
@@ -285,7 +299,10 @@ def _named_tensors(
             head = load_head(checkpoint, config, dtype, embedding)
     for index in own:
         layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
-        for name, tensor in _layer_tensors(layers[index], layer, dtype, shard, in_fp8):
+        operations = layers[index]
+        if join:
+            layer, operations = join_weights(layer, operations, shard, in_fp8=in_fp8)
+        for name, tensor in _layer_tensors(operations, layer, dtype, shard, in_fp8):
             yield f"layers.{index}.{name}", tensor
     if head is None:
         return
@@ -383,20 +400,22 @@ def load_gpu_weights(
     memory: GetMemory,
     dummy: bool = False,
     in_fp8: bool = False,
+    join: bool = True,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
     """Loads a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
-    ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them. Raises ConfigError for a
+    ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them; MLPs beside experts may ``join``
+    their stacks. Raises ConfigError for a
     checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     packed = None
     if dummy:
-        plan = plan_weights(config, kind, shard, separate_head=not config.tie_word_embeddings)
+        plan = plan_weights(config, kind, shard, separate_head=not config.tie_word_embeddings, join=join)
     elif config.quantization:
-        packed = pack_folder(folder, config, kind, shard, fingerprint, progress, in_fp8=in_fp8)
+        packed = pack_folder(folder, config, kind, shard, fingerprint, progress, in_fp8=in_fp8, join=join)
         plan = packed.plan
     else:
-        plan = plan_folder(folder, config, kind, shard)
+        plan = plan_folder(folder, config, kind, shard, join=join)
     given = memory(weights_key(fingerprint, dtype, plan, shard), plan.nbytes)
     weights = GpuWeights(config, plan, given.memory, kind)
     weights.close = given.close
@@ -407,7 +426,7 @@ def load_gpu_weights(
             weights.fill(packed.tensors.items(), progress)
         else:
             with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-                named = _named_tensors(checkpoint, config, kind, shard)
+                named = _named_tensors(checkpoint, config, kind, shard, join=join)
                 weights.fill(((name, each) for name, each in named if isinstance(each, torch.Tensor)), progress)
         if given.memory.is_cuda:
             # Another process may read the weights as soon as they are reported as filled.

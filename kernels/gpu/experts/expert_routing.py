@@ -9,6 +9,9 @@ a program computes all parts of its tile itself, and adds them up in the same or
 router's shape alone. The router is the left operand of the products of tiles, as in
 :mod:`pillion.kernels.gpu.products.quantized_product`.
 
+Beside the experts that the router chooses, a row may have some that every row has, with a score of 1 or that of a gate:
+the sigmoid of the row's product with one vector, which is computed as the router's products are.
+
 The last program of a tile resets its ticket, so a graph that is replayed finds it as it was. Of equal scores that of
 the lowest expert wins, which torch.topk does not promise.
 """
@@ -50,6 +53,7 @@ class RouteOptions:
         sigmoid: whether scores are sigmoids of the router's products, not their softmax.
         exact: whether the products are not rounded to the type of the rows.
         scale: the factor of the scores.
+        always: how many further experts every row has; the first one's number is ``experts``.
         groups, kept_groups, group_best: the number of groups of neighbouring experts, of which a row's best
             ``kept_groups`` are left, by the sum of the best ``group_best`` scores of each.
     """
@@ -63,6 +67,12 @@ class RouteOptions:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    always: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Returns how many experts a row has in all."""
+        return self.per_token + self.always
 
     @property
     def group_columns(self) -> int:
@@ -170,11 +180,80 @@ def _choose(
     return scores, numbers
 
 
+@triton.jit
+def _share(
+    rows, router, mine, read, part, block, plane, hidden,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Computes one part of one block of experts of a tile's product; parts are ``plane`` values apart."""
+    column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+    expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
+    begin = part * DEPTH
+    acc = _part(rows, router, read, expert, begin, tl.minimum(begin + DEPTH, hidden), hidden, BLOCK_INPUTS)
+    tl.store(mine[None, :] + part * plane + column[:, None], acc)
+
+
+@triton.jit
+def _every_share(
+    rows, router, gate, mine, gates, read, hidden,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile's products, and those by the gate, whose parts are added up in order."""
+    for block in range(COLUMNS // BLOCK_EXPERTS):
+        column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+        expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
+        total = tl.zeros((BLOCK_EXPERTS, ROWS), tl.float32)
+        for begin in range(0, PARTS * DEPTH, DEPTH):
+            end = tl.minimum(begin + DEPTH, hidden)
+            total += _part(rows, router, read, expert, begin, end, hidden, BLOCK_INPUTS)
+        tl.store(mine[None, :] + column[:, None], total)
+    if GATE:
+        product = tl.zeros((ROWS,), tl.float32)
+        for begin in range(0, PARTS * DEPTH, DEPTH):
+            end = tl.minimum(begin + DEPTH, hidden)
+            product += _gate_part(rows, gate, read, begin, end, hidden, ROWS, BLOCK_INPUTS)
+        tl.store(gates, product)
+
+
+@triton.jit
+def _gate_part(rows, gate, row, begin, end, hidden, ROWS: tl.constexpr, BLOCK_INPUTS: tl.constexpr):
+    """Sums inputs ``begin`` .. ``end`` - 1 of the products by the gate's vector, as those of a router's least tile."""
+    number = tl.arange(0, ROWS)
+    acc = _part(rows, gate, row, number * 0, begin, end, hidden, BLOCK_INPUTS)
+    return tl.sum(tl.where((number == 0)[:, None], acc, 0.0), 0)
+
+
+@triton.jit
+def _always(
+    gates, scores, chosen, row, tokens, counted, plane, own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ALWAYS: tl.constexpr, MORE: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes scores and numbers of the experts that every row has, behind those that the router has chosen. Parts of
+    the gate's products are ``plane`` values apart."""
+    weight = tl.full((row.shape[0],), 1.0, tl.float32)
+    if GATE:
+        product = tl.zeros((row.shape[0],), tl.float32)
+        for part in tl.static_range(PARTS):
+            product += tl.load(gates + part * plane, mask=counted, other=0.0, cache_modifier=".cg")
+        weight = tl.sigmoid(product.to(TYPE).to(tl.float32))
+    place = tl.arange(0, MORE)[None, :]
+    kept = (row < tokens)[:, None] & (place < ALWAYS)
+    at = row.to(tl.int64)[:, None] * (PER_TOKEN + ALWAYS) + PER_TOKEN + place
+    tl.store(scores + at, tl.where(counted[:, None], weight[:, None], 0.0), mask=kept)
+    number = EXPERTS + place
+    own = counted[:, None] & (number >= own_begin) & (number < own_end)
+    tl.store(chosen + at, tl.where(own, number - own_begin, -1), mask=kept)
+
+
 # fmt: off
 @triton.jit
 def _settle(
     mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane, scale,
-    own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
+    own_begin, own_end, ALWAYS: tl.constexpr, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
     PLACES: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
@@ -206,7 +285,7 @@ def _settle(
     found *= scale
     place = tl.arange(0, PLACES)[None, :]
     kept = (row < tokens)[:, None] & (place < PER_TOKEN)
-    at = row.to(tl.int64)[:, None] * PER_TOKEN + place
+    at = row.to(tl.int64)[:, None] * (PER_TOKEN + ALWAYS) + place
     tl.store(scores + at, tl.where(counted, found, 0.0), mask=kept)
     own = counted & (numbers >= own_begin) & (numbers < own_end)
     tl.store(chosen + at, tl.where(own, numbers - own_begin, -1), mask=kept)
@@ -215,13 +294,14 @@ def _settle(
 # fmt: off
 @triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end"])
 def _route(
-    rows, router, bias, choice_bias, factors, added, count, parts, tickets, scores, chosen, tokens, first, hidden,
+    rows, router, bias, choice_bias, factors, added, gate, count, parts, tickets, scores, chosen, tokens, first, hidden,
     scale, own_begin, own_end,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
-    SHARED: tl.constexpr, ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, GATE: tl.constexpr, ALWAYS: tl.constexpr,
+    MORE: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
@@ -232,36 +312,52 @@ def _route(
     read = tl.minimum(row, tokens - 1)
     # Products lie as [parts, rows of all tiles, COLUMNS].
     mine = parts + row.to(tl.int64) * COLUMNS
+    plane = tiles * ROWS * COLUMNS
+    planes: tl.constexpr = PARTS if SHARED else 1
+    # Behind them lie the gate's, [parts, rows of all tiles].
+    gates = parts + planes * plane + row
     ended = True
     wait_for_earlier(DEPENDENT)
     if SHARED:
         part, block = tl.program_id(1), tl.program_id(2)
-        column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
-        expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
-        begin = part * DEPTH
-        acc = _part(rows, router, read, expert, begin, tl.minimum(begin + DEPTH, hidden), hidden, BLOCK_INPUTS)
-        tl.store(mine[None, :] + part * tiles * ROWS * COLUMNS + column[:, None], acc)
+        if GATE:
+            # The gate has the block behind the last one.
+            if block == blocks:
+                begin, end = part * DEPTH, tl.minimum(part * DEPTH + DEPTH, hidden)
+                product = _gate_part(rows, gate, read, begin, end, hidden, ROWS, BLOCK_INPUTS)
+                tl.store(gates + part * tiles * ROWS, product)
+            else:
+                _share(
+                    rows, router, mine, read, part, block, plane, hidden,
+                    EXPERTS, GROUPS, GROUP_COLUMNS, DEPTH, BLOCK_EXPERTS, BLOCK_INPUTS,
+                )  # fmt: skip
+        else:
+            _share(
+                rows, router, mine, read, part, block, plane, hidden,
+                EXPERTS, GROUPS, GROUP_COLUMNS, DEPTH, BLOCK_EXPERTS, BLOCK_INPUTS,
+            )  # fmt: skip
         tl.debug_barrier()
-        ended = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == PARTS * blocks - 1
+        ended = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == PARTS * (blocks + GATE) - 1
     else:
-        for block in range(blocks):
-            column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
-            expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
-            total = tl.zeros((BLOCK_EXPERTS, ROWS), tl.float32)
-            for begin in range(0, PARTS * DEPTH, DEPTH):
-                end = tl.minimum(begin + DEPTH, hidden)
-                total += _part(rows, router, read, expert, begin, end, hidden, BLOCK_INPUTS)
-            tl.store(mine[None, :] + column[:, None], total)
+        _every_share(
+            rows, router, gate, mine, gates, read, hidden, EXPERTS, GROUPS, GROUP_COLUMNS, GATE, PARTS, DEPTH, ROWS,
+            COLUMNS, BLOCK_EXPERTS, BLOCK_INPUTS,
+        )  # fmt: skip
         tl.debug_barrier()
     if ended:
         if SHARED:
             tl.store(tickets + tile, 0)
         _settle(
-            mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, tiles * ROWS * COLUMNS,
-            scale, own_begin, own_end, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
+            mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane,
+            scale, own_begin, own_end, ALWAYS, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
             KEPT_GROUPS, GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
-            ADDED, PARTS if SHARED else 1,
+            ADDED, planes,
         )  # fmt: skip
+        if ALWAYS:
+            _always(
+                gates, scores, chosen, row, tokens, row + first < tl.load(count), tiles * ROWS, own_begin, own_end,
+                rows.dtype.element_ty, EXPERTS, PER_TOKEN, ALWAYS, MORE, GATE, planes,
+            )  # fmt: skip
 
 
 def parts_of(hidden: int) -> tuple[int, int]:
@@ -280,7 +376,8 @@ class ExpertRouter:
         """Reserves the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
         tiles = triton.cdiv(max_rows, ROWS)
         shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
-        self._parts = torch.zeros(max(tiles, shared) * ROWS * columns, dtype=torch.float32, device=device)
+        # Each row has a place for the gate's product, too.
+        self._parts = torch.zeros(max(tiles, shared) * ROWS * (columns + 1), dtype=torch.float32, device=device)
         self._tickets = torch.zeros(SHARED_ROWS // ROWS, dtype=torch.int32, device=device)
 
     def __call__(
@@ -298,18 +395,20 @@ class ExpertRouter:
         choice_bias: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
         added: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
     ) -> None:
         """Writes ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
-        router [E, H] of their type.
+        router [E, H] of their type; k is ``how.choices``.
 
         count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
         the first row in its step. own: the experts that this process has, all by default: they are numbered from 0 on
         in ``chosen``, where others are -1. bias, choice_bias, factors: float32 [E], or None: what is added to products,
         what is added to scores where experts are chosen, and what multiplies scores. added: float32 [T, E] or None:
-        what adapters add to products. Raises Internal for misshapen tensors.
+        what adapters add to products. gate: [1, H] of the type of the rows, what makes the score of the experts that
+        every row has; None where it is 1. Raises Internal for misshapen tensors.
         """
         tokens, hidden = rows.shape
-        vector, pairs = (how.experts,), (tokens, how.per_token)
+        vector, pairs = (how.experts,), (tokens, how.choices)
         check_tensor("rows", rows, (None, None), DTYPES)
         check_tensor("router", router, (how.experts, hidden), rows.dtype, rows.device)
         check_tensor("count", count, (1,), torch.int32, rows.device)
@@ -320,19 +419,22 @@ class ExpertRouter:
                 check_tensor(name, tensor, vector, torch.float32, rows.device)
         if added is not None:
             check_tensor("added", added, (tokens, how.experts), torch.float32, rows.device)
+        if gate is not None:
+            check_tensor("gate", gate, (1, hidden), rows.dtype, rows.device)
+            check(how.always > 0, "a gate needs experts that every row has")
         check(tokens > 0 and how.experts <= MAX_EXPERTS, f"{tokens} rows and {how.experts} experts")
         check(how.per_token <= how.experts // how.groups * how.kept_groups, f"{how} has too few experts left")
         constants = route_constants(how, hidden, tokens, rows.element_size(), arch_of(rows.device))
-        optional = {"BIAS": bias, "CHOICE_BIAS": choice_bias, "FACTORS": factors, "ADDED": added}
+        optional = {"BIAS": bias, "CHOICE_BIAS": choice_bias, "FACTORS": factors, "ADDED": added, "GATE": gate}
         tiles, shared = triton.cdiv(tokens, ROWS), constants["SHARED"]
-        parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"]
-        needed = tiles * ROWS * how.columns * (parts if shared else 1)
+        parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"] + (gate is not None)
+        needed = tiles * ROWS * (how.columns + 1) * (parts if shared else 1)
         check(needed <= len(self._parts), "more rows than the workspace holds")
         # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
         given = (scores if tensor is None else tensor for tensor in optional.values())
         flags = {name: tensor is not None for name, tensor in optional.items()}
         outs = self._parts, self._tickets, scores, chosen
-        own = range(how.experts) if own is None else own
+        own = range(how.experts + how.always) if own is None else own
         numbers = tokens, first, hidden, how.scale, own.start, own.stop
         _route[(tiles, parts, blocks) if shared else (tiles,)](
             rows, router, *given, count, *outs, *numbers, **constants, **flags
@@ -352,6 +454,8 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "GROUP_BEST": how.group_best,
         "PER_TOKEN": how.per_token,
         "PLACES": int(triton.next_power_of_2(how.per_token)),
+        "ALWAYS": how.always,
+        "MORE": int(triton.next_power_of_2(max(1, how.always))),
         "SIGMOID": how.sigmoid,
         "NORMALIZE": how.normalize,
         "EXACT": how.exact,

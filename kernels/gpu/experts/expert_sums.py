@@ -4,6 +4,8 @@ Sums are in float32, with scores as the router has them, and the result is round
 and each product to the rows' type, and mostly each sum, too: so results differ from its own by some units of that type,
 and are nearer to exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
 
+The MLP that all rows pass beside their experts may be the last summand, by the score of a choice that no expert has.
+
 Where the sums go to the residual stream next, its kernel (:mod:`pillion.kernels.gpu.rows.norms`) computes them.
 """
 
@@ -21,50 +23,68 @@ from pillion.kernels.gpu.tuned import tuned
 
 class PairResults(NamedTuple):
     """Holds what experts have found: results [T * k, H], their scores float32 [T, k], and the numbers of the experts
-    int32 [T, k], -1 where there is no result."""
+    int32 [T, k], -1 where there is no result; and rows [T, H] of an MLP beside them, whose score is the last, or
+    None."""
 
     found: torch.Tensor
     scores: torch.Tensor
     chosen: torch.Tensor
+    beside: torch.Tensor | None = None
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """Gives the tensors that kernels read; where there are no rows beside, any."""
+        return self.found, self.scores, self.chosen, self.found if self.beside is None else self.beside
 
     def check(self, tokens: int, hidden: int, like: torch.Tensor) -> None:
         """Raises Internal unless these are results of so many rows [tokens, hidden], of the type of ``like``."""
         check_tensor("scores", self.scores, (tokens, None), torch.float32, like.device)
         check_tensor("chosen", self.chosen, tuple(self.scores.shape), torch.int32, like.device)
         check_tensor("found", self.found, (self.scores.numel(), hidden), like.dtype, like.device)
+        if self.beside is not None:
+            check_tensor("beside", self.beside, (tokens, hidden), like.dtype, like.device)
 
 
 @triton.jit
-def weighed(found, scores, chosen, row, column, inside, hidden, PER_TOKEN: tl.constexpr):
+def weighed(
+    found, scores, chosen, beside, row, column, inside, hidden, PER_TOKEN: tl.constexpr, BESIDE: tl.constexpr
+):  # fmt: skip
     """Returns the float32 sums of columns of rows, both int64, where ``inside``. All rows are read."""
     total = tl.zeros(inside.shape, tl.float32)
-    for choice in tl.static_range(PER_TOKEN):
+    for choice in tl.static_range(PER_TOKEN - BESIDE):
         pair = row * PER_TOKEN + choice
         counted = tl.load(chosen + pair) >= 0
         values = tl.load(found + pair * hidden + column, mask=inside & counted, other=0.0)
         total += tl.load(scores + pair) * values.to(tl.float32)
+    if BESIDE:
+        values = tl.load(beside + row * hidden + column, mask=inside, other=0.0)
+        total += tl.load(scores + row * PER_TOKEN + PER_TOKEN - 1) * values.to(tl.float32)
     return total
 
 
 @triton.jit
-def _add_up(found, scores, chosen, out, hidden, parts, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up(
+    found, scores, chosen, beside, out, hidden, parts,
+    PER_TOKEN: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    total = weighed(found, scores, chosen, row, columns, inside, hidden, PER_TOKEN)
+    total = weighed(found, scores, chosen, beside, row, columns, inside, hidden, PER_TOKEN, BESIDE)
     tl.store(out + row * hidden + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
 def add_up(results: PairResults, out: torch.Tensor) -> None:
-    """Writes into ``out`` [T, H] the sums of each row's results, weighed by their scores. Raises Internal for misshapen
-    tensors."""
+    """Writes into ``out`` [T, H] the sums of each row's results, weighed by their scores. It may be the memory of the
+    rows beside. Raises Internal for misshapen tensors."""
     check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, hidden = out.shape
     check(tokens > 0 and hidden > 0, "no rows to add up")
     results.check(tokens, hidden, out)
     constants = sum_constants(results.scores.shape[1], arch_of(out.device))
     parts = triton.cdiv(hidden, constants["BLOCK"])
-    _add_up[(tokens * parts,)](*results, out, hidden, parts, **constants)
+    beside = results.beside is not None
+    _add_up[(tokens * parts,)](*results.pointers, out, hidden, parts, BESIDE=beside, **constants)
 
 
 def sum_constants(per_token: int, arch: int) -> dict[str, int]:

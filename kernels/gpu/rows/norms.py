@@ -92,6 +92,7 @@ def _add_rms_norm(
     found,
     scores,
     chosen,
+    beside,
     post_weight,
     weight,
     bias,
@@ -101,6 +102,7 @@ def _add_rms_norm(
     scale,
     eps,
     EXPERTS: tl.constexpr,
+    BESIDE: tl.constexpr,
     POST: tl.constexpr,
     NORM: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -119,7 +121,8 @@ def _add_rms_norm(
     stream = tl.load(residual + at, mask=inside, other=0.0)
     if EXPERTS:
         read = tl.minimum(row, rows - 1)
-        added = weighed(found, scores, chosen, read, column, inside, columns, EXPERTS).to(stream.dtype)
+        added = weighed(found, scores, chosen, beside, read, column, inside, columns, EXPERTS, BESIDE)
+        added = added.to(stream.dtype)
     else:
         added = tl.load(found + at, mask=inside, other=0.0)
     if POST:
@@ -204,9 +207,9 @@ def add_rms_norm(
     flags: dict[str, int] = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
     flags |= {"CENTERED": centered, "BIAS": bias is not None}
     mixed = found if isinstance(found, PairResults) else PairResults(found, residual, residual)
-    flags |= {"EXPERTS": mixed.scores.shape[1] if whole is None else 0}
+    flags |= {"EXPERTS": mixed.scores.shape[1] if whole is None else 0, "BESIDE": mixed.beside is not None}
     grid = (triton.cdiv(rows, tile["ROWS"]),)
-    _add_rms_norm[grid](residual, *mixed, *optional, rows, columns, scale, eps, **flags, **tile)
+    _add_rms_norm[grid](residual, *mixed.pointers, *optional, rows, columns, scale, eps, **flags, **tile)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:
