@@ -221,7 +221,8 @@ def _constants(inputs: int, outputs: int, rows: int, item_bytes: int, arch: int)
         "SHARED": splits > 1 and rows <= SHARED_ROWS,
         # A prefetch needs addresses that are multiples of 16 bytes.
         "PREFETCHED": 0 if ragged else use["prefetched"],
-        "BLOCK_N": use["outputs"],
+        # Masks of inputs and 128 x 128 sums do not fit into the registers together.
+        "BLOCK_N": min(use["outputs"], 64) if ragged else use["outputs"],
         "BLOCK_T": tile,
         "BLOCK_K": columns,
         "GROUP_N": use["group"],
