@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import importlib
 import importlib.metadata
 import pathlib
@@ -94,7 +95,8 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("grpcio-status", "to_status()", lambda: rpc_status.to_status(status_pb2.Status()), ("_replace",)),
     ("python", "asyncio", lambda: asyncio, ("_set_running_loop",)),
     ("python", "Task", failed_task, ("_log_destroy_pending", "_log_traceback")),
-    ("python", "threading", lambda: threading, ("_register_atexit",)),
+    ("python", "threading", lambda: threading, ("_register_atexit", "_shutdown")),
+    ("python", "atexit", lambda: atexit, ("_run_exitfuncs",)),
     ("torch", "torch", lambda: torch, ("_C", "_scaled_mm")),
     ("torch", "torch._C", lambda: torch._C, ("_construct_storage_from_data_pointer",)),
     ("torch", "ProcessGroupGloo", gloo, ("_Options",)),

@@ -9,7 +9,6 @@
     blocks.py          copies, gathers and scatters blocks of a pool
     dependent.py       kernels that begin while the one before them still runs
     launch.py          checks that launchers share, and facts about the device
-    interpreter.py     makes Triton's interpreter quicker, in which tests run without a GPU
     tuned.py           constants of kernels by architecture, from tuning/*.json
 
 What they compute is also there in plain torch, for tests: lab/testbed/gpu_reference.py. Uses that are built without a

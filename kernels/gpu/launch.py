@@ -67,9 +67,3 @@ def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
     """Raises Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
     owner has mapped for this one; what is launched runs on the current device, wherever a pool is."""
     check(pool.device.type == device.type, f"pool is on {pool.device}, not on {device}")
-
-
-if interpreting():
-    from pillion.kernels.gpu.interpreter import replace_once
-
-    replace_once()

@@ -4,6 +4,7 @@
 - `release` knows the commit of the last release, takes its tree out of git, and keeps the shape of its protos.
 - `hosts` starts several KV nodes with their workers on one machine, as if they were on several hosts.
 - `forks` starts components and clusters as forks of one process that has imported what they need.
+- `triton_interpreter` makes Triton's interpreter quicker, in which kernels run without a GPU.
 - `nested_forks` gives a cluster that is a fork a fork server that is one, too.
 - `networks` makes hosts of network namespaces, with links between them that are long, narrow, lossy or cut.
 - `wire` is the process that carries their packets.

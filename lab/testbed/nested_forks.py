@@ -83,6 +83,10 @@ def install(text: str) -> None:
         # This fork server is a fork of another one.
         return
     _ForkedAhead.imported_in, run = read_by_imports(os.environ), app.main
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from lab.testbed.triton_interpreter import replace_once
+
+        replace_once()
 
     def main(argv: list[str] | None = None) -> None:
         if sys.argv[1:2] == [ON_HOST]:

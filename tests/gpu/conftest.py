@@ -6,6 +6,12 @@ from __future__ import annotations
 import pytest
 
 from lab.benchmarks.gpu.needs import missing_packages
+from tests.support.gpu import NATIVE
+
+if not NATIVE:
+    from lab.testbed.triton_interpreter import replace_once
+
+    replace_once()
 
 MISSING = missing_packages()
 LEFT_OUT = ["test_cluster.py", "test_staged_cluster.py", "test_states_cluster.py", "test_surviving_pool.py"]

@@ -42,6 +42,10 @@ def main() -> int:
     args = parser.parse_args()
     # SIGTERM raises here, so that MPS or a cluster of the section ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if args.smoke:
+        from lab.testbed.triton_interpreter import replace_once
+
+        replace_once()
     bench, kernels = Bench(smoke=args.smoke, rows=args.rows, only=args.only), counted_kernels()
     try:
         importlib.import_module(f"lab.benchmarks.gpu.{args.name}").run(bench)

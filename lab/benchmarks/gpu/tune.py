@@ -43,6 +43,9 @@ def main() -> int:
     if args.smoke:
         # Triton reads this when kernels are defined.
         os.environ["TRITON_INTERPRET"] = "1"
+        from lab.testbed.triton_interpreter import replace_once
+
+        replace_once()
     import torch
 
     if not args.smoke and not torch.cuda.is_available():

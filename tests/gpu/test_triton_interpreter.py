@@ -1,4 +1,4 @@
-"""What Pillion does in place of Triton's interpreter is what that would have done."""
+"""What the laboratory does in place of Triton's interpreter is what that would have done."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
-
-import pillion.kernels.gpu.blocks  # noqa: F401  (replaces what the interpreter does)
 
 pytestmark = pytest.mark.skipif(NATIVE, reason="nothing is interpreted")
 

@@ -177,6 +177,7 @@ def _calling(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
     return call
 
 
+@cache
 def replace_once() -> None:
     """Replaces the language's functions once for the life of this process, in which nothing can be compiled any more.
 
