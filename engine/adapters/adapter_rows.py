@@ -83,12 +83,12 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
     """Returns the shape of each fused layer that adapters may change, those of experts, their routers and the gates
     beside them included. ``targets`` are names of linear layers (adapter_targets.py): a fused layer that has none of
     them is left out. Raises ConfigError for a name that means no linear layer."""
-    targeted, found = targeted_outputs(config, targets), {}
+    targeted, found = targeted_outputs(config, targets) if targets else None, {}
     for index, layer in enumerate(layers_of(config)):
         for tensor in tensors_of(layer):
             if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX):
                 name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
-                if name in targeted:
+                if targeted is None or name in targeted:
                     exact = tensor.role is Role.EXACT_MATRIX
                     found[name] = LayerShape(outputs, inputs, tensor.experts, exact)
     return found

@@ -28,8 +28,8 @@ def listed_targets(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def targeted_outputs(model: ModelConfig, targets: Sequence[str]) -> TargetedOutputs:
-    """Returns which outputs adapters may change, those of all linear layers where ``targets`` are none. Raises
-    ConfigError where a name means no linear layer of the model."""
+    """Returns which outputs adapters may change that are limited to ``targets``, one or more names. Raises ConfigError
+    where a name means no linear layer of the model."""
     family, found, left = FAMILIES[model.family], TargetedOutputs(), set(targets)
     for index, layer in enumerate(layers_of(model)):
         for tensor in tensors_of(layer):
@@ -37,7 +37,7 @@ def targeted_outputs(model: ModelConfig, targets: Sequence[str]) -> TargetedOutp
                 for outputs, names in _named(family, tensor, index):
                     meant = {target for target in targets for name in names if f".{name}".endswith(f".{target}")}
                     left -= meant
-                    if meant or not targets:
+                    if meant:
                         found.setdefault(f"layers.{index}.{tensor.name}", []).append(outputs)
     if left:
         raise ConfigError(f"{FLAG}: no linear layer of a {model.family} model is called {min(left)}")

@@ -1165,8 +1165,8 @@ TEXT_OF = {
     "video_llava": _ANY_TEXT,
     "vipllava": _ANY_TEXT,
 }
-# Such text models are of a family in all but their name, with what holds for all of them. Where pictures stand in a
-# text moves positions; in a text alone they are those of any text. The key that is Pillion's own says that matrices of
+# Such text models are of a family in all but their name, with what holds for all of them. Pictures in a text move its
+# positions; a text without pictures has those of any text. This key, which is Pillion's own, says that matrices of
 # experts, where one tensor has all of them, have inputs as rows in published files, and outputs in those that
 # transformers 5 saves.
 EITHER_WAY = "_experts_either_way"

@@ -111,7 +111,7 @@ class JsonCalls:
         return True
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads what stands between two marks."""
+        """Reads the calls between a mark that begins them and one that ends them."""
         return self._call(only_known)
 
     def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:

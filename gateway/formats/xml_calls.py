@@ -70,7 +70,7 @@ class XmlForm:
         return tuple(mark for mark in found if len(mark) > len('">'))
 
 
-# Qwen writes calls and their parameters so.
+# Qwen writes a call, and each of its parameters, in these forms.
 _FUNCTION = ("<function=NAME>…</function>", "<parameter=KEY>TEXT</parameter>")
 
 

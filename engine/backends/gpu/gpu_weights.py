@@ -405,8 +405,7 @@ def load_gpu_weights(
 ) -> GpuWeights:
     """Loads a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
     ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them; MLPs beside experts may ``join``
-    their stacks. Raises ConfigError for a
-    checkpoint that does not fit its config."""
+    their stacks. Raises ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     packed = None
     if dummy:

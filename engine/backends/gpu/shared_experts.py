@@ -166,6 +166,6 @@ def _alike(one: Matrix, other: Matrix, inner: int) -> bool:
     ordered = one.order is not None or other.order is not None
     if ordered or form(one) != form(other):
         return False
-    # An output may have one scale for all inputs, which the parts of it have, too.
+    # Where an output has one scale for all of its inputs, parts of the matrix by inputs keep that scale.
     groups = {matrix.group if matrix.group < matrix.shape[1] else 0 for matrix in (one, other)}
     return len(groups) == 1 and not any(group and inner % group for group in groups)

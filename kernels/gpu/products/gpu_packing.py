@@ -36,8 +36,8 @@ BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 # Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
-# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16, or of float16 as
-# the sum of two of bfloat16.
+# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16, or of float16,
+# each of which is kept as the sum of two numbers of bfloat16.
 SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16")
 # Groups of so many inputs or more have scales of float32, which multiply sums and not weights.
 LEAST_SUM = 64

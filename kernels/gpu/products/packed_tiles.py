@@ -180,7 +180,7 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
         "SCALE": kind.scale,
         "SHIFT": kind.shift,
         "EXACT": exact_weights,
-        # One small scale serves a whole tile.
+        # A tile is as deep as the smallest groups, so that each of its outputs needs one scale.
         "DEPTH": LEAST_GROUP if exact_weights and kind.group == LEAST_GROUP else COLUMNS,
         "PLACES": _places_of(kind) if exact_weights else _places_held(kind, dtype.itemsize, arch),
         "PER_WORD": kind.per_word,
