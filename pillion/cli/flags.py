@@ -168,11 +168,33 @@ class FlagCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line, the environment and the file."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._repeated(args))
         except click.BadParameter as error:
             if error.param is None:
                 raise
             raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
+
+    def _repeated(self, args: list[str]) -> list[str]:
+        """Returns the arguments with a repeatable flag before each of its values, because vLLM's flags take several:
+        ``--lora-modules a=/a b=/b``. A word that can be the positional MODEL is MODEL."""
+        options = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
+        names = {word.partition("=")[0] for word in args}
+        has_model = "--model" in names or all(one.name != MODEL_ARGUMENT for one in self.params)
+        repeated: list[str] = []
+        flag, wants_value = "", False
+        for word in args:
+            if wants_value:
+                wants_value = False
+            elif word.startswith("-"):
+                known = options.get(word.partition("=")[0])
+                flag = known.opts[0] if known is not None and known.multiple else ""
+                wants_value = known is not None and not known.is_flag and "=" not in word
+            elif flag and has_model:
+                repeated.append(flag)
+            else:
+                flag, has_model = "", True
+            repeated.append(word)
+        return repeated
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options into the help: flags of components in groups."""

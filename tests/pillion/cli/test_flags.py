@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.cli.app import cli
+from pillion.cli.app import cli, takes_model, with_model
 from pillion.cli.flags import (
     ALL_FLAGS,
+    FlagCommand,
     check_variables,
     env_name,
     flag_options,
@@ -74,6 +75,38 @@ def test_what_may_be_repeated(tmp_path: pathlib.Path) -> None:
     assert parse(ServeFlags, [], {"PILLION_ALSO_MODEL": "a=/a b=/b"}).also_model == ("a=/a", "b=/b")
     assert parse(ServeFlags, ["--also-model", "a=/a", "--also-model=b=/b"]).also_model == ("a=/a", "b=/b")
     assert parse(ServeFlags, []).also_model == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        ("here --served-model-name a b --http-port 3", "here", ("a", "b")),
+        ("here --served-model-name=a b", "here", ("a", "b")),
+        ("--model here --served-model-name a b", "here", ("a", "b")),
+        ("--served-model-name a b --model=here", "here", ("a", "b")),
+        ("--served-model-name a here", "here", ("a",)),
+        ("--served-model-name a --http-port 3 here", "here", ("a",)),
+    ],
+)
+def test_a_repeatable_flag_takes_several_words_as_vllms_does(argv: str, model: str, names: tuple[str, ...]) -> None:
+    made: list[Any] = []
+
+    @click.command(cls=FlagCommand)
+    @takes_model
+    @flag_options(GatewayFlags)
+    def command(**values: Any) -> None:
+        made.append(with_model(GatewayFlags, values))
+
+    clean = {env_name(f.name): None for f in fields(GatewayFlags)} | {"PILLION_CONFIG": None}
+    result = CliRunner().invoke(command, argv.split(), env=clean, standalone_mode=False)
+    assert result.exception is None
+    assert (made[0].model, made[0].served_model_name) == (model, names)
+
+
+def test_a_word_too_many_is_an_error() -> None:
+    for argv in (["serve", "demo", "more"], ["serve", "demo", "--http-port", "3", "more"]):
+        result = CliRunner().invoke(cli, argv)
+        assert (result.exit_code, "unexpected extra argument" in result.output) == (2, True), (argv, result.output)
 
 
 def test_the_http_port_has_vllms_name_too(tmp_path: pathlib.Path) -> None:
