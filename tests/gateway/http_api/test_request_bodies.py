@@ -6,7 +6,7 @@ import copy
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,16 +92,13 @@ async def test_a_body_that_swells_is_refused_before_it_is_large(
     """It is inflated on a thread, in steps, and no further than to the bound."""
     bomb = pack(b'{"prompt": "' + b"x" * (4 * MAX_BODY_BYTES))
     sizes: list[int] = []
-    inflater = request_bodies._INFLATERS[encoding.lower()]
-    assert inflater is not None
-    before = inflater.parts
+    before = ImageCutter.feed
 
-    def parts(self: Any, data: bytes) -> Iterator[bytes]:
-        for part in before(self, data):
-            sizes.append(len(part))
-            yield part
+    def feed(cutter: ImageCutter, data: bytes) -> None:
+        sizes.append(len(data))
+        before(cutter, data)
 
-    monkeypatch.setattr(inflater, "parts", parts)
+    monkeypatch.setattr(ImageCutter, "feed", feed)
     threads = watched_threads(monkeypatch)
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
