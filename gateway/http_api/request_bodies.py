@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from pillion.gateway.http_api.http_errors import ApiError
 
@@ -179,56 +180,28 @@ class ImageCutter:
             self._at -= end - begin
 
 
-class _Gzip:
-    """Inflates gzip."""
+def _gzip() -> Any:
+    # The number 31 stands for gzip's head.
+    return zlib.decompressobj(31)
 
-    def __init__(self) -> None:
-        # The number 31 stands for gzip's head.
-        self._stream = zlib.decompressobj(31)
 
-    @property
-    def ended(self) -> bool:
-        """Says whether the compressed bytes were whole."""
-        return self._stream.eof
+def _zstd() -> Any:
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
 
-    def parts(self, data: bytes) -> Iterator[bytes]:
-        """Yields what some bytes become, about STEP_BYTES at a time at most."""
-        part = self._stream.decompress(data, STEP_BYTES)
+
+_INFLATERS: dict[str, Callable[[], Any]] = {"gzip": _gzip, "x-gzip": _gzip, "zstd": _zstd}
+
+
+def _inflated(stream: Any, data: bytes) -> Iterator[bytes]:
+    """Yields what some bytes become, about STEP_BYTES at a time at most. Raises EOFError for bytes after the end."""
+    part = stream.decompress(data, STEP_BYTES)
+    yield part
+    # The object for zstd keeps what it has not read yet; that for gzip wants it again.
+    while not stream.eof and (len(part) == STEP_BYTES or getattr(stream, "unconsumed_tail", b"")):
+        part = stream.decompress(getattr(stream, "unconsumed_tail", b""), STEP_BYTES)
         yield part
-        while not self._stream.eof and (self._stream.unconsumed_tail or len(part) == STEP_BYTES):
-            part = self._stream.decompress(self._stream.unconsumed_tail, STEP_BYTES)
-            yield part
-        if self._stream.unused_data:
-            raise EOFError
-
-
-class _Zstd:
-    """Inflates zstd."""
-
-    def __init__(self) -> None:
-        self._stream = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
-
-    @property
-    def ended(self) -> bool:
-        """Says whether the compressed bytes were whole."""
-        return self._stream.eof
-
-    def parts(self, data: bytes) -> Iterator[bytes]:
-        """Yields what some bytes become, about STEP_BYTES at a time at most."""
-        yield self._stream.decompress(data, STEP_BYTES)
-        while not (self._stream.needs_input or self._stream.eof):
-            yield self._stream.decompress(b"", STEP_BYTES)
-        if self._stream.unused_data:
-            raise EOFError
-
-
-_INFLATERS: dict[str, type[_Gzip | _Zstd] | None] = {
-    "": None,
-    "identity": None,
-    "gzip": _Gzip,
-    "x-gzip": _Gzip,
-    "zstd": _Zstd,
-}
+    if stream.unused_data:
+        raise EOFError
 
 
 class BodyReader:
@@ -241,12 +214,11 @@ class BodyReader:
     """
 
     def __init__(self, encoding: str) -> None:
-        if encoding not in _INFLATERS:
-            known = ", ".join(sorted(name for name in _INFLATERS if name))
+        if encoding not in ("", "identity", *_INFLATERS):
+            known = ", ".join(sorted(("identity", *_INFLATERS)))
             raise ApiError(415, f"Content-Encoding: {encoding[:100]!r} is not taken; {known} are")
         self._encoding = encoding
-        inflater = _INFLATERS[encoding]
-        self._inflater = None if inflater is None else inflater()
+        self._inflater = _INFLATERS[encoding]() if encoding in _INFLATERS else None
         self._sent_bytes = self._commas = 0
         self._cutter = ImageCutter()
 
@@ -264,7 +236,7 @@ class BodyReader:
         """Takes the next bytes as they came. It may take milliseconds. Raises ApiError for a body that is too large or
         cannot be inflated."""
         try:
-            for part in (data,) if self._inflater is None else self._inflater.parts(data):
+            for part in (data,) if self._inflater is None else _inflated(self._inflater, data):
                 self._sent_bytes += len(part)
                 self._commas += part.count(b",")
                 self._cutter.feed(part)
@@ -276,7 +248,7 @@ class BodyReader:
     def whole(self) -> bytes:
         """Returns the body. Raises ApiError where its compressed bytes are not whole, and for more items than are
         taken: only a client whose whole body was read is sure to see why."""
-        if self._inflater is not None and not self._inflater.ended:
+        if self._inflater is not None and not self._inflater.eof:
             raise _not_packed(self._encoding)
         if self._commas > MAX_COMMAS:
             raise ApiError(413, f"the body has more than {MAX_COMMAS} items", code="request_too_large")
