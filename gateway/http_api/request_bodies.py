@@ -194,12 +194,13 @@ _INFLATERS: dict[str, Callable[[], Any]] = {"gzip": _gzip, "x-gzip": _gzip, "zst
 
 def _inflated(stream: Any, data: bytes) -> Iterator[bytes]:
     """Yields what some bytes become, about STEP_BYTES at a time at most. Raises EOFError for bytes after the end."""
-    part = stream.decompress(data, STEP_BYTES)
-    yield part
-    # The object for zstd keeps what it has not read yet; that for gzip wants it again.
-    while not stream.eof and (len(part) == STEP_BYTES or getattr(stream, "unconsumed_tail", b"")):
-        part = stream.decompress(getattr(stream, "unconsumed_tail", b""), STEP_BYTES)
+    more = True
+    while more:
+        part = stream.decompress(data, STEP_BYTES)
         yield part
+        # The object for zstd keeps what it has not read yet; that for gzip wants it again.
+        data = getattr(stream, "unconsumed_tail", b"")
+        more = not stream.eof and (len(part) == STEP_BYTES or bool(data))
     if stream.unused_data:
         raise EOFError
 
