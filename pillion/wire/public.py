@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -42,6 +42,8 @@ from pillion.wire.common import (
     sampling_to_pb,
 )
 
+T = TypeVar("T")
+
 # An operator's call of Generate has in this metadata what the planner may not choose for it.
 PLAN_HEADER = "x-pillion-plan"
 
@@ -62,7 +64,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
         **{name: getattr(message, name) for name in _PLAIN},
         token_ids=tuple(message.token_ids),
         messages=tuple(map(_message_from_pb, message.messages)),
-        chat=_chat_from_pb(message.chat) if message.HasField("chat") else ChatOptions(),
+        chat=_read(ChatOptions, message.chat) if message.HasField("chat") else ChatOptions(),
         tools=_tools_from_pb(message.tools) if message.HasField("tools") else ToolOptions(),
         sampling=sampling_from_pb(message.sampling),
         resume=_resume_from_pb(message.resume) if message.HasField("resume") else None,
@@ -82,36 +84,16 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
     )
 
 
-def _chat_from_pb(message: gateway_pb2.ChatOptions) -> ChatOptions:
-    chosen = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
-    return ChatOptions(
-        add_generation_prompt=chosen,
-        continue_final_message=message.continue_final_message,
-        chat_template_kwargs=message.chat_template_kwargs,
-    )
-
-
 def _message_from_pb(message: gateway_pb2.ChatMessage) -> ChatMessage:
     if not (message.tool_calls or message.tool_call_id or message.name or message.reasoning):
         # Nearly every message has these two fields alone.
         return ChatMessage(message.role, message.content)
     calls = tuple(ToolCall(one.id, one.name, one.arguments) for one in message.tool_calls)
-    return ChatMessage(**_named(ChatMessage, message) | {"tool_calls": calls})
+    return _read(ChatMessage, message, tool_calls=calls)
 
 
 def _tools_from_pb(message: gateway_pb2.ToolOptions) -> ToolOptions:
-    tools = (
-        Tool(**_named(Tool, tool) | {"strict": tool.strict if tool.HasField("strict") else None})
-        for tool in message.tools
-    )
-    parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else None
-    return ToolOptions(
-        tools=tuple(tools),
-        choice=message.choice,
-        name=message.name,
-        parallel_tool_calls=parallel,
-        allowed=tuple(message.allowed),
-    )
+    return _read(ToolOptions, message, tools=tuple(_read(Tool, tool) for tool in message.tools))
 
 
 def _resume_from_pb(message: gateway_pb2.Resume) -> Resume:
@@ -129,7 +111,7 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
     """Reads the origin of a broken stream, by which it can be resumed."""
-    return StreamOrigin(message.seed, message.digest, message.cached_tokens, message.answer_id)
+    return _read(StreamOrigin, message)
 
 
 def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
@@ -190,8 +172,8 @@ class DeltaWriter:
 
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
     """Reads one message of a stream. Usage and timings are None until the last one."""
-    usage = Usage(**_named(Usage, message.usage)) if message.HasField("usage") else None
-    timings = Timings(**_named(Timings, message.timings)) if message.HasField("timings") else None
+    usage = _read(Usage, message.usage) if message.HasField("usage") else None
+    timings = _read(Timings, message.timings) if message.HasField("timings") else None
     return Delta(
         request_id=message.request_id,
         text=message.text,
@@ -202,7 +184,7 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         index=message.index,
         logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
         reasoning=message.reasoning,
-        tool_calls=tuple(ToolCallDelta(**_named(ToolCallDelta, part)) for part in message.tool_calls),
+        tool_calls=tuple(_read(ToolCallDelta, part) for part in message.tool_calls),
         stop_string=message.stop_string,
         prompt_logprobs=tuple(logprob_from_pb(logprob) for logprob in message.prompt_logprobs),
     )
@@ -221,7 +203,7 @@ def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     given: dict[str, Any] = {
         name: float(f"{value:.7g}") for name in SAMPLING_OPTIONS if isinstance(value := getattr(sampling, name), float)
     }
-    return ModelInfo(**_named(ModelInfo, message) | {"sampling": replace(sampling, **given)})
+    return _read(ModelInfo, message, sampling=replace(sampling, **given))
 
 
 def pin_to_pb(pin: PinnedPrefix) -> gateway_pb2.PinnedPrefix:
@@ -231,7 +213,7 @@ def pin_to_pb(pin: PinnedPrefix) -> gateway_pb2.PinnedPrefix:
 
 def pin_from_pb(message: gateway_pb2.PinnedPrefix) -> PinnedPrefix:
     """Reads a pinned prefix."""
-    return PinnedPrefix(**_named(PinnedPrefix, message))
+    return _read(PinnedPrefix, message)
 
 
 def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
@@ -255,18 +237,20 @@ def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
 
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
     """Reads the status of the whole cluster."""
-    components = (
-        ComponentStatus(
-            **_named(ComponentStatus, one)
-            | {"fenced_components": tuple(one.fenced_components), "adapters": tuple(one.adapters)}
-            | {"figures": dict(one.figures)}
-        )
-        for one in message.components
-    )
-    tenants = tuple(TenantUsage(one.tenant, Usage(**_named(Usage, one.usage))) for one in message.tenants)
-    return ClusterStatus(**_named(ClusterStatus, message) | {"components": tuple(components), "tenants": tenants})
+    components = tuple(_read(ComponentStatus, one, figures=dict(one.figures)) for one in message.components)
+    tenants = tuple(TenantUsage(one.tenant, _read(Usage, one.usage)) for one in message.tenants)
+    return _read(ClusterStatus, message, components=components, tenants=tenants)
 
 
-def _named(cls: type, message: Message) -> dict[str, Any]:
-    """Returns the fields of ``message`` that have the names of the dataclass's fields."""
-    return {field.name: getattr(message, field.name) for field in fields(cls)}
+def _read(kind: type[T], message: Message, **others: Any) -> T:
+    """Reads a message as a dataclass whose fields have the same names. ``others`` are those that are read otherwise."""
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: _value(message, name) for name in names}, **others)
+
+
+def _value(message: Message, name: str) -> Any:
+    """Returns a field of a message: a list as a tuple, and None where an optional field was not sent."""
+    field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.has_presence and not message.HasField(name):
+        return None
+    return tuple(value) if field.is_repeated else value
