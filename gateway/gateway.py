@@ -292,7 +292,9 @@ class Gateway:
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
-            permit = self._enter(request, tenant, arrived)
+            field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
+            order = queue_order(tenant.capped(request.priority), arrived)
+            permit = self.admission.enter(tenant, _generated(request.sampling), field, order)
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             if counted is None and quota is not None:
                 quota.take(1, arrived)
@@ -319,21 +321,50 @@ class Gateway:
         places: PlacesOf | None,
         span: trace.Span,
     ) -> tuple[AdmittedRequest, list[AnswerText]]:
-        """Tokenizes the prompt of a request that is inside, checks what depends on it, and makes the grammar and the
-        empty texts of the answers. Raises what :meth:`generate` does."""
-        tenant = permit.tenant
+        """Tokenizes the prompt of a request that is inside, checks what depends on it, and makes the grammar, the
+        request as the workers run it, and the empty texts of its answers. Raises what :meth:`generate` does."""
+        tenant, options, resume = permit.tenant, self._options, request.resume
         with telemetry.child("tokenize", span) as tokenizing:
             prompt, text = await self._tokenize(request, model, tenant)
             tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
         if deadline is not None and time.monotonic() >= deadline:
             raise DeadlineExceeded("the request's deadline passed while it was tokenized")
-        longest = self._longest(request, model, prompt)
+        bounds = replace(model.limits, max_model_len_tokens=self._longest(request, model, prompt))
         schemas = tools_bytes(request.tools) if request.tools.asks_for_calls else 0
         output_format = await self.off_loop(tenant, schemas, model.formats.output_format, request, text)
         scores = 0 if request.sampling.prompt_logprobs is None else check_scores(request.sampling, len(prompt))
         grammar = await self._grammar(request, model, output_format, tenant)
         self.admission.weigh(permit, len(prompt), scores)
-        admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled, grammar)
+        seed = secrets.randbits(63) if resume is None else resume.origin.seed
+        sampling, recommended = resolve(
+            request.sampling, len(prompt), model.eos_token_ids, bounds, seed, model.sampling
+        )
+        self._arrivals += 1
+        admitted = AdmittedRequest(
+            asked=request,
+            request_id=request_label(request.request_id),
+            # An older gateway, whose stream is resumed, made the ids of calls of the request's id.
+            answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
+            model=model.limits.name,
+            fingerprint=model.fingerprint,
+            prompt=prompt,
+            sampling=sampling,
+            recommended=recommended,
+            # Without prefix caching a salt is used for one request only, so blocks match its own and nobody else's.
+            cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
+            options=options,
+            arrived=arrived,
+            deadline=deadline,
+            spread=self._arrivals,
+            priority=tenant.capped(request.priority),
+            background=tenant.background,
+            grammar=grammar,
+            original_tokens=model.limits.original_tokens,
+            adapter="" if model.adapter is None else model.adapter.digest,
+            adapter_rank=0 if model.adapter is None else model.adapter.rank,
+            pooled=pooled,
+            flow=flow_of(tenant, model.fingerprint),
+        )
         if request.sampling.bad_words:
             admitted = await self._with_words(admitted, model, tenant)
         if places is not None and self.cluster.keeps_states(admitted.model):
@@ -355,12 +386,6 @@ class Gateway:
         # A request in the background that is refused is sent again by its batch, so no client is turned away.
         if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
             count_refused(self.meters, error)
-
-    def _enter(self, request: GenerateRequest, tenant: Tenant, arrived: float) -> AdmissionPermit:
-        """Admits a request, and raises what Admission.enter raises."""
-        field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
-        order = queue_order(tenant.capped(request.priority), arrived)
-        return self.admission.enter(tenant, _generated(request.sampling), field, order)
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
         """Checks all fields of a request except the length of its text. Raises NotFound, and InvalidRequest with every
@@ -750,51 +775,6 @@ class Gateway:
         common = min(filter(None, pools), default=most)
         # Where every node can hold the request, it can go on at another node whichever one is lost.
         return min(longest, common) if asked is None and len(prompt) < common else longest
-
-    def _admitted(
-        self,
-        request: GenerateRequest,
-        model: ModelEntry,
-        prompt: tuple[int, ...],
-        longest: int,
-        tenant: Tenant,
-        arrived: float,
-        deadline: float | None,
-        pooled: PoolingRows | None,
-        grammar: RequestGrammar,
-    ) -> AdmittedRequest:
-        options, resume = self._options, request.resume
-        seed = secrets.randbits(63) if resume is None else resume.origin.seed
-        bounds = replace(model.limits, max_model_len_tokens=longest)
-        sampling, recommended = resolve(
-            request.sampling, len(prompt), model.eos_token_ids, bounds, seed, model.sampling
-        )
-        self._arrivals += 1
-        return AdmittedRequest(
-            asked=request,
-            request_id=request_label(request.request_id),
-            # An older gateway, whose stream is resumed, made the ids of calls of the request's id.
-            answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
-            model=model.limits.name,
-            fingerprint=model.fingerprint,
-            prompt=prompt,
-            sampling=sampling,
-            recommended=recommended,
-            # Without prefix caching a salt is used for one request only, so blocks match its own and nobody else's.
-            cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
-            options=options,
-            arrived=arrived,
-            deadline=deadline,
-            spread=self._arrivals,
-            priority=tenant.capped(request.priority),
-            background=tenant.background,
-            grammar=grammar,
-            original_tokens=model.limits.original_tokens,
-            adapter="" if model.adapter is None else model.adapter.digest,
-            adapter_rank=0 if model.adapter is None else model.adapter.rank,
-            pooled=pooled,
-            flow=flow_of(tenant, model.fingerprint),
-        )
 
     async def _answers(
         self,
