@@ -128,7 +128,8 @@ class ModelTokenizer:
         """Returns the ids of a raw prompt, as :meth:`encode_text` has them; of one with more than ``most_tokens``, the
         first ones, and the special tokens that stand before and after a text."""
         check_wanted()
-        encoding = self._beginning(text, most_tokens)
+        # Enough of the text is encoded to know its first tokens.
+        encoding = self._encoding(self._likely(text, most_tokens), False)
         specials = self.codec.num_special_tokens_to_add(False)
         bos = int(self.adds_bos and not self.codec_writes_bos) - int(self.codec_writes_bos and not self.adds_bos)
         encoding.truncate(max(most_tokens - specials - bos, 0))
@@ -201,10 +202,6 @@ class ModelTokenizer:
             raise TextTooLong(len(encoding), exact=True)
         ids: list[int] = encoding.ids if guard is None else guard.ids(encoding, text)
         return ids
-
-    def _beginning(self, text: str, most_tokens: int) -> tokenizers.Encoding:
-        """Encodes enough of a text to know its first tokens, without special tokens."""
-        return self._encoding(self._likely(text, most_tokens), False)
 
     def _likely(self, text: str, most_tokens: int) -> str:
         """Returns a text, or a beginning of it that surely has more than ``most_tokens``."""
