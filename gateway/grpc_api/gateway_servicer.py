@@ -174,17 +174,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
         """Returns the models that live workers serve, and their adapters."""
-        tenant = self._tenant(context)
+        tenant = caller(self._gateway, context)
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models(tenant)])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
         """Returns the cluster's components and the gateways' totals."""
-        return status_to_pb(self._gateway.status(self._tenant(context)))
-
-    def _tenant(self, context: Any) -> Tenant:
-        return caller(self._gateway, context)
+        return status_to_pb(self._gateway.status(caller(self._gateway, context)))
 
 
 def note_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError) -> None:
