@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, SplitPolicy
+from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
@@ -68,7 +68,6 @@ class RequestPlan:
     node_id: str
     prefill: ComponentRecord | None
     decode: ComponentRecord
-    policy: SplitPolicy
     block_size: int
     chunk_tokens: int
     prompt_tokens: int
@@ -144,7 +143,6 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
         node_id=node_id,
         prefill=None if route.prefill is None else route.prefill.component,
         decode=route.decode.component,
-        policy=snapshot.policy,
         block_size=snapshot.block_size,
         chunk_tokens=snapshot.chunk_tokens,
         prompt_tokens=snapshot.prompt_tokens,
@@ -163,7 +161,8 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
     """Returns the plan with the same workers and another number of cached blocks: what the ticket has really pinned
     instead of the index's hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
-    if old.policy.share is not None and (
+    policy = old.split_decision.policy
+    if policy.share is not None and (
         old.asked_blocks <= cached < old.limit_blocks <= cached + old.chunk_tokens // old.block_size
     ):
         # A lost decode worker had not committed these last tokens of the answer. They are few, and at a prefill worker
@@ -176,7 +175,7 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
         cached_tokens=cached * old.block_size,
         split_tokens=split * old.block_size,
         chunks=chunks_between(old, cached, split),
-        reason=f"{old.policy.name}: {why}",
+        reason=f"{policy.name}: {why}",
     )
 
 
