@@ -128,6 +128,10 @@ _SHOWN = frozenset(
         *("input_audio", "audio_url", "audio", "file", "input_file", "document"),
     }
 )
+# Sampling values that a body has under the same names as SamplingParams: those that are texts and switches, and the
+# lists, which are read in the second step.
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "truncation_side")
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 # These fields ask for the structure of an answer.
 _STRUCTURES = ("response_format", "structured_outputs", "json_schema", "regex", "grammar", "ebnf")
 
@@ -502,22 +506,18 @@ def _sampling(
     logprobs: int | None,
     structured: StructuredOutputs | None,
 ) -> SamplingParams:
-    allowed_ids = _bounded(body.allowed_token_ids, "allowed_token_ids")
-    if allowed_ids is not None and not allowed_ids:
+    switches = {name: value for name in _SWITCHES if (value := getattr(body, name)) is not None}
+    lists = {name: tuple(_bounded(raw, name)) for name in _LISTS if given(raw := getattr(body, name))}
+    if lists.get("allowed_token_ids") == ():
         raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
     return SamplingParams(
         **sampling_of(body, "completions"),
+        **switches,
+        **lists,
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=read_stops(body.stop) if body.stop else (),
-        stop_token_ids=tuple(_bounded(body.stop_token_ids, "stop_token_ids") or ()),
-        ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,
-        allowed_token_ids=tuple(allowed_ids or ()),
-        bad_words=tuple(_bounded(body.bad_words, "bad_words") or ()),
-        skip_special_tokens=body.skip_special_tokens,
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        truncation_side=body.truncation_side or "",
         logit_bias=_bounded(body.logit_bias, "logit_bias") or {},
     )
 
