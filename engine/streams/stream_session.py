@@ -328,22 +328,8 @@ class DecodeSession:
         :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
         stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
-        hold = self._adopt_ticket if submit.ticket_id else self._open_ticket
-        return await hold(stream, submit, epoch, total_blocks)
-
-    async def _adopt_ticket(
-        self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
-    ) -> tuple[Holding, bytes]:
-        held = await epoch.tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
-        if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
-            return held
-        if submit.adapter:
-            epoch.expect_adapter(submit.adapter)
-        return await epoch.tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
-
-    async def _open_ticket(
-        self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
-    ) -> tuple[Holding, bytes]:
+        if submit.ticket_id:
+            return await self._adopt_ticket(stream, submit, epoch, total_blocks)
         began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:
             holding, last_hash = await epoch.tickets.open(
@@ -367,6 +353,16 @@ class DecodeSession:
         finally:
             record("kv.pin", stream.trace, began_s, time.monotonic(), found)
         return holding, last_hash
+
+    async def _adopt_ticket(
+        self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
+    ) -> tuple[Holding, bytes]:
+        held = await epoch.tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
+        if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
+            return held
+        if submit.adapter:
+            epoch.expect_adapter(submit.adapter)
+        return await epoch.tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
 
     def _begin(
         self,
