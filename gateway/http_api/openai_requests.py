@@ -293,82 +293,74 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
         raise refused("messages", "at least one message is needed")
     if len(messages) > MAX_MESSAGES:
         raise refused("messages", f"more than {MAX_MESSAGES} messages")
-    return tuple(_Told(messages))
+    return tuple(_told(messages))
 
 
-class _Told:
-    """Tells the messages of a conversation in the gateway's own form. Raises ApiError."""
-
-    def __init__(self, messages: Sequence[MessageBody]) -> None:
-        self._messages = messages
-        self._last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
-        # These calls have no result so far: the name of each, by its id.
-        self._open: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[ChatMessage]:
-        for n, message in enumerate(self._messages):
-            check_wanted()
-            yield self._message(message, n)
-
-    def _message(self, message: MessageBody, n: int) -> ChatMessage:
-        role = _ROLES.get(message.role, message.role)
-        texts, thoughts = self._content(message, role, n)
-        calls = tuple(self._calls(message, n))
-        for call in calls:
-            self._open[call.id] = call.name
-        return ChatMessage(
+def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
+    """Yields the messages of a conversation in the gateway's own form. Raises ApiError."""
+    last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
+    # These calls have no result so far: the name of each, by its id.
+    unanswered: dict[str, str] = {}
+    for n, message in enumerate(messages):
+        check_wanted()
+        role, content = _ROLES.get(message.role, message.role), message.content
+        if content is None and role not in ("assistant", "tool") and n == len(messages) - 1:
+            raise refused(f"messages[{n}].content", REQUIRED, "missing_required_parameter")
+        if isinstance(content, list):
+            texts, thoughts = _parts(content, role, n, n == last_user)
+        else:
+            texts, thoughts = [content or message.refusal or ""], []
+        calls = tuple(_calls(message, n)) if message.tool_calls or message.function_call else ()
+        unanswered.update((call.id, call.name) for call in calls)
+        yield ChatMessage(
             role=role,
             content="\n".join(texts),
             tool_calls=calls,
-            tool_call_id=self._answered(message) if role == "tool" else message.tool_call_id or "",
+            tool_call_id=_answered(message, unanswered) if role == "tool" else message.tool_call_id or "",
             name=message.name or "",
             reasoning=message.reasoning_content or message.reasoning or "\n".join(thoughts),
         )
 
-    def _content(self, message: MessageBody, role: str, n: int) -> tuple[list[str], list[str]]:
-        """Returns the texts of a message, and what the assistant thought."""
-        content = message.content
-        if content is None and role not in ("assistant", "tool") and n == len(self._messages) - 1:
-            raise refused(f"messages[{n}].content", REQUIRED, "missing_required_parameter")
-        if isinstance(content, list):
-            return self._parts(content, role, n)
-        return [content or message.refusal or ""], []
 
-    def _parts(self, content: Sequence[ContentPart], role: str, n: int) -> tuple[list[str], list[str]]:
-        texts: list[str] = []
-        thoughts: list[str] = []
-        for m, part in enumerate(content):
-            thought = _thought(part) if role == "assistant" else ""
-            text = part.text or part.refusal or ("" if thought else _thought(part))
-            if thought:
-                thoughts.append(thought)
-            elif text or part.type in _TEXTS:
-                texts.append(text)
-            elif role == "user" and (part.type in _SHOWN or n == self._last_user):
-                reason = f"{part.type[:100]!r} is not supported here"
-                raise refused(f"messages[{n}].content[{m}].type", reason, "unsupported_value")
-            else:
-                note_ignored(f"messages[{n}].content.{part.type}")
-                texts += [UNSEEN] if role == "tool" and part.type in _SHOWN else []
-        return texts, thoughts
+def _parts(content: Sequence[ContentPart], role: str, n: int, is_last_user: bool) -> tuple[list[str], list[str]]:
+    """Returns the texts of a message's parts, and what the assistant thought. ``is_last_user`` says that it is the
+    user's last message."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for m, part in enumerate(content):
+        thought = _thought(part) if role == "assistant" else ""
+        text = part.text or part.refusal or ("" if thought else _thought(part))
+        if thought:
+            thoughts.append(thought)
+        elif text or part.type in _TEXTS:
+            texts.append(text)
+        elif role == "user" and (part.type in _SHOWN or is_last_user):
+            reason = f"{part.type[:100]!r} is not supported here"
+            raise refused(f"messages[{n}].content[{m}].type", reason, "unsupported_value")
+        else:
+            note_ignored(f"messages[{n}].content.{part.type}")
+            texts += [UNSEEN] if role == "tool" and part.type in _SHOWN else []
+    return texts, thoughts
 
-    def _calls(self, message: MessageBody, n: int) -> Iterator[ToolCall]:
-        for m, call in enumerate(message.tool_calls or ()):
-            made = _call(call, f"messages[{n}].tool_calls[{m}]", call.id or f"call{n:03}{m:02}")
-            if made is not None:
-                yield made
-        if message.function_call is not None:
-            yield _function_call(message.function_call, f"call{n:03}{len(message.tool_calls or ()):02}")
 
-    def _answered(self, message: MessageBody) -> str:
-        """Returns the id of the call whose result a message is, and takes it for answered. A result that names none
-        belongs to the first call without one, if it can be by its name."""
-        found = message.tool_call_id or ""
-        if not found:
-            names = [one for one, name in self._open.items() if message.name in (None, "", name)]
-            found = next(iter([*names, *self._open]), "")
-        self._open.pop(found, None)
-        return found
+def _calls(message: MessageBody, n: int) -> Iterator[ToolCall]:
+    for m, call in enumerate(message.tool_calls or ()):
+        made = _call(call, f"messages[{n}].tool_calls[{m}]", call.id or f"call{n:03}{m:02}")
+        if made is not None:
+            yield made
+    if message.function_call is not None:
+        yield _function_call(message.function_call, f"call{n:03}{len(message.tool_calls or ()):02}")
+
+
+def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
+    """Returns the id of the call whose result a message is, and takes it out of those that are ``unanswered``. A result
+    that names none belongs to the first call without one, if it can be by its name."""
+    found = message.tool_call_id or ""
+    if not found:
+        names = [one for one, name in unanswered.items() if message.name in (None, "", name)]
+        found = next(iter([*names, *unanswered]), "")
+    unanswered.pop(found, None)
+    return found
 
 
 def _thought(part: ContentPart) -> str:
