@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -59,19 +59,22 @@ from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import flow_to_pb, sampling_to_pb
 
 
-def make_range(
+def run_range(
+    cluster: Cluster,
     admitted: AdmittedRequest,
     chain: BlockHashChain,
     token_ids: Sequence[int],
     action: ev.RunPrefill,
     ticket_id: int,
     start_blocks: int,
-) -> RunPrefillRequest:
-    """Makes the message that asks a prefill worker for a prefill range of ``token_ids``: from ``start_blocks``, which
-    its ticket has pinned, to the split."""
+    on_queued: Callable[[int], None],
+) -> AsyncIterator[ChunkAck]:
+    """Asks the plan's prefill worker for a prefill range of ``token_ids``: from ``start_blocks``, which its ticket has
+    pinned, to the split. Yields, and raises, what PrefillLink.run_prefill does."""
     plan = action.plan
+    assert plan.prefill is not None
     start_tokens = start_blocks * plan.block_size
-    return RunPrefillRequest(
+    request = RunPrefillRequest(
         request_id=admitted.request_id,
         attempt=action.attempt,
         ticket_id=ticket_id,
@@ -85,6 +88,7 @@ def make_range(
         kept_tokens=admitted.kept_tokens,
         flow=flow_to_pb(admitted.flow),
     )
+    return cluster.prefill(plan.prefill.component_id).run_prefill(request, admitted.left_s(), on_queued)
 
 
 async def open_ticket(
@@ -208,11 +212,8 @@ class RemotePrefill:
         plan = self._action.plan
         if self._there >= plan.split_blocks:
             return
-        prefill_range = make_range(
-            self._admitted, self._chain, self._token_ids, self._action, hold.ticket_id, self._there
-        )
-        link = self._cluster.prefill(self._worker.component_id)
-        async for ack in link.run_prefill(prefill_range, self._admitted.left_s(), self._on_queued):
+        asked = self._cluster, self._admitted, self._chain, self._token_ids, self._action
+        async for ack in run_range(*asked, hold.ticket_id, self._there, self._on_queued):
             self._acked.append(ack)
             self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
             self._progress.set()
@@ -560,16 +561,8 @@ class ComponentCalls:
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
-                    prefill_range = make_range(
-                        admitted,
-                        self.chain,
-                        token_ids,
-                        action,
-                        action.hold.ticket_id,
-                        action.plan.cached_blocks,
-                    )
-                    link = self._cluster.prefill(worker.component_id)
-                    async for ack in link.run_prefill(prefill_range, admitted.left_s(), queued):
+                    asked = self._cluster, admitted, self.chain, token_ids, action
+                    async for ack in run_range(*asked, action.hold.ticket_id, action.plan.cached_blocks, queued):
                         end_tokens = ack.end_tokens
                         acked(ack)
         except PillionError as error:
