@@ -78,12 +78,7 @@ class Keyring:
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
         self.tenants = dict(tenants)
-        self._keys = keys
-
-    def with_first(self, tenant: Tenant, keys: tuple[Key, ...]) -> Keyring:
-        """Returns a keyring that also has these keys, and their tenant where there is none of its name. A key that is
-        there already keeps its tenant."""
-        return Keyring({tenant.name: tenant} | self.tenants, keys + self._keys)
+        self.keys = keys
 
     def tenant_of(self, authorization: str) -> Tenant:
         """Returns the tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
@@ -95,7 +90,7 @@ class Keyring:
         key = credentials.strip()
         digest = hashlib.sha256(key[:MAX_API_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
         found: Key | None = None
-        for entry in self._keys:
+        for entry in self.keys:
             if hmac.compare_digest(entry.digest, digest):
                 found = entry
         if found is None or len(key) > MAX_API_KEY_CHARS:
@@ -122,7 +117,10 @@ class KeyFile:
 
     def _read(self) -> Keyring:
         ring = read_keys(self._path) if self._path else Keyring({}, ())
-        return ring.with_first(Tenant(name=PLAIN_TENANT), self._plain) if self._plain else ring
+        if not self._plain:
+            return ring
+        # Of a key that is there twice, the file's entry is found, because it comes last.
+        return Keyring({PLAIN_TENANT: Tenant(name=PLAIN_TENANT)} | ring.tenants, self._plain + ring.keys)
 
     def refresh(self) -> bool:
         """Reads the keys file if it has changed; returns whether there is a new keyring. A bad file is logged once and
