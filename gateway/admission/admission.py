@@ -101,7 +101,7 @@ class Admission:
             Overloaded: a bound is met, and nobody gives way.
             InvalidRequest: this many answers could never be admitted; the error names the ``field``.
         """
-        alone = self._requests.alone(tenant)
+        alone = self._requests.most(tenant)
         if answers > 1 and answers > alone:
             text = f"{answers} answers; the gateway takes {alone} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, text))
@@ -115,7 +115,7 @@ class Admission:
     def most_at_once(self, tenant: Tenant, tokens: int) -> int:
         """Returns how many requests of so many tokens a tenant may have in the gateway at once, where it has no others
         and nobody else has any; at least 1."""
-        return max(1, min(self._requests.alone(tenant), self._tokens.alone(tenant) // max(tokens, 1)))
+        return max(1, min(self._requests.most(tenant), self._tokens.most(tenant) // max(tokens, 1)))
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
         """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt

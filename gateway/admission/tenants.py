@@ -158,16 +158,12 @@ class ConcurrencyLimit:
         if not self.of[tenant]:
             del self.of[tenant]
 
-    def alone(self, tenant: Tenant) -> int:
-        """Returns how much a tenant may hold while nobody else holds anything."""
-        return self._most(tenant, 0)
-
     def met(self, tenant: Tenant, amount: int, freed: Counter[str] | None = None) -> BoundMet | None:
         """Returns the bound that keeps a tenant from holding so much more, once tenants have given back what is
         ``freed``; None where there is room."""
         freed = freed or Counter()
         total, own = self.total - freed.total(), self.of[tenant.name] - freed[tenant.name]
-        room, most = _room(tenant, self.whole), self._most(tenant, total - own)
+        room, most = _room(tenant, self.whole), self.most(tenant, total - own)
         if total + amount > room and (total or not self.of_prompts):
             text = f"{self.name} ({room}) {self.what} are under way"
             return BoundMet("", False, total + amount - room, text)
@@ -186,7 +182,7 @@ class ConcurrencyLimit:
         assert self.total == self.of.total(), f"{self.name}: {self.total} are held, {dict(self.of)} by tenant"
         assert all(count > 0 for count in self.of.values()), f"{self.name}: {dict(self.of)}"
 
-    def _most(self, tenant: Tenant, others: int) -> int:
+    def most(self, tenant: Tenant, others: int = 0) -> int:
         """Returns how much a tenant may hold while other tenants hold ``others``. The only tenant of a gateway without
         keys may hold it all."""
         own: int = getattr(tenant, self.name)
