@@ -539,13 +539,6 @@ class Gateway:
             quota.end(time.monotonic(), error)
             raise
 
-    async def counted_tokens(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> int:
-        """Returns how many tokens a prompt takes from its tenant's quota, which makes its ids; 0 without such a quota.
-        Raises InvalidRequest and Overloaded."""
-        if not tenant.tokens_per_minute:
-            return 0
-        return len(await self.prompt_ids(request, model, tenant))
-
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """Returns the text of ids, for a request that has been counted already."""
         size_bytes = TOKEN_BYTES * len(token_ids)

@@ -368,7 +368,8 @@ class ModelCalls:
         for request, names in zip(asked.requests, asked.names, strict=True):
             try:
                 await self.gateway.check(request, tenant)
-                tokens += await self.gateway.counted_tokens(request, entry, tenant)
+                if tenant.tokens_per_minute:
+                    tokens += len(await self.gateway.prompt_ids(request, entry, tenant))
             except PillionError as error:
                 raise from_pillion(error, names) from None
         fields = [names[prompt_field(request)] for request, names in zip(asked.requests, asked.names, strict=True)]
