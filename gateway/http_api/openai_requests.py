@@ -499,7 +499,7 @@ def _sampling(
     structured: StructuredOutputs | None,
 ) -> SamplingParams:
     switches = {name: value for name in _SWITCHES if (value := getattr(body, name)) is not None}
-    lists = {name: tuple(_bounded(raw, name)) for name in _LISTS if given(raw := getattr(body, name))}
+    lists: dict[str, Any] = {name: tuple(_bounded(raw, name)) for name in _LISTS if given(raw := getattr(body, name))}
     if lists.get("allowed_token_ids") == ():
         raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
     return SamplingParams(
