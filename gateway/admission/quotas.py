@@ -135,11 +135,8 @@ class Quotas:
     async def _report_soon(self) -> None:
         while self._unreported:
             await asyncio.sleep(REPORT_MS / 1000)
-            await self._report()
-
-    async def _report(self) -> None:
-        for name in {name for name, _ in self._unreported}:
-            await self._ask(self._tenants[name], None, None)
+            for name in {name for name, _ in self._unreported}:
+                await self._ask(self._tenants[name], None, None)
 
     def _take(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
         bucket = self._bucket(tenant, quota, now_s)
