@@ -273,13 +273,8 @@ class TemplateRenderer:
         told: list[bool] = []
         # The names of a template's variables are not written anywhere.
         kwargs = {name: self._marks.broken(one, told, "role") for name, one in conversation["kwargs"].items()}
-        broken = {
-            **conversation,
-            "messages": self._marks.broken(conversation["messages"], told),
-            "tools": self._marks.broken(conversation["tools"], told),
-            "introduction": self._marks.broken(conversation["introduction"], told),
-            "kwargs": kwargs,
-        }
+        texts = {name: self._marks.broken(conversation[name], told) for name in ("messages", "tools", "introduction")}
+        broken = {**conversation, **texts, "kwargs": kwargs}
         if not told:
             return self._rendered(conversation)
         safe = self._rendered(broken)
