@@ -147,14 +147,19 @@ def matrix(
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class LayerOperation:
+    """Represents an operation of a layer; its fields are the tensors that it reads, and numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(LayerOperation):
     """Makes rows of the residual stream: normed, or as they are where a model has no norm there."""
 
     weight: LayerTensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Multiply:
+class Multiply(LayerOperation):
     """Multiplies rows by a matrix, and adds its bias. In front of :class:`Attend` its outputs are queries, keys and
     values."""
 
@@ -162,19 +167,19 @@ class Multiply:
 
 
 @dataclass(frozen=True, slots=True)
-class NormHeads:
+class NormHeads(LayerOperation):
     """Norms each head of queries and keys."""
 
     weight: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
-class NormValues:
+class NormValues(LayerOperation):
     """Norms each head of values, by an RMS norm without weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class NormProjections:
+class NormProjections(LayerOperation):
     """Norms all queries of a row together, and all its keys."""
 
     queries: LayerTensor
@@ -182,20 +187,20 @@ class NormProjections:
 
 
 @dataclass(frozen=True, slots=True)
-class Rotate:
+class Rotate(LayerOperation):
     """Rotates queries and keys by the model's rotary embedding number ``rope``."""
 
     rope: int
 
 
 @dataclass(frozen=True, slots=True)
-class GrowQueries:
+class GrowQueries(LayerOperation):
     """Multiplies queries by a factor that grows with their position
     (:class:`pillion.engine.models.model_config.QueryGrowth`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attend:
+class Attend(LayerOperation):
     """Writes keys and values into the pool, and attends the queries. A layer whose queries see the keys and values of
     an earlier one (``ModelConfig.kv_sources``) makes queries alone, and writes nothing.
 
@@ -212,7 +217,7 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True)
-class AttendLatents:
+class AttendLatents(LayerOperation):
     """Attends over latents (multi-head latent attention, DeepSeek V2): writes each row's latents and rotated key into
     the pool, and makes rows of all heads' results.
 
@@ -244,19 +249,19 @@ class AttendLatents:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepGate:
+class KeepGate(LayerOperation):
     """Takes the first ``values`` values of each row away, and keeps them as the gate of :class:`Gate`."""
 
     values: Entries
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(LayerOperation):
     """Multiplies rows by the sigmoid of the gate that :class:`KeepGate` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution:
+class ShortConvolution(LayerOperation):
     """Computes a causal convolution of each channel on its own, over the last tokens of its sequence (LFM2): of three
     parts of a row, the first times the third is convolved, and the second multiplies the result.
 
@@ -267,7 +272,7 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRule:
+class DeltaRule(LayerOperation):
     """Computes the gated delta rule (arXiv 2412.06464), token by token: each head has a matrix, which decays, forgets
     what it holds for the token's key, learns the token's value for it, and is read by the token's query.
 
@@ -307,7 +312,7 @@ class DeltaRule:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpace:
+class StateSpace(LayerOperation):
     """Computes a state space with a decay for each token (Mamba-2, arXiv 2405.21060), token by token: each head has a
     matrix, which decays, gets its token's values times what makes them, and is read.
 
@@ -339,7 +344,7 @@ class StateSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
+class Mlp(LayerOperation):
     """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
     where it makes up alone.
 
@@ -372,7 +377,7 @@ MAX_MIXED_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(LayerOperation):
     """Computes a mixture of experts, each of which is an MLP as in :class:`Mlp`.
 
     Attributes:
@@ -415,7 +420,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class AddUp:
+class AddUp(LayerOperation):
     """Adds the rows to those that the layer's operations of this kind before it have added up, and goes on from the
     sum. Where there is a norm, the rows are normed before."""
 
@@ -423,7 +428,7 @@ class AddUp:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyTokenInputs:
+class ApplyTokenInputs(LayerOperation):
     """Computes projection(activation(gate(rows)) * the rows of this layer that the token has beside its embedding
     (:class:`pillion.engine.models.model_config.TokenInputs`)). Each process computes all of it."""
 
@@ -433,14 +438,14 @@ class ApplyTokenInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleResidual:
+class ScaleResidual(LayerOperation):
     """Multiplies the residual stream by a number."""
 
     factor: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
-class AddToResidual:
+class AddToResidual(LayerOperation):
     """Adds scale * rows to the residual stream; where there is a norm, the rows are normed before."""
 
     norm: LayerTensor | None
@@ -448,39 +453,15 @@ class AddToResidual:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(LayerOperation):
     """Keeps the rows as they are now for a later :class:`Again`. Pairs of both nest as brackets do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Again(LayerOperation):
     """Restores the rows that the :class:`Keep` of the same pair kept. Pairs of both nest as brackets do."""
 
 
-LayerOperation = (
-    Norm
-    | Multiply
-    | NormHeads
-    | NormValues
-    | NormProjections
-    | Rotate
-    | GrowQueries
-    | Attend
-    | AttendLatents
-    | KeepGate
-    | Gate
-    | ShortConvolution
-    | DeltaRule
-    | StateSpace
-    | Mlp
-    | Experts
-    | AddUp
-    | ApplyTokenInputs
-    | ScaleResidual
-    | AddToResidual
-    | Keep
-    | Again
-)
 Layer = tuple[LayerOperation, ...]
 
 
