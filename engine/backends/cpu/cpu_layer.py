@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -74,6 +74,7 @@ from pillion.kernels.cpu.rows.token_inputs import ScaleRows, WeighByTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, Columns, HeadStride, Operation
 from pillion.kernels.cpu.states.gates import GateRows
 
+Kind = TypeVar("Kind", bound=LayerOperation)
 # For each activation this is the epilogue of a product of gate and up, and of one without a gate.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
 EPILOGUE = {
@@ -100,13 +101,11 @@ class LayerEmitter:
     def __init__(self, builder: OperationBuilder, sampled: OperationBuilder, index: int, *, last: bool) -> None:
         self._builder, self._sampled, self._index, self._last = builder, sampled, index, last
         self._prefix = f"layers.{index}."
-        # These are the rows that the last operation made, the norm that stands before them, and how queries and keys
-        # are normed and rotated.
-        self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
-        self._rope: int | None = None
-        self._norm_last, self._grows = False, False
+        self._layer: Layer = ()
+        # These are the rows that the last operation made, and the norm that stands before them.
+        self._rows, self._norm_name = builder.hidden, ""
         self._kept: list[Buffer] = []
-        self._norm_values, self._adds_up = False, False
+        self._adds_up = False
         # These rows begin with gates of attention's results, which take so many bytes.
         self._gates, self._gate_bytes = builder.hidden, 0
         # So many operations that mix tokens are left, each of which leaves something for later steps.
@@ -116,13 +115,14 @@ class LayerEmitter:
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
         """Yields the kernels of the operations, the first of which takes ``rows``."""
-        self._rows = rows or self._rows
+        self._layer, self._rows = layer, rows or self._rows
         self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
         if self._last and not self._mixers:
             yield self._gather(None, None)
             self._rows = self._builder.hidden
         for operation, following in zip_longest(layer, layer[1:]):
-            yield from _EMIT[type(operation)](self, operation, following)
+            if not isinstance(operation, _BEFORE_ATTENTION):
+                yield from _EMIT[type(operation)](self, operation, following) or ()
 
     def norm(self, operation: Norm, _: LayerOperation | None) -> Iterator[Operation]:
         self._norm_name = "" if operation.weight is None else self._prefix + operation.weight.name
@@ -140,27 +140,6 @@ class LayerEmitter:
         else:
             self._rows = projections(self._builder, self._index)
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
-
-    def norm_heads(self, operation: NormHeads, _: LayerOperation | None) -> Iterator[Operation]:
-        self._qk_norm = "layer_by_head" if operation.weight.by_head else "head"
-        self._norm_last = self._rope is not None
-        yield from ()
-
-    def norm_values(self, _: NormValues, __: LayerOperation | None) -> Iterator[Operation]:
-        self._norm_values = True
-        yield from ()
-
-    def norm_projections(self, _: NormProjections, __: LayerOperation | None) -> Iterator[Operation]:
-        self._qk_norm = "projection"
-        yield from ()
-
-    def rotate(self, operation: Rotate, _: LayerOperation | None) -> Iterator[Operation]:
-        self._rope = operation.rope
-        yield from ()
-
-    def grow(self, _: GrowQueries, __: LayerOperation | None) -> Iterator[Operation]:
-        self._grows = True
-        yield from ()
 
     def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
         """Yields the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
@@ -204,10 +183,9 @@ class LayerEmitter:
         """Returns how many of the layer's heads with a matrix the process has."""
         return len(self._builder.shard.state_heads_of(operation.heads))
 
-    def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> Iterator[Operation]:
+    def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> None:
         """Notes that the rows before attention begin with gates of its results."""
         self._gates, self._gate_bytes = self._rows, operation.values.size * 4
-        yield from ()
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
         builder, x, gates = self._builder, self._rows, self._gates
@@ -321,13 +299,11 @@ class LayerEmitter:
             assert following.norm is not None
             yield builder.norm_add(self._prefix + following.norm.name, following.scale, found=builder.added_up)
 
-    def keep(self, _: Keep, __: LayerOperation | None) -> Iterator[Operation]:
+    def keep(self, _: Keep, __: LayerOperation | None) -> None:
         self._kept.append(self._rows)
-        yield from ()
 
-    def again(self, _: Again, __: LayerOperation | None) -> Iterator[Operation]:
+    def again(self, _: Again, __: LayerOperation | None) -> None:
         self._rows = self._kept.pop()
-        yield from ()
 
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
         builder, prefix, count, chosen = self._builder, self._prefix, operation.gate_up.experts, operation.per_token
@@ -392,10 +368,9 @@ class LayerEmitter:
         yield Operation(Combine(chosen, adds, builder.rows_of, not scaled), combine, builder.when)
         yield from after
 
-    def add(self, _: AddToResidual, __: LayerOperation | None) -> Iterator[Operation]:
-        """Yields no operation for adding rows to the residual stream, because the product before has added them."""
+    def add(self, _: AddToResidual, __: LayerOperation | None) -> None:
+        """Makes no operation for adding rows to the residual stream, because the product before has added them."""
         self._rows = self._builder.hidden
-        yield from ()
 
     def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddUp) -> Iterator[Operation]:
         """Yields the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream, or
@@ -444,11 +419,19 @@ class LayerEmitter:
             after.append(builder.norm_add(self._prefix + operation.norm.name, operation.scale))
         return out, adds, after
 
+    def _one(self, kind: type[Kind]) -> Kind | None:
+        """Returns the layer's operation of a kind that it has once at most."""
+        return next((one for one in self._layer if isinstance(one, kind)), None)
+
     def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
         """Yields the kernels from the buffer qkv to queries, and to KV in the pool."""
-        builder, qkv, kind, rope = self._builder, self._rows, self._qk_norm, self._rope
+        builder, qkv, norm, rotation = self._builder, self._rows, self._one(NormHeads), self._one(Rotate)
         config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
-        squares = None
+        kind = "projection" if self._one(NormProjections) else ""
+        if norm is not None:
+            kind = "layer_by_head" if norm.weight.by_head else "head"
+        norm_last = norm is not None and rotation in self._layer[: self._layer.index(norm)]
+        grows, squares = self._one(GrowQueries) is not None, None
         if kind == "projection" and builder.collective is not None:
             squares = builder.buffer("squares", 2, "float32")
             yield from builder.collective.squares(qkv, squares, builder.rows_of, builder.when)
@@ -458,16 +441,16 @@ class LayerEmitter:
             heads.kv_heads,
             layout.block_size,
             builder.bf16,
-            rope is not None,
+            rotation is not None,
             kind,
             shape.codes,
             squares is not None,
-            self._norm_last,
-            self._grows,
-            self._norm_values,
+            norm_last,
+            grows,
+            self._one(NormValues) is not None,
             config.kv_source(self._index) != self._index,
         )
-        cos, sin = (None, None) if rope is None else builder.ropes[rope]
+        cos, sin = (None, None) if rotation is None else builder.ropes[rotation.rope]
         norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
         values = {
             "qkv": Columns(qkv, self._gate_bytes),
@@ -476,7 +459,7 @@ class LayerEmitter:
             "sin": sin,
             **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
             "squares": squares,
-            "growth": builder.growth if self._grows else None,
+            "growth": builder.growth if grows else None,
             **places,
             "query_width": builder.model_heads * shape.head_dim,
             "key_width": layout.num_kv_heads * shape.head_dim,
@@ -543,14 +526,11 @@ class LayerEmitter:
 
 
 _MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace)
-_EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation]]] = {
+# The kernels of attention do what these operations say.
+_BEFORE_ATTENTION = (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)
+_EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,
-    NormHeads: LayerEmitter.norm_heads,
-    NormValues: LayerEmitter.norm_values,
-    NormProjections: LayerEmitter.norm_projections,
-    Rotate: LayerEmitter.rotate,
-    GrowQueries: LayerEmitter.grow,
     Attend: LayerEmitter.attend,
     AttendLatents: LayerEmitter.attend_latents,
     ShortConvolution: LayerEmitter.short_convolution,
