@@ -16,7 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from pillion.engine.models.config_keys import words
-from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, TEXT_AS
+from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, PICTURES, TEXT_AS
 
 # Where a config leaves these keys out, transformers' own value counts.
 DEFAULTED = words(
@@ -61,12 +61,14 @@ def defaults_of(name: str, left_out: Set[str]) -> dict[str, Any]:
 
 
 def render() -> str:
-    """Returns the file's text: an object for each family, and for each text model that is of a family in all but its
-    name."""
+    """Returns the file's text: an object for each family, for each text model that is of a family in all but its name,
+    and for each model of text and images, whose text model it names."""
     rows = {name: defaults_of(name, {*row.fixed, *row.ignored}) for name, row in FAMILIES.items()}
     for name, (family, _) in TEXT_AS.items():
         if name in CONFIG_MAPPING:
             rows[name] = defaults_of(name, DEFAULTED - FAMILIES[family].defaults.keys())
+    for name in PICTURES:
+        rows[name] = {"text_config": CONFIG_MAPPING[name]().text_config.model_type}
     return json.dumps(rows, indent=1, sort_keys=True) + "\n"
 
 

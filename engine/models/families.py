@@ -10,13 +10,14 @@ what its classes of configs do not. A family with a number of its own in its con
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, size
+from pillion.engine.models.config_keys import words
 from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.linear_config import (
@@ -1098,72 +1099,34 @@ ROWS: dict[str, ModelFamily] = {
     ),
 }
 
-# docs/family_defaults.py writes this file: what transformers assumes for missing keys of each family, and of each text
-# model of TEXT_AS. The row of a new family has no entry there yet.
+# docs/family_defaults.py writes this file: what transformers assumes for missing keys of each family, of each text
+# model of TEXT_AS, and of each model of PICTURES. The row of a new family has no entry there yet.
 DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
 
-# These models of text and images have a text model that can be served: their model_type, and the types that their
-# text_config may have, the first of which it has where it says nothing.
-_ANY_TEXT = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "phi3",
-    "granite",
-    "cohere2",
-    "gpt_oss",
-    "qwen3_moe",
+# These models of text and images have a text model that can be served. The text_config of a config has the model_type
+# that transformers assumes where it says nothing, which stands in the same file, or one of the others here.
+PICTURES = words(
+    """
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm gemma3 gemma4 gemma4_unified glm46v
+    glm4v glm4v_moe glmga got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl
+    lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3
+    nemotron_h_omni ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qianfan_ocr qwen3_vl qwen3_vl_moe smolvlm
+    video_llama_3 video_llava vipllava
+    """
 )
-TEXT_OF = {
-    "aya_vision": ("cohere2", "cohere"),
-    "cohere2_vision": ("cohere2",),
-    "deepseek_vl": ("llama",),
-    "deepseek_vl_hybrid": ("llama",),
-    "exaone4_5": ("exaone4", "exaone4_5_text"),
-    "fast_vlm": ("qwen2",),
-    "gemma3": ("gemma3_text",),
-    "gemma4": ("gemma4_text",),
-    "gemma4_unified": ("gemma4_unified_text",),
-    "glm46v": ("glm4v_text", "glm4v_moe_text"),
-    "glm4v": ("glm4v_text",),
-    "glm4v_moe": ("glm4v_moe_text",),
-    "glmga": ("glm4v_text",),
-    "got_ocr2": ("qwen2",),
-    "hyperclovax_vision_v2": ("hyperclovax",),
-    "idefics2": ("mistral",),
-    "idefics3": ("llama",),
-    "internvl": ("qwen2", *_ANY_TEXT),
-    "janus": ("llama",),
-    "kimi_k25": ("deepseek_v3",),
-    "lfm2_vl": ("lfm2",),
-    "lighton_ocr": ("qwen3",),
-    "llama4": ("llama4_text",),
-    "llava": _ANY_TEXT,
-    "llava_next": _ANY_TEXT,
-    "llava_next_video": _ANY_TEXT,
-    "llava_onevision": ("qwen2", *_ANY_TEXT),
-    "minicpm_ocr": ("qwen3_5_text",),
-    "minicpmv4_6": ("qwen3_5_text",),
-    "minicpmv4_7": ("qwen3_5_text",),
-    "mistral3": ("mistral", "ministral3", "mistral4"),
-    "nemotron_h_omni": ("nemotron_h",),
-    "ovis2": ("qwen2", *_ANY_TEXT),
-    "qwen2_5_vl": ("qwen2_5_vl_text",),
-    "qwen2_vl": ("qwen2_vl_text",),
-    "qwen3_5": ("qwen3_5_text",),
-    "qwen3_5_moe": ("qwen3_5_moe_text",),
-    "qianfan_ocr": ("qwen3",),
-    "qwen3_vl": ("qwen3_vl_text",),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
-    "smolvlm": ("llama",),
-    "video_llama_3": ("qwen2",),
-    "video_llava": _ANY_TEXT,
-    "vipllava": _ANY_TEXT,
+_OF_ANY_TEXT = words("internvl llava llava_next llava_next_video llava_onevision ovis2 video_llava vipllava")
+_ANY_TEXT = words("llama mistral qwen2 qwen3 gemma gemma2 phi3 granite cohere2 gpt_oss qwen3_moe")
+_OTHER_TEXTS: dict[str, Collection[str]] = {
+    **dict.fromkeys(_OF_ANY_TEXT, sorted(_ANY_TEXT)),
+    "aya_vision": ("cohere",),
+    "exaone4_5": ("exaone4_5_text",),
+    "glm46v": ("glm4v_moe_text",),
+    "mistral3": ("ministral3", "mistral4"),
+}
+TEXT_OF: dict[str, tuple[str, ...]] = {
+    name: (DEFAULTS[name]["text_config"], *_OTHER_TEXTS.get(name, ())) for name in sorted(PICTURES & DEFAULTS.keys())
 }
 # Such text models are of a family in all but their name, with what holds for all of them. Pictures in a text move its
 # positions; a text without pictures has those of any text. This key, which is Pillion's own, says that matrices of
