@@ -14,17 +14,13 @@ from typing import Any
 from pillion.engine.models.config_json import read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_head_keys
 from pillion.engine.models.config_parser import parse_config
-from pillion.engine.models.families import layers_of
+from pillion.engine.models.families import DEFAULTS, layers_of
 from pillion.engine.models.layer_operations import Entries, Layer, Multiply
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# transformers assumes these values for keys that a ``speculators`` checkpoint leaves out, by ``model_type``.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 32_000, "intermediate_size": 11_008},
-    "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "head_dim": 128},
-}
-_COMMON = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+# The layer of a head is of one of these kinds.
+_KINDS = ("llama", "qwen3")
 _OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
 
 
@@ -61,9 +57,10 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
     raw = read_json(folder / "config.json")
     head, layer_keys = _parts(raw)
     kind = layer_keys.get("model_type")
-    if kind not in _DEFAULTS:
-        raise ConfigError(f"its layer is of the kind {kind!r}; layers of {' and '.join(_DEFAULTS)} are served")
-    layer = parse_config({**_COMMON, **_DEFAULTS[kind], "tie_word_embeddings": False, **layer_keys})
+    if kind not in _KINDS:
+        raise ConfigError(f"its layer is of the kind {kind!r}; layers of {' and '.join(_KINDS)} are served")
+    # A ``speculators`` checkpoint leaves out what is as transformers assumes, whatever a family's row says.
+    layer = parse_config({**DEFAULTS[kind], **layer_keys})
     if layer.quantization is not None:
         raise ConfigError(f"its weights are quantized ({layer.quantization.words}); plain ones are served")
     if layer.num_layers != 1:
