@@ -211,11 +211,45 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Names a tensor of an open file."""
+    """Represents a tensor of an open file. Raises ConfigError, which names the file, for one that cannot be used."""
 
     handle: Any
     name: str
     path: Path
+
+    @property
+    def place(self) -> str:
+        """Gives the tensor's file and its name there, for errors."""
+        return f"{self.path}: {self.name}"
+
+    @property
+    def header(self) -> TensorHeader:
+        """Gives what the file's header says of the tensor."""
+        found = self.handle.get_slice(self.name)
+        return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raises ConfigError unless the tensor has this shape, and holds floats."""
+        header = self.header
+        if header.shape != shape:
+            raise ConfigError(f"{self.place} is {list(header.shape)}, config.json wants {list(shape)}")
+        if header.dtype not in FLOATS:
+            raise ConfigError(f"{self.place} is {header.dtype}; only {', '.join(FLOATS)} are read")
+
+    def read(self, part: int | None = None) -> torch.Tensor:
+        """Returns the tensor as it is in the file, or one entry of its first dimension."""
+        found: torch.Tensor = (
+            self.handle.get_tensor(self.name) if part is None else self.handle.get_slice(self.name)[part]
+        )
+        return found
+
+    def numbers(self, dtype: torch.dtype, part: int | None = None) -> torch.Tensor:
+        """Returns what :meth:`read` does in ``dtype``. Raises ConfigError for NaN or infinities, with which every
+        answer would be nonsense."""
+        tensor = self.read(part).to(dtype)
+        if not finite(tensor):
+            raise ConfigError(f"{self.place} holds NaN or infinite numbers in {str(dtype).removeprefix('torch.')}")
+        return tensor
 
 
 class Checkpoint:
@@ -239,7 +273,7 @@ class Checkpoint:
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = format_of(config)
-        self._headers = {plain_name: _header(found) for plain_name, found in handles.items()}
+        self._headers = {plain_name: found.header for plain_name, found in handles.items()}
         # For a plain name these are the names of the tensors quantized that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
@@ -276,29 +310,17 @@ class Checkpoint:
             assert self._format is not None
             rows, columns = wanted.shape[-2:]
             with self._named_place(wanted.name):
-                return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
-        tensor = self._tensor(wanted.name, wanted.part).to(dtype)
-        if not finite(tensor):
-            kind = str(dtype).removeprefix("torch.")
-            raise ConfigError(f"{self._place(wanted.name)} holds NaN or infinite numbers in {kind}")
+                return self._format.read(
+                    wanted.name, (rows, columns), lambda name: self._handles[name].read(wanted.part)
+                )
+        tensor = self._handles[wanted.name].numbers(dtype, wanted.part)
         return tensor.mT if wanted.transposed else tensor
-
-    def _tensor(self, plain_name: str, part: int | None) -> torch.Tensor:
-        stored = self._handles[plain_name]
-        handle, name = stored.handle, stored.name
-        found: torch.Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
-        return found
-
-    def _place(self, plain_name: str) -> str:
-        """Returns a tensor's file and its name there, for errors."""
-        found = self._handles[plain_name]
-        return f"{found.path}: {found.name}"
 
     def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
         """Yields the plain tensors that the model has, as they are in the file and in its type."""
         every = {tensor.name: tensor for stacked in self._checkpoint_names.values() for tensor in stacked}
         for name, tensor in every.items():
-            yield tensor, self._tensor(name, None)
+            yield tensor, self._handles[name].read()
 
     def has(self, key: str) -> bool:
         """Returns whether the model has a tensor of that name."""
@@ -348,8 +370,9 @@ class Checkpoint:
                     ways[way] = tensor.name
         if len(ways) > 1:
             raise ConfigError(
-                f"{self._place(ways[True])} is [experts, inputs, outputs], and {self._place(ways[False])} is [experts,"
-                " outputs, inputs]; save the model anew, so that both are one way round"
+                f"{self._handles[ways[True]].place} is [experts, inputs, outputs], and"
+                f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model anew, so that both"
+                " are one way round"
             )
         # Where no shape fits either way, the error of the shapes says what published files have.
         way = next(iter(ways), True)
@@ -395,18 +418,13 @@ class Checkpoint:
         layers."""
         if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
             return False
-        return not bool(self._tensor(name, None).any())
+        return not bool(self._handles[name].read().any())
 
     def _check_shapes(self) -> None:
         shapes = {tensor.name: tensor.plain_shape for stacked in self._checkpoint_names.values() for tensor in stacked}
         for plain_name, shape in shapes.items():
-            if self._stored.get(plain_name):
-                continue
-            found, place = self._headers[plain_name], self._place(plain_name)
-            if found.shape != shape:
-                raise ConfigError(f"{place} is {list(found.shape)}, config.json wants {list(shape)}")
-            if found.dtype not in FLOATS:
-                raise ConfigError(f"{place} is {found.dtype}; only {', '.join(FLOATS)} are read")
+            if not self._stored.get(plain_name):
+                self._handles[plain_name].check(shape)
 
 
 @contextmanager
@@ -457,11 +475,6 @@ def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
     with _open_decoder(folder, config) as (handles, within):
         may_lack = within or config.headless
         return not may_lack or Checkpoint(folder, config, handles, within=within).chooses_tokens
-
-
-def _header(stored: FileTensor) -> TensorHeader:
-    found = stored.handle.get_slice(stored.name)
-    return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
 
 
 def finite(tensor: torch.Tensor) -> bool:

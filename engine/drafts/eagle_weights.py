@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from pillion.engine.checkpoints.checkpoint import finite, layer_checkpoint_names, names_in_words
-from pillion.engine.checkpoints.model_files import weight_files
+from pillion.engine.checkpoints.checkpoint import (
+    FileTensor,
+    finite,
+    layer_checkpoint_names,
+    names_in_words,
+    open_files,
+)
 from pillion.engine.checkpoints.weight_format import FLOATS
 from pillion.engine.checkpoints.weights import in_order
 from pillion.engine.drafts.eagle_config import EagleConfig
@@ -61,25 +63,18 @@ def load_eagle_weights(
 
     Raises ConfigError for tensors that are missing, unknown, of another shape, or not finite.
     """
-    with ExitStack() as stack:
-        handles: dict[str, Any] = {}
-        for path in weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
-            handles |= dict.fromkeys(handle.keys(), handle)
-        return _make(config, _Tensors(handles, config, embedding.dtype, make_linear), embedding)
+    with open_files(folder) as files:
+        return _make(config, _Tensors(files, config, embedding.dtype, make_linear), embedding)
 
 
 class _Tensors:
     """Holds the open files of a head, after checking that their tensors' names and shapes fit its config."""
 
     def __init__(
-        self, handles: Mapping[str, Any], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
+        self, files: Mapping[str, FileTensor], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
     ) -> None:
         self.make_linear = make_linear
-        self._files = {name.replace(_OLD_LAYER, _LAYER, 1): (handle, name) for name, handle in handles.items()}
+        self._files = {name.replace(_OLD_LAYER, _LAYER, 1): found for name, found in files.items()}
         self._dtype = dtype
         wanted, optional = dict(_shapes(config)), _optional_shapes(config)
         missing = sorted(wanted.keys() - self._files.keys())
@@ -90,17 +85,13 @@ class _Tensors:
         if unknown:
             raise ConfigError(f"it holds {names_in_words(unknown)}, which an EAGLE-3 head does not have")
         for name, shape in known.items():
-            found = self._header(name) if name in self._files else shape
-            if found != shape:
-                raise ConfigError(f"its {self._files[name][1]} is {list(found)}, config.json wants {list(shape)}")
-
-    def _header(self, name: str) -> tuple[int, ...]:
-        handle, own = self._files[name]
-        part = handle.get_slice(own)
-        kinds = ("I64", "I32") if name == "d2t" else FLOATS
-        if part.get_dtype() not in kinds:
-            raise ConfigError(f"its {own} is {part.get_dtype()}; only {', '.join(kinds)} are read")
-        return tuple(part.get_shape())
+            if name not in self._files:
+                continue
+            own, kinds = self._files[name], ("I64", "I32") if name == "d2t" else FLOATS
+            if own.header.dtype not in kinds:
+                raise ConfigError(f"its {own.name} is {own.header.dtype}; only {', '.join(kinds)} are read")
+            if own.header.shape != shape:
+                raise ConfigError(f"its {own.name} is {list(own.header.shape)}, config.json wants {list(shape)}")
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -109,14 +100,12 @@ class _Tensors:
         """Returns a tensor of floats in the head's type."""
         tensor = self.ids(name).to(self._dtype)
         if not finite(tensor):
-            raise ConfigError(f"its {self._files[name][1]} holds NaN or infinite numbers")
+            raise ConfigError(f"its {self._files[name].name} holds NaN or infinite numbers")
         return tensor
 
     def ids(self, name: str) -> torch.Tensor:
         """Reads a tensor of token ids without changing its type."""
-        handle, own = self._files[name]
-        found: torch.Tensor = handle.get_tensor(own)
-        return found
+        return self._files[name].read()
 
     def layer(self, config: EagleConfig) -> LayerWeights:
         """Returns the weights of the head's layer."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pillion.engine.checkpoints.checkpoint import FileTensor, finite, names_in_words, open_files
-from pillion.engine.checkpoints.weight_format import FLOATS
+from pillion.engine.checkpoints.checkpoint import names_in_words, open_files
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
@@ -35,7 +34,8 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
             for old, new in _OLD_NAMES:
                 name = name.replace(old, new)
             if name in wanted:
-                found[name] = _read(tensor, wanted[name], dtype)
+                tensor.check(wanted[name])
+                found[name] = tensor.numbers(dtype)
             elif not _UNREAD.fullmatch(name) and not (name.startswith("head.") and not config.labels):
                 unknown.append(f"{tensor.path.name}: {stored}")
     missing = sorted(wanted.keys() - found.keys())
@@ -46,18 +46,6 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
             f"{folder} holds {names_in_words(sorted(unknown))}, which a {config.family} model does not have"
         )
     return found
-
-
-def _read(stored: FileTensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    header, place = stored.handle.get_slice(stored.name), f"{stored.path}: {stored.name}"
-    if tuple(header.get_shape()) != shape:
-        raise ConfigError(f"{place} is {list(header.get_shape())}, config.json wants {list(shape)}")
-    if header.get_dtype() not in FLOATS:
-        raise ConfigError(f"{place} is {header.get_dtype()}; only {', '.join(FLOATS)} are read")
-    tensor: torch.Tensor = stored.handle.get_tensor(stored.name).to(dtype)
-    if not finite(tensor):
-        raise ConfigError(f"{place} holds NaN or infinite numbers in {str(dtype).removeprefix('torch.')}")
-    return tensor
 
 
 def _weights(name: str, *shape: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
