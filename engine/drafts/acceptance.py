@@ -4,6 +4,7 @@ worker.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -64,6 +65,7 @@ class Acceptance:
         return mixed
 
 
+@dataclass(slots=True, eq=False)
 class DraftRecord:
     """Holds what a scheduler remembers of one stream's draft tokens. Attributes are for reading.
 
@@ -76,35 +78,21 @@ class DraftRecord:
         worth_s: how many seconds draft tokens save in the rest of the stream's life; infinite where nobody knows.
     """
 
-    __slots__ = (
-        "_acceptance",
-        "_patience",
-        "_probe",
-        "_probed",
-        "_probed_at",
-        "chances",
-        "expected",
-        "found",
-        "likeliest",
-        "worth_s",
-    )
-
-    def __init__(self) -> None:
-        self._acceptance = Acceptance(STREAM_FADING)
-        self.chances: Float64 = np.array([UNKNOWN_RATE ** (place + 1) for place in range(MAX_SPECULATIVE_TOKENS)])
-        self.likeliest = UNKNOWN_RATE
-        self.found = True
-        self.expected = 0.0
-        self.worth_s = inf
-        # These are the tokens of the last probe, which no step judges: they are compared with the stream's text once
-        # that has come.
-        self._probe = NO_TOKENS
-        # These say whether a probe, perhaps an empty one, is not compared with the text yet, and after how many tokens
-        # it was made.
-        self._probed = False
-        self._probed_at = -1
-        # The stream is probed this many times more rarely than others: twice as many for each probe that was of no use.
-        self._patience = 1
+    chances: Float64 = field(default_factory=lambda: np.full(MAX_SPECULATIVE_TOKENS, UNKNOWN_RATE).cumprod())
+    likeliest: float = UNKNOWN_RATE
+    found: bool = True
+    expected: float = 0.0
+    worth_s: float = inf
+    _acceptance: Acceptance = field(default_factory=lambda: Acceptance(STREAM_FADING))
+    # These are the tokens of the last probe, which no step judges: they are compared with the stream's text once that
+    # has come.
+    _probe: Int32 = field(default_factory=lambda: NO_TOKENS)
+    # These say whether a probe, perhaps an empty one, is not compared with the text yet, and after how many tokens it
+    # was made.
+    _probed: bool = False
+    _probed_at: int = -1
+    # The stream is probed this many times more rarely than others: twice as many for each probe that was of no use.
+    _patience: int = 1
 
     def judge(self, made: int, right: int) -> None:
         """Notes that a step judged draft tokens of this stream, as :meth:`Acceptance.judge` does."""
