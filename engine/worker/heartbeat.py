@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from pillion.config import WorkerFlags
 from pillion.engine.worker.node_updates import describe_failure
@@ -46,10 +47,11 @@ class EpochTerm:
         return self.clock() - self._renewed_s <= self._timeout_s
 
 
+@dataclass(eq=False)
 class Heartbeats:
     """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
 
-    Args:
+    Attributes:
         term: the term, which heartbeats renew.
         describe: makes the registry's record; called once per heartbeat while the worker is announced and may emit.
         on_lost: called once, when the epoch is fenced.
@@ -58,29 +60,19 @@ class Heartbeats:
         on_recall: called with the number of slots of the free ones that the node asks back.
     """
 
-    def __init__(
-        self,
-        flags: WorkerFlags,
-        node: NodeClient,
-        epoch: int,
-        term: EpochTerm,
-        *,
-        describe: Callable[[], ComponentRecord],
-        on_lost: Callable[[PillionError], None],
-        on_fail: Callable[[str], None],
-        on_renewed: Callable[[], None],
-        on_recall: Callable[[int], None],
-    ) -> None:
-        self._period_s = flags.heartbeat_ms / 1000
-        self._timeout_s = flags.heartbeat_timeout_ms / 1000
-        self._node = node
-        self._epoch = epoch
-        self._term = term
-        self._describe = describe
-        self._on_lost = on_lost
-        self._on_fail = on_fail
-        self._on_renewed = on_renewed
-        self._on_recall = on_recall
+    flags: WorkerFlags
+    node: NodeClient
+    epoch: int
+    term: EpochTerm
+    _: KW_ONLY
+    describe: Callable[[], ComponentRecord]
+    on_lost: Callable[[PillionError], None]
+    on_fail: Callable[[str], None]
+    on_renewed: Callable[[], None]
+    on_recall: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        flags = self.flags
         self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms) if flags.redis_url else None
         self._announcing = asyncio.Event()
 
@@ -108,29 +100,29 @@ class Heartbeats:
         # says nothing about the node.
         missing_s: float | None = None
         while True:
-            asked_s = self._term.clock()
+            asked_s = self.term.clock()
             try:
-                reply = await self._node.heartbeat(self._epoch)
+                reply = await self.node.heartbeat(self.epoch)
             except (Unavailable, DeadlineExceeded) as error:
                 # The node may be busy for a moment; its end is seen on the attach socket, not here.
-                now = self._term.clock()
+                now = self.term.clock()
                 missing_s = now if missing_s is None else missing_s
-                if now - missing_s > self._timeout_s:
-                    self._on_fail(describe_failure(error))
+                if now - missing_s > self.flags.heartbeat_timeout_ms / 1000:
+                    self.on_fail(describe_failure(error))
                     return
             except PillionError as error:
-                self._on_fail(describe_failure(error))
+                self.on_fail(describe_failure(error))
                 return
             else:
                 missing_s = None
                 if reply.fenced:
-                    self._on_lost(Conflict("fenced after a silence"))
+                    self.on_lost(Conflict("fenced after a silence"))
                     return
-                self._term.renew(asked_s)
-                self._on_renewed()
+                self.term.renew(asked_s)
+                self.on_renewed()
                 if reply.recall_blocks:
-                    self._on_recall(reply.recall_blocks)
-            await asyncio.sleep(self._period_s)
+                    self.on_recall(reply.recall_blocks)
+            await asyncio.sleep(self.flags.heartbeat_ms / 1000)
 
     async def _beat_registry(self) -> None:
         if self._registry is None:
@@ -139,9 +131,9 @@ class Heartbeats:
         answers = True
         while self._announcing.is_set():
             # A worker that may not emit must not be found; one that wakes after a pause asks its node first.
-            if self._term.held():
+            if self.term.held():
                 try:
-                    await self._registry.heartbeat(self._describe())
+                    await self._registry.heartbeat(self.describe())
                     answers = True
                 except PillionError as error:
                     if answers:
@@ -151,4 +143,4 @@ class Heartbeats:
                             error.message,
                         )
                     answers = False
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self.flags.heartbeat_ms / 1000)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import ChainOrder, CommitOrder, Outcome, ResumeOrder
@@ -29,10 +30,11 @@ from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 GATHER_MS = 100
 
 
+@dataclass(eq=False)
 class NodeUpdates:
     """Sends the orders of one epoch of a worker to the KV node.
 
-    Args:
+    Attributes:
         tickets: the worker's tickets, which learn which of them it holds no more.
         post_event: has a method of Scheduler called between two steps.
         on_committed: called with an order and the node's answer.
@@ -40,24 +42,16 @@ class NodeUpdates:
         on_chain: called for a feature's own chain that needs a ticket.
     """
 
-    def __init__(
-        self,
-        node: NodeClient,
-        epoch: int,
-        *,
-        on_committed: Callable[[CommitOrder, CommitRunResult], None],
-        tickets: Tickets,
-        post_event: Callable[..., None],
-        on_resume: Callable[[ResumeOrder], None],
-        on_chain: Callable[[ChainOrder], None],
-    ) -> None:
-        self._node = node
-        self._epoch = epoch
-        self._on_committed = on_committed
-        self._tickets = tickets
-        self._post_event = post_event
-        self._on_resume = on_resume
-        self._on_chain = on_chain
+    node: NodeClient
+    epoch: int
+    _: KW_ONLY
+    tickets: Tickets
+    post_event: Callable[..., None]
+    on_committed: Callable[[CommitOrder, CommitRunResult], None]
+    on_resume: Callable[[ResumeOrder], None]
+    on_chain: Callable[[ChainOrder], None]
+
+    def __post_init__(self) -> None:
         # The scheduler bounds the orders that gather here: a commit, release or resume per sequence and chain, one
         # lease call, existing slots.
         self._next = Outcome()
@@ -102,20 +96,20 @@ class NodeUpdates:
                 )
                 for order in batch.commits
             ]
-            results = await self._node.commit(self._epoch, runs)
+            results = await self.node.commit(self.epoch, runs)
             for order, result in zip(batch.commits, results, strict=True):
-                self._on_committed(order, result)
+                self.on_committed(order, result)
         if batch.releases:
-            await self._node.release(self._epoch, batch.releases)
-            self._tickets.released(batch.releases)
+            await self.node.release(self.epoch, batch.releases)
+            self.tickets.released(batch.releases)
         if batch.give_back:
-            await self._node.give_back(self._epoch, batch.give_back)
+            await self.node.give_back(self.epoch, batch.give_back)
         if batch.lease_blocks:
-            self._post_event(Scheduler.granted, await self._node.lease(self._epoch, batch.lease_blocks))
+            self.post_event(Scheduler.granted, await self.node.lease(self.epoch, batch.lease_blocks))
         for resume in batch.resumes:
-            self._on_resume(resume)
+            self.on_resume(resume)
         for chain in batch.chain_orders:
-            self._on_chain(chain)
+            self.on_chain(chain)
 
 
 def describe_failure(error: PillionError) -> str:

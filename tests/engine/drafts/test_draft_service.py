@@ -220,13 +220,13 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
 def recalls_of(heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each recall is added that the scheduler of the heartbeats' worker will hear of first."""
     recalls: list[int] = []
-    hear = heartbeats._on_recall
+    hear = heartbeats.on_recall
 
     def heard(blocks: int) -> None:
         hear(blocks)
         recalls.append(blocks)
 
-    monkeypatch.setattr(heartbeats, "_on_recall", heard)
+    monkeypatch.setattr(heartbeats, "on_recall", heard)
     return recalls
 
 
