@@ -22,11 +22,10 @@ from starlette.routing import Route
 
 from pillion._version import VERSION
 from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
-from pillion.engine.adapters.adapter_targets import listed_targets
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError
-from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, load_adapters
+from pillion.gateway.adapters.adapter_names import AdapterNames, load_adapters
 from pillion.gateway.adapters.adapter_servicer import adapter_calls
 from pillion.gateway.adapters.adapters_api import adapter_routes
 from pillion.gateway.admission.api_keys import KeyFile
@@ -189,19 +188,9 @@ def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRu
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:
     """Loads the adapters of --lora-modules. Reads files; raises ConfigError."""
-    options = AdapterOptions(
-        max_rank=flags.max_lora_rank,
-        targets=listed_targets(flags.lora_target_modules),
-        max_loras=flags.max_loras,
-        modules=flags.lora_modules,
-        folders=flags.lora_path,
-        updating=flags.allow_runtime_lora_updating,
-        store_bytes=flags.lora_store_bytes,
-        redis_url=flags.redis_url if flags.allow_runtime_lora_updating else "",
-    )
     folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
     aliases = {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries}
-    return load_adapters(folders, aliases, options, cluster.nodes)
+    return load_adapters(folders, aliases, flags, cluster.nodes)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:

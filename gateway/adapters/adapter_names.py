@@ -18,8 +18,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterCopier, AdapterStore
+from pillion.engine.adapters.adapter_targets import listed_targets
 from pillion.errors import (
     ConfigError,
     Conflict,
@@ -35,7 +37,7 @@ from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.host.adapter_folders import KEEP_S, STORE_BYTES, cache_root
+from pillion.host.adapter_folders import KEEP_S, cache_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Reading
@@ -94,30 +96,6 @@ def _parse_module(text: str) -> LoraModule:
     return module
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions:
-    """Holds the flags that decide about adapters.
-
-    Attributes:
-        max_rank, max_loras: the largest rank of an adapter, and how many a worker keeps ready.
-        targets: the names of linear layers that adapters may change; none allow all.
-        modules: the values of --lora-modules.
-        folders: the values of --lora-path.
-        updating: whether names may change while the gateway runs.
-        store_bytes: how many bytes a machine's copies of adapters may have together.
-        redis_url: the Redis in which gateways share names; "" where this one is alone.
-    """
-
-    max_rank: int
-    max_loras: int = 0
-    targets: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
-    updating: bool = False
-    store_bytes: int = STORE_BYTES
-    redis_url: str = ""
-
-
 class AdapterNames:
     """Keeps the adapters that a gateway serves by the names that clients use.
 
@@ -137,19 +115,19 @@ class AdapterNames:
         self,
         models: Mapping[str, Path],
         aliases: Mapping[str, str],
-        options: AdapterOptions,
+        flags: GatewayFlags,
         nodes: Callable[[], Iterable[NodeLink]],
         shared: SharedNames | None = None,
     ) -> None:
         self._models = models
         self._aliases = aliases
         self._taken = frozenset(aliases) | frozenset(models)
-        self._options = options
-        self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
+        self._flags = flags
+        self._folders = [Path(folder).expanduser().resolve() for folder in flags.lora_path]
         self._shared = shared
-        copier = AdapterCopier(str(cache_root()), options.store_bytes)
+        copier = AdapterCopier(str(cache_root()), flags.lora_store_bytes)
         self._process = AdapterProcess(copier, MAX_PROCESS_BYTES)
-        self.store = AdapterStore(store_bytes=options.store_bytes, digest_of=self._process.digest)
+        self.store = AdapterStore(store_bytes=flags.lora_store_bytes, digest_of=self._process.digest)
         self._spread = AdapterSpread(nodes, self.digests, self.store)
         self._tasks: list[asyncio.Task[None]] = []
         # This counts running requests by the name of their adapter.
@@ -174,7 +152,7 @@ class AdapterNames:
                 self._process.close()
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
         self.table = NameTable(found)
-        if not self._options.updating:
+        if not self._flags.allow_runtime_lora_updating:
             self._process.close(for_good=False)
 
     def start(self, heartbeat_s: float) -> None:
@@ -206,7 +184,7 @@ class AdapterNames:
 
     def readings(self) -> Iterator[Reading]:
         """Yields the gauges of a gateway that serves adapters."""
-        return adapter_readings(self._running, self._options.max_loras)
+        return adapter_readings(self._running, self._flags.max_loras)
 
     def find(self, name: str) -> NamedAdapter | None:
         """Returns the adapter that a name means now; None where it means no adapter of a model that is served here."""
@@ -224,7 +202,7 @@ class AdapterNames:
     async def look(self, name: str) -> None:
         """Asks the registry for a name that is unknown here. Callers at the same time share one call of the registry,
         and each gets a call that began after its own."""
-        if not name or name in self._taken or not self._options.updating:
+        if not name or name in self._taken or not self._flags.allow_runtime_lora_updating:
             return
         # A call of the registry that has begun may have been answered before the name was given, so a second one may be
         # needed.
@@ -361,7 +339,7 @@ class AdapterNames:
             self._changing -= 1
 
     def _check_updating(self) -> None:
-        if not self._options.updating:
+        if not self._flags.allow_runtime_lora_updating:
             raise PermissionDenied("names of adapters are fixed here: --allow-runtime-lora-updating changes that")
 
     def _check_free(self, name: str) -> None:
@@ -402,7 +380,7 @@ class AdapterNames:
             raise Conflict(f"{name!r} is the name of a model")
         try:
             place, model = "" if inside is None else str(inside), str(self._models[parent])
-            limits = self._options.max_rank, list(self._options.targets)
+            limits = self._flags.max_lora_rank, list(listed_targets(self._flags.lora_target_modules))
             (digest, rank), _ = self._process.run(LOAD_TIMEOUT_S, "add", str(folder), model, *limits, place)
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
@@ -435,13 +413,14 @@ def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Rea
 def load_adapters(
     models: Mapping[str, Path],
     aliases: Mapping[str, str],
-    options: AdapterOptions,
+    flags: GatewayFlags,
     nodes: Callable[[], Iterable[NodeLink]],
 ) -> AdapterNames:
     """Makes the names of a gateway's adapters, with those of --lora-modules loaded. The arguments are those of
     :class:`AdapterNames`. Reads files; raises ConfigError."""
-    modules = parse_lora_modules(options.modules)
-    shared = SharedNames(options.redis_url, MAX_CHANGES, FORGET_MS) if options.redis_url else None
-    names = AdapterNames(models, aliases, options, nodes, shared)
+    modules = parse_lora_modules(flags.lora_modules)
+    shares = flags.redis_url and flags.allow_runtime_lora_updating
+    shared = SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if shares else None
+    names = AdapterNames(models, aliases, flags, nodes, shared)
     names.load_fixed(modules)
     return names

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, OfflineFlags, PrepareFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
 from pillion.rules.weighted_limit import WeightedLimit
@@ -210,20 +210,14 @@ async def _start_gateway(
 def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
     """Makes the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
     will do."""
-    from pillion.engine.adapters.adapter_targets import listed_targets
-    from pillion.gateway.adapters.adapter_names import AdapterOptions, load_adapters
+    from pillion.cli.flags import subset
+    from pillion.gateway.adapters.adapter_names import load_adapters
 
     if not flags.enable_lora:
         return None
-    options = AdapterOptions(
-        max_rank=flags.max_lora_rank,
-        targets=listed_targets(flags.lora_target_modules),
-        folders=("/",),
-        updating=True,
-        store_bytes=flags.lora_store_bytes,
-    )
+    own = subset(GatewayFlags, flags, lora_path=("/",), allow_runtime_lora_updating=True)
     aliases = dict.fromkeys(model.aliases, model.name)
-    return load_adapters({model.name: model.folder}, aliases, options, nodes)
+    return load_adapters({model.name: model.folder}, aliases, own, nodes)
 
 
 async def _until_ready(gateway: Any) -> None:

@@ -22,7 +22,7 @@ from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.adapters import adapter_names
-from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
+from pillion.gateway.adapters.adapter_names import AdapterNames, parse_lora_modules
 from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.assemble import start_gateway
@@ -371,9 +371,8 @@ async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
 async def test_all_who_ask_at_once_learn_a_name_of_another_gateway(made, flags, folder):
     async with running(made, **flags | {"heartbeat_ms": 60_000, "heartbeat_timeout_ms": 600_000}) as fakes:
         here = fakes.gateway.gateway.adapters
-        other = AdapterNames(
-            {"toy": None}, {}, AdapterOptions(max_rank=8, updating=True), list, SharedNames(fakes.redis.url, 10, 10**9)
-        )
+        updating = GatewayFlags(model="toy", max_lora_rank=8, allow_runtime_lora_updating=True)
+        other = AdapterNames({"toy": None}, {}, updating, list, SharedNames(fakes.redis.url, 10, 10**9))
         await other.share()
         adapter = NamedAdapter(name="far", parent="toy", digest="ab" * 32, rank=4, path="/far")
         # Somebody has asked for another name just now.
