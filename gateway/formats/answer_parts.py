@@ -398,3 +398,24 @@ class PendingText:
     def _end(self) -> int:
         """Gives the place up to which the text may be read now."""
         return min(len(self._text), self._most)
+
+
+class CallReader:
+    """Reads an answer whose calls stand behind marks; what is no call is content. The readers of formats extend it."""
+
+    def __init__(self, text: PendingText, parts: AnswerParts, begins: Marks) -> None:
+        self._text = text
+        self._parts = parts
+        self._begins = begins
+
+    def read(self) -> Generator[None, None, None]:
+        """Reads the whole answer."""
+        while mark := (yield from self._text.until(self._begins, self._parts.content)):
+            self._text.attempt()
+            if not (yield from self._after(mark)):
+                self._text.give_up(self._parts.content, mark)
+
+    def _after(self, mark: str) -> Generator[None, None, bool]:
+        """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
+        read."""
+        raise NotImplementedError

@@ -16,17 +16,17 @@ import re
 from collections.abc import Container, Generator, Mapping
 from types import MappingProxyType
 
-from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
+from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, Marks, PendingText
 
 MAX_NAME_CHARS = 128
 NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
+NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ARGUMENTS = ("arguments", "parameters")
 # Outside of strings, these characters change how deep a JSON value is nested. JSON has no "<", so it is a mark there.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
 # A JSON number or word (true, false, null) ends before one of these characters.
 _BEHIND_WORD = re.compile(r"[,}\] \t\r\n<]")
-_NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _NOT_ID = re.compile(r"[\W_]")
 
 
@@ -67,7 +67,7 @@ class JsonScan:
         return at
 
 
-class JsonCalls:
+class JsonCalls(CallReader):
     """Reads an answer whose calls are JSON objects between ``begin`` and ``end``. ``end`` may be left out."""
 
     # An object has a tool's name by one of these keys.
@@ -82,32 +82,17 @@ class JsonCalls:
         end: str = "",
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._text = text
-        self._parts = parts
-        self._known = known
         # The end's mark by that of the begin; some models have written others than their templates have.
         self._ends = {begin: end, **others}
-        self._begin = Marks(*self._ends)
-        self._mark, self._end = begin, end
+        super().__init__(text, parts, Marks(*self._ends))
+        self._known = known
 
-    def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
-        text, parts = self._text, self._parts
-        while mark := (yield from text.until(self._begin, parts.content)):
-            self._mark, self._end = mark, self._ends.get(mark, "")
-            text.attempt()
-            if not (yield from self._after_mark()):
-                text.give_up(parts.content, mark)
-
-    def _after_mark(self) -> Generator[None, None, bool]:
-        """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
-        read."""
+    def _after(self, mark: str) -> Generator[None, None, bool]:
         if not (yield from self._calls()):
             return False
         # White space after a call is no content.
         yield from self._text.past_space()
-        if self._end:
-            yield from self._text.has(self._end)
+        yield from self._text.has(self._ends[mark])
         return True
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
@@ -203,9 +188,9 @@ class JsonCalls:
 class LlamaCalls(JsonCalls):
     """Reads an answer of Llama 3: a call's object stands after a mark, or anywhere."""
 
-    def _after_mark(self) -> Generator[None, None, bool]:
+    def _after(self, mark: str) -> Generator[None, None, bool]:
         # Without a mark an object is a call only if it names a tool, because the answer itself may be JSON.
-        bare = self._mark == "{"
+        bare = mark == "{"
         if not (yield from self._call(only_known=bare, begun=bare)):
             return False
         yield from self._more()
@@ -292,14 +277,14 @@ class MistralCalls(ListCalls):
     """Reads an answer of a model of Mistral's: after the mark comes a list of objects or, since its tokenizer v11, a
     name, perhaps an id, and the arguments."""
 
-    def _after_mark(self) -> Generator[None, None, bool]:
+    def _after(self, mark: str) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "[":
             return (yield from self._calls())
         return (yield from self._named())
 
     def _named(self) -> Generator[None, None, bool]:
         text = self._text
-        name = yield from text.up_to(_NOT_NAME, MAX_NAME_CHARS)
+        name = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
         if not name:
             return False
         if (yield from text.has("[CALL_ID]")):

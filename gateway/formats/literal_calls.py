@@ -18,13 +18,12 @@ from collections.abc import Callable, Container, Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
-from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME
+from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, Marks, PendingText
+from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 
 # A number or a word is no longer than this.
 MAX_WORD_CHARS = 1024
-_NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _BEHIND_KEY = re.compile(r"[\s=:,(){}\[\]<]")
 _BEHIND_WORD = re.compile(r"[\s,)}\]<]")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -98,12 +97,11 @@ class _Frame(NamedTuple):
 _LIST, _TUPLE = _Frame("]", "", "[", "]"), _Frame(")", "", "[", "]")
 
 
-class LiteralCalls:
+class LiteralCalls(CallReader):
     """Reads an answer whose calls have the notation of ``form``."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: LiteralForm) -> None:
-        self._text = text
-        self._parts = parts
+        super().__init__(text, parts, Marks(*filter(None, (form.begin,))))
         self._known = known
         self._form = form
         self._inner = {"[": _LIST, "{": _Frame("}", ":", "{", "}")}
@@ -112,17 +110,15 @@ class LiteralCalls:
 
     def read(self) -> Generator[None, None, None]:
         """Reads the whole answer."""
-        text, parts, form = self._text, self._parts, self._form
-        if form.listed:
+        if self._form.listed:
             # Without a mark a list is one of calls only if it begins with a tool's name.
-            text.attempt()
+            self._text.attempt()
             if not (yield from self._calls(only_known=True)):
-                parts.content(text.leave())
-        begins = Marks(*filter(None, (form.begin,)))
-        while mark := (yield from text.until(begins, parts.content)):
-            text.attempt()
-            if not (yield from self._calls()):
-                text.give_up(parts.content, mark)
+                self._parts.content(self._text.leave())
+        yield from super().read()
+
+    def _after(self, mark: str) -> Generator[None, None, bool]:
+        return self._calls()
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
         """Reads the calls after a mark, and the mark behind them. Returns False where no call comes, and leaves it to
@@ -150,8 +146,7 @@ class LiteralCalls:
                 break
         # White space after calls is no content.
         yield from text.past_space()
-        if form.end:
-            yield from text.has(form.end)
+        yield from text.has(form.end)
         return True
 
     def _call(self, only_known: bool = False) -> Generator[None, None, bool]:
@@ -160,7 +155,7 @@ class LiteralCalls:
         text, form = self._text, self._form
         if not (yield from text.has(form.head)):
             return False
-        name = yield from text.up_to(_NOT_NAME, MAX_NAME_CHARS)
+        name = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
         if not NAME.fullmatch(name) or (only_known and name not in self._known):
             return False
         if not (yield from text.has(form.opened)):
@@ -198,7 +193,7 @@ class LiteralCalls:
                 text.give_up(self._parts.content)
                 return
             text.take()
-            give(("" if first else ", ") + (_key_text(key) if frame.keyed else ""))
+            give(("" if first else ", ") + (f'"{_in_text(key)}": ' if frame.keyed else ""))
             inner = self._inner.get(character)
             first = inner is not None
             if inner is not None:
@@ -308,10 +303,6 @@ def _in_text(text: str) -> str:
     """Writes characters as they stand within a text of JSON."""
     # Half a surrogate pair is no character that can be sent as it is.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-def _key_text(key: str | None) -> str:
-    return f'"{_in_text(key or "")}": '
 
 
 def _word(word: str) -> str:

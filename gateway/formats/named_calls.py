@@ -11,11 +11,10 @@ from collections.abc import Container, Generator
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
-from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, JsonCalls
+from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME, JsonCalls
 
 FENCE, END_FENCE = "```json", "```"
 FUNCTIONS = "functions."
-_NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _NUMBER = re.compile(r":[0-9]+$")
 
 
@@ -72,8 +71,8 @@ class NamedCalls(JsonCalls):
         self._form = form
         self._ids: set[str] = set()
 
-    def _after_mark(self) -> Generator[None, None, bool]:
-        if not (yield from self._named()):
+    def _after(self, mark: str) -> Generator[None, None, bool]:
+        if not (yield from self._named(mark)):
             return False
         for end in (self._form.end, self._form.end_section):
             # White space around marks is no content.
@@ -81,18 +80,18 @@ class NamedCalls(JsonCalls):
             yield from self._text.has(end)
         return True
 
-    def _named(self) -> Generator[None, None, bool]:
-        """Reads a call up to the end of its arguments. Returns False where it is none, and leaves it to the caller to
-        end the trial read."""
+    def _named(self, mark: str) -> Generator[None, None, bool]:
+        """Reads a call after a mark, up to the end of its arguments. Returns False where it is none, and leaves it to
+        the caller to end the trial read."""
         text, form = self._text, self._form
-        if self._mark == form.section:
+        if mark == form.section:
             yield from text.past_space()
             if not (yield from text.has(form.begin)):
                 return False
         yield from text.past_space()
         if not (yield from text.has(form.kind)):
             return False
-        written = yield from text.up_to(_NOT_NAME, MAX_NAME_CHARS)
+        written = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
         name = _NUMBER.sub("", written.removeprefix(FUNCTIONS)) if form.numbered else written
         yield from text.past_space()
         if not NAME.fullmatch(name) or not (yield from text.has(form.separator)):

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
+from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, PendingText
 from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
 from pillion.gateway.formats.json_calls import (
     ApertusCalls,
@@ -25,7 +25,6 @@ from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL,
 
 # This maps the names of a request's tools to the schemas of their arguments.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
-CallReader = JsonCalls | XmlCalls | LiteralCalls | HarmonyAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class ToolFormat:
 
     begin: str
     end: str
-    reader: Callable[[PendingText, AnswerParts, ToolSchemas], CallReader]
+    reader: Callable[[PendingText, AnswerParts, ToolSchemas], CallReader | HarmonyAnswer]
     found: tuple[tuple[str, ...], ...] = ()
     marks: tuple[str, ...] = ()
     short_ids: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Marks, PendingText
+from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, CallReader, Marks, PendingText
 from pillion.gateway.formats.json_calls import NAME
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
@@ -139,17 +139,15 @@ _NO_STRING = {"boolean", "number", "object", "array", "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
-class XmlCalls:
+class XmlCalls(CallReader):
     """Reads an answer whose calls are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
 
     def __init__(
         self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]], form: XmlForm
     ) -> None:
-        self._text = text
-        self._parts = parts
+        super().__init__(text, parts, Marks(*filter(None, (form.begin, form.function))))
         self._schemas = schemas
         self._form = form
-        self._begins = Marks(*filter(None, (form.begin, form.function)))
         # A model may leave the mark of a parameter's end out; the next mark, on a line of its own where texts have
         # lines, then ends it.
         line = "\n" if form.lines else ""
@@ -162,17 +160,7 @@ class XmlCalls:
         # Types are kept by the ids of schemas, because a schema may be long, and a model may write a parameter often.
         self._types: dict[int, set[str]] = {}
 
-    def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
-        text, parts = self._text, self._parts
-        while mark := (yield from text.until(self._begins, parts.content)):
-            text.attempt()
-            if not (yield from self._call(mark)):
-                text.give_up(parts.content, mark)
-
-    def _call(self, mark: str) -> Generator[None, None, bool]:
-        """Reads a call, from after its mark on, and adds it to the answer's calls. Returns False where it is none, and
-        leaves it to the caller to end the trial read."""
+    def _after(self, mark: str) -> Generator[None, None, bool]:
         text, form = self._text, self._form
         if mark == form.begin:
             yield from text.past_space()
