@@ -29,7 +29,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
-from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskRows, MaskThreads
+from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, MaskJob, MaskThreads
 from pillion.errors import BrokenGrammar, PillionError
 from pillion.kernels.step import UInt32
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
@@ -151,13 +151,17 @@ class GrammarState:
         finally:
             self._grammar.unlock()
 
-    def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
+    def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
         """Returns masks of the last ``places`` of 1 + len(drafts) places: after the taken tokens, and after each of the
         drafts, which begin with forced tokens or are draft tokens that fit."""
         self.follow()
         if not self._followed:
-            # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step.
-            return LateMasks(self._no_bits(places))
+            # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step, and
+            # no step is to wait for them.
+            late = MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
+            late.error = "another thread uses the grammar"
+            late.finish()
+            return late
         if self._job is not None and self._job_for == (tuple(drafts), places):
             return self._job
         return self._start_job(drafts, places)

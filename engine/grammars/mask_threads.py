@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread, Timer
-from typing import Protocol
 
 import numpy as np
 
@@ -33,25 +32,15 @@ MAX_MASK_THREADS = 8
 MAX_QUEUED_MASKS = 16
 
 
-class MaskRows(Protocol):
-    """Holds masks of some places of one answer, which may still be computed.
+class MaskJob:
+    """Computes masks of some places of one answer.
+
+    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
+    the matcher's place, and one is after each of ``draft_tokens``. ``error`` is set by the computation.
 
     Attributes:
         bits: uint32 [N, ceil(vocabulary / 32)], valid when ``wait`` has returned True: token t may be chosen at place n
             where bit t % 32 of bits[n, t // 32] is set.
-    """
-
-    bits: UInt32
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for the masks, at most ``seconds``; returns whether they are there."""
-
-
-class MaskJob:
-    """Computes masks of some places of one answer: these are MaskRows.
-
-    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
-    the matcher's place, and one is after each of ``draft_tokens``. ``error`` is set by the computation.
     """
 
     def __init__(
@@ -103,6 +92,7 @@ class MaskJob:
             wake()
 
     def wait(self, seconds: float) -> bool:
+        """Waits for the masks, at most ``seconds``; returns whether they are there."""
         # A matcher that has met an error allows only the answer's end, whatever its grammar is, so its masks are not
         # used.
         if not self._gate.acquire(timeout=seconds):
@@ -138,16 +128,6 @@ class MaskJob:
                     row[end // 32] ^= bit
                     if not row.any():
                         row[end // 32] = bit
-
-
-class LateMasks:
-    """Stands for masks that nobody computes in this step: they are known to be late, and no step waits for them."""
-
-    def __init__(self, bits: UInt32) -> None:
-        self.bits = bits
-
-    def wait(self, seconds: float) -> bool:
-        return False
 
 
 class MaskThreads:

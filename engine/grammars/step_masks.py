@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pillion.engine.grammars.mask_threads import MASK_WAIT_MS, MaskRows
+from pillion.engine.grammars.mask_threads import MASK_WAIT_MS, MaskJob
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.kernels.step import Bool, Int64, UInt32
 
@@ -21,13 +21,13 @@ class StepMasks:
     """
 
     rows: Int64
-    asked: tuple[tuple[MaskRows, int], ...]
+    asked: tuple[tuple[MaskJob, int], ...]
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
         """Asks for the masks of a plan with grammars, when its batch is built. Returns None where no row has one."""
         rows: list[int] = []
-        asked: list[tuple[MaskRows, int]] = []
+        asked: list[tuple[MaskJob, int]] = []
         row = 0
         for chunk in plan.scheduled:
             if not chunk.samples:

@@ -15,7 +15,7 @@ from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.worker_drafts import chains_of
-from pillion.engine.grammars.mask_threads import MaskRows
+from pillion.engine.grammars.mask_threads import MaskJob
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -573,7 +573,7 @@ class RowChoice:
     """How a row's greedy choice becomes its token: shifted, and by the masks of a grammar, which may be late."""
 
     shift: int
-    masks: MaskRows | None = None
+    masks: MaskJob | None = None
     place: int = 0
 
     def of(self, token: int) -> int:

@@ -14,7 +14,7 @@ from lab.testbed.conditions import WITHIN_S, result_of, wait_for
 from pillion.engine.grammars import mask_threads
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskRows, MaskThreads
+from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskJob, MaskThreads
 from pillion.kernels.step import UInt32
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
@@ -45,7 +45,7 @@ def held(gate: threading.Event, answer: Sequence[int] = ()) -> GatedMatcher:
     return matcher
 
 
-def check_that_all_come(masks: Sequence[MaskRows]) -> None:
+def check_that_all_come(masks: Sequence[MaskJob]) -> None:
     came = [each.wait(WITHIN_S) for each in masks]
     assert all(came), f"waited {WITHIN_S:g} s for each of {len(masks)} steps' masks; those that came: {came}"
 
