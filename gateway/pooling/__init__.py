@@ -9,10 +9,10 @@ Open first: vectors.py, which makes the vectors and scores of a call as the chec
     pooling_files.py   what a checkpoint's sentence-transformers files say: pooling, normalization, prompts
     label_forms.py     how a classifier's labels are called, and how logits become probabilities
     pair_forms.py      how a checkpoint scores pairs: by cosines, by a head with a label, by two tokens
-    embeddings_api.py  /v1/embeddings, in OpenAI's form
-    classify_api.py    /v1/classify, in vLLM's form
-    rerank_api.py      /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
-    pooling_pages.py   the list of these pages
+    pooling_pages.py   the pages of the HTTP port
+    embeddings_form.py the bodies of /v1/embeddings, in OpenAI's form
+    classify_form.py   those of /v1/classify, in vLLM's form
+    rerank_forms.py    those of /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
     text_servicer.py   gRPC's Embed and Score
 
 The vector itself is a row of a worker's step (``StepBatch.pooled``), a prefill worker's where there is one; planning,

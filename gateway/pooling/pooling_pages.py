@@ -1,16 +1,143 @@
-"""Lists the pages of vectors, labels and scores for the HTTP port."""
+"""Serves the pages of vectors, labels and scores. The module of each form reads their bodies and writes their
+answers."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
 from starlette.routing import Route
 
+from pillion.errors import PillionError
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
+from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.pooling.classify_api import classify_routes
-from pillion.gateway.pooling.embeddings_api import embedding_routes
-from pillion.gateway.pooling.rerank_api import rerank_routes
-from pillion.gateway.pooling.vectors import GatewayVectors
+from pillion.gateway.pooling.classify_form import ClassifyBody, read_classify, write_labels
+from pillion.gateway.pooling.embeddings_form import EmbeddingsBody, read_embeddings, write_vectors
+from pillion.gateway.pooling.rerank_forms import (
+    AskedPairs,
+    RerankBody,
+    ScoreBody,
+    read_rerank,
+    read_score,
+    write_cohere,
+    write_rerank,
+    write_score,
+)
+from pillion.gateway.pooling.text_bodies import TextsBody
+from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
+
+# A value of a vector, or a probability, takes about so many bytes in an answer.
+VALUE_BYTES = 12
+# So many take a score and the JSON around it.
+SCORE_BYTES = 64
+_EMBEDDINGS_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
+_CLASSIFY_EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
+_RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
+_SCORE_EXAMPLE = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
+
+T = TypeVar("T")
 
 
 def pooling_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
-    """Returns all pages of vectors, labels and scores."""
-    return [*embedding_routes(calls, vectors), *classify_routes(calls, vectors), *rerank_routes(calls, vectors)]
+    """Returns all pages of vectors, labels and scores for the table of the HTTP port."""
+    api, tenant_of = PoolingApi(calls, vectors), calls.gateway.tenant_of
+    pages: list[tuple[tuple[str, ...], Callable[[HttpCall], Awaitable[None]], type, Mapping[str, Any]]] = [
+        (("/v1/embeddings",), api.embeddings, EmbeddingsBody, _EMBEDDINGS_EXAMPLE),
+        (("/v1/classify", "/classify"), api.classify, ClassifyBody, _CLASSIFY_EXAMPLE),
+        (("/v1/rerank", "/rerank"), api.rerank, RerankBody, _RERANK_EXAMPLE),
+        (("/v2/rerank",), api.rerank_of_cohere, RerankBody, _RERANK_EXAMPLE),
+        (("/v1/score", "/score"), api.score, ScoreBody, _SCORE_EXAMPLE),
+    ]
+    return [
+        Route(path, Endpoint("POST", handler, tenant_of, body, example=example, in_batches=True))
+        for paths, handler, body, example in pages
+        for path in paths
+    ]
+
+
+class PoolingApi:
+    """Handles the calls for vectors, labels and scores; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what
+    the handlers raise into responses."""
+
+    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
+        self._calls = calls
+        self._gateway = calls.gateway
+        self._vectors = vectors
+
+    @reads_body
+    async def embeddings(self, call: HttpCall, raw: bytes) -> None:
+        """Makes the vectors of texts."""
+        most_ids = self._gateway.longest_tokens
+        body, names, requests = await self._calls.read(call, read_embeddings, raw, call.request_id, most_ids)
+        embed = partial(self._vectors.embed, requests, dimensions=body.dimensions, prompt_name=body.prompt_name)
+        found = await self._computed(call, body, names, embed)
+        size_bytes = VALUE_BYTES * sum(map(len, found.vectors))
+        await self._answer(call, size_bytes, write_vectors, found, body.encoding_format)
+
+    @reads_body
+    async def classify(self, call: HttpCall, raw: bytes) -> None:
+        """Tells the labels of texts apart."""
+        most_ids = self._gateway.longest_tokens
+        body, names, requests = await self._calls.read(call, read_classify, raw, call.request_id, most_ids)
+        classify = partial(self._vectors.classify, requests, activated=body.use_activation is not False)
+        found = await self._computed(call, body, names, classify)
+        size_bytes = VALUE_BYTES * sum(map(len, found.values))
+        await self._answer(call, size_bytes, write_labels, f"classify-{call.answer_id}", found)
+
+    @reads_body
+    async def rerank(self, call: HttpCall, raw: bytes) -> None:
+        """Answers a call that orders documents, in vLLM's and Jina's form."""
+        await self._score(call, raw, read_rerank, partial(write_rerank, f"rerank-{call.answer_id}"))
+
+    @reads_body
+    async def rerank_of_cohere(self, call: HttpCall, raw: bytes) -> None:
+        """Answers a call that orders documents, in the form of Cohere's second version."""
+        await self._score(call, raw, read_rerank, partial(write_cohere, f"rerank-{call.answer_id}"))
+
+    @reads_body
+    async def score(self, call: HttpCall, raw: bytes) -> None:
+        """Answers a call that scores pairs, in vLLM's form."""
+        await self._score(call, raw, read_score, partial(write_score, f"score-{call.answer_id}"))
+
+    async def _score(
+        self,
+        call: HttpCall,
+        raw: bytes,
+        read: Callable[[bytes, str], AskedPairs],
+        write: Callable[[AskedPairs, ScoredPairs], bytes],
+    ) -> None:
+        asked = await self._calls.read(call, read, raw, call.request_id)
+        body = asked.body
+        score = partial(
+            self._vectors.score,
+            asked.pairs,
+            asked.shared,
+            document_tokens=body.max_tokens_per_doc or None,
+            instruction=body.instruction,
+        )
+        found = await self._computed(call, body, asked.names, score)
+        size_bytes = sum(SCORE_BYTES + len(pair.document) for pair in asked.pairs)
+        await self._answer(call, size_bytes, write, asked, found)
+
+    async def _computed(
+        self, call: HttpCall, body: TextsBody, names: Mapping[str, str], compute: Callable[..., Awaitable[T]]
+    ) -> T:
+        """Returns what ``compute`` makes of a call's texts, with the arguments that each use of the vectors takes.
+        ``names`` are the client's names of the texts, by the gateway's. Raises ApiError."""
+        entry = await self._calls.entry(body.model, call.tenant)
+        try:
+            return await compute(
+                cut_tokens=body.truncate_prompt_tokens,
+                tenant=call.tenant,
+                timeout_s=call.patience_s,
+                parent=call.trace_parent(),
+                entry=entry,
+            )
+        except PillionError as error:
+            raise from_pillion(error, names) from None
+
+    async def _answer(self, call: HttpCall, size_bytes: int, write: Callable[..., bytes], *written: Any) -> None:
+        """Sends an answer of about so many bytes."""
+        await call.answer(200, await self._gateway.off_loop(call.tenant, size_bytes, write, *written))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from pillion.errors import PillionError
-from pillion.gateway.http_api.http_call import HttpCall
-from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.json_objects import Ignored
-from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import read_prompts
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.types import GenerateRequest, Usage
-
-T = TypeVar("T")
 
 
 class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -57,24 +51,6 @@ def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapp
         for prompt in prompts.values()
     ]
     return {f"inputs[{n}]": field for n, field in enumerate(prompts)}, requests
-
-
-async def computed(
-    calls: ModelCalls, call: HttpCall, body: TextsBody, names: Mapping[str, str], compute: Callable[..., Awaitable[T]]
-) -> T:
-    """Returns what ``compute`` makes of a call's texts, with the arguments that each use of the vectors takes.
-    ``names`` are the client's names of the texts, by the gateway's. Raises ApiError."""
-    entry = await calls.entry(body.model, call.tenant)
-    try:
-        return await compute(
-            cut_tokens=body.truncate_prompt_tokens,
-            tenant=call.tenant,
-            timeout_s=call.patience_s,
-            parent=call.trace_parent(),
-            entry=entry,
-        )
-    except PillionError as error:
-        raise from_pillion(error, names) from None
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.pooling.embeddings_api import embedding_routes
+from pillion.gateway.pooling.pooling_pages import pooling_routes
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
@@ -144,8 +144,8 @@ async def test_a_worker_that_knows_no_vectors_is_said_to_be_the_reason() -> None
 async def test_a_line_of_a_batch_may_be_such_a_call() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
-        lines.take(embedding_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
-        assert lines.urls == (PATH,)
+        lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
+        assert PATH in lines.urls
         reply = await lines.serve(PATH, json.dumps({"input": ["hi"]}).encode(), OPEN, "line-1")
         assert reply.status == 200
         (found,) = json.loads(reply.body)["data"]

@@ -13,7 +13,7 @@ from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.pooling_pages import pooling_routes
-from pillion.gateway.pooling.rerank_api import SCORED_FIELDS
+from pillion.gateway.pooling.rerank_forms import SCORED_FIELDS
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of

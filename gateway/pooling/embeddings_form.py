@@ -1,30 +1,22 @@
-"""Serves /v1/embeddings, in OpenAI's form."""
+"""Reads and writes the bodies of /v1/embeddings, in OpenAI's form."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
-from starlette.routing import Route
 
 from pillion.gateway.http_api.body_reading import given, parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import read_messages, template_kwargs
-from pillion.gateway.pooling.text_bodies import TextsBody, computed, requests_of, usage_of
-from pillion.gateway.pooling.vectors import EmbeddedTexts, GatewayVectors
+from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
+from pillion.gateway.pooling.vectors import EmbeddedTexts
 from pillion.types import ChatOptions, GenerateRequest
-
-_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
-# A value of a vector takes about so many bytes in an answer.
-VALUE_BYTES = 12
 
 Encoding = Literal["float", "base64"]
 
@@ -56,33 +48,7 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
     normalize: Raw = Raw()
 
 
-def embedding_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
-    """Returns the page of vectors for the table of the HTTP port."""
-    api = EmbeddingsApi(calls, vectors)
-    page = Endpoint("POST", api.embeddings, calls.gateway.tenant_of, EmbeddingsBody, example=_EXAMPLE, in_batches=True)
-    return [Route("/v1/embeddings", page)]
-
-
-class EmbeddingsApi:
-    """Handles the calls for vectors; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers
-    raise into responses."""
-
-    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
-        self._calls = calls
-        self._vectors = vectors
-
-    @reads_body
-    async def embeddings(self, call: HttpCall, raw: bytes) -> None:
-        """Makes the vectors of texts."""
-        gateway = self._calls.gateway
-        body, names, requests = await self._calls.read(call, _read, raw, call.request_id, gateway.longest_tokens)
-        embed = partial(self._vectors.embed, requests, dimensions=body.dimensions, prompt_name=body.prompt_name)
-        found = await computed(self._calls, call, body, names, embed)
-        size_bytes = VALUE_BYTES * sum(map(len, found.vectors))
-        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, _written, found, body.encoding_format))
-
-
-def _read(
+def read_embeddings(
     raw: bytes, request_id: str, most_ids: int
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
     """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
@@ -101,7 +67,9 @@ def _read(
     return body, {"inputs[0]": "messages"}, [request]
 
 
-def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:
+def write_vectors(found: EmbeddedTexts, encoding: Encoding) -> bytes:
+    """Writes the vectors of a call's texts."""
+
     def value(n: int) -> Any:
         vector = found.vectors[n]
         return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""Serves /rerank and /score, in the forms of vLLM, Jina and Cohere.
+"""Reads and writes the bodies of /rerank and /score, in the forms of vLLM, Jina and Cohere.
 
 /rerank, /v1/rerank    vLLM's and Jina's: a query and documents; the best first, each with its text
 /v2/rerank             Cohere's second version: the same without the texts
@@ -8,30 +8,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
-from starlette.routing import Route
 
 from pillion.gateway.http_api.body_reading import parse
-from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.pooling.pair_forms import TextPair
-from pillion.gateway.pooling.text_bodies import TextsBody, computed, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
-from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
+from pillion.gateway.pooling.vectors import ScoredPairs
 from pillion.types import GenerateRequest
 
-_RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
-_SCORE_EXAMPLE = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
-# In an answer, a score and the JSON around it take about so many bytes.
-SCORE_BYTES = 64
 # Cohere's clients read this version of the API in each answer.
 COHERE_VERSION = "2"
 
@@ -109,69 +101,7 @@ class AskedPairs:
     names: Mapping[str, str]
 
 
-def rerank_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
-    """Returns the routes of the pages that score pairs, for the HTTP port's table."""
-    api = RerankApi(calls, vectors)
-
-    def page(
-        path: str, handler: Callable[[HttpCall], Awaitable[None]], body: type, example: Mapping[str, Any]
-    ) -> Route:
-        tenant_of = calls.gateway.tenant_of
-        return Route(path, Endpoint("POST", handler, tenant_of, body, example=example, in_batches=True))
-
-    return [
-        *(page(path, api.rerank, RerankBody, _RERANK_EXAMPLE) for path in ("/v1/rerank", "/rerank")),
-        page("/v2/rerank", api.rerank_of_cohere, RerankBody, _RERANK_EXAMPLE),
-        *(page(path, api.score, ScoreBody, _SCORE_EXAMPLE) for path in ("/v1/score", "/score")),
-    ]
-
-
-class RerankApi:
-    """Handles the calls for scores; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers raise
-    into responses."""
-
-    def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
-        self._calls = calls
-        self._vectors = vectors
-
-    @reads_body
-    async def rerank(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that orders documents, in vLLM's and Jina's form."""
-        await self._score(call, raw, _read_rerank, partial(_write_rerank, f"rerank-{call.answer_id}"))
-
-    @reads_body
-    async def rerank_of_cohere(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that orders documents, in the form of Cohere's second version."""
-        await self._score(call, raw, _read_rerank, partial(_write_cohere, f"rerank-{call.answer_id}"))
-
-    @reads_body
-    async def score(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that scores pairs, in vLLM's form."""
-        await self._score(call, raw, _read_score, partial(_write_score, f"score-{call.answer_id}"))
-
-    async def _score(
-        self,
-        call: HttpCall,
-        raw: bytes,
-        read: Callable[[bytes, str], AskedPairs],
-        write: Callable[[AskedPairs, ScoredPairs], bytes],
-    ) -> None:
-        gateway = self._calls.gateway
-        asked = await self._calls.read(call, read, raw, call.request_id)
-        body = asked.body
-        score = partial(
-            self._vectors.score,
-            asked.pairs,
-            asked.shared,
-            document_tokens=body.max_tokens_per_doc or None,
-            instruction=body.instruction,
-        )
-        found = await computed(self._calls, call, body, asked.names, score)
-        size_bytes = sum(SCORE_BYTES + len(pair.document) for pair in asked.pairs)
-        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, write, asked, found))
-
-
-def _read_rerank(raw: bytes, request_id: str) -> AskedPairs:
+def read_rerank(raw: bytes, request_id: str) -> AskedPairs:
     """Reads the body of a call that orders documents. Raises ApiError."""
     body = _read(raw, RerankBody)
     if body.top_n is not None and body.top_n < 0:
@@ -185,7 +115,7 @@ def _read_rerank(raw: bytes, request_id: str) -> AskedPairs:
     return AskedPairs(body, pairs, body.shared(request_id), names)
 
 
-def _read_score(raw: bytes, request_id: str) -> AskedPairs:
+def read_score(raw: bytes, request_id: str) -> AskedPairs:
     """Reads the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
@@ -246,13 +176,15 @@ def _usage(found: ScoredPairs) -> dict[str, Any]:
     return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
 
 
-def _write_rerank(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_rerank(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    """Writes the best documents, in vLLM's and Jina's form."""
     results = _ranked(asked, found, with_texts=True)
     answer = {"id": answer_id, "model": found.model, "usage": _usage(found), "results": results}
     return msgspec.json.encode(answer)
 
 
-def _write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    """Writes the best documents, in the form of Cohere's second version."""
     meta = {
         "api_version": {"version": COHERE_VERSION, "is_experimental": False},
         "billed_units": {"search_units": 1},
@@ -263,7 +195,8 @@ def _write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> byte
     return msgspec.json.encode(answer)
 
 
-def _write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    """Writes a score for each pair."""
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
     answer = {
         "id": answer_id,

@@ -1,0 +1,57 @@
+"""Reads and writes the bodies of /classify and /v1/classify, in vLLM's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.body_reading import parse
+from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
+from pillion.gateway.pooling.vectors import LabelledTexts
+from pillion.types import GenerateRequest
+
+
+class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/classify.
+
+    Attributes:
+        input: a text, token ids, or a list of either, at most 2,048; each gets a label.
+        use_activation: whether the values are probabilities; default true. False gives logits.
+    """
+
+    input: Raw
+    use_activation: bool | None = None
+
+
+def read_classify(
+    raw: bytes, request_id: str, most_ids: int
+) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
+    """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
+    body = parse(raw, ClassifyBody)
+    return body, *requests_of(body.input, most_ids, body.shared(request_id))
+
+
+def write_labels(answer_id: str, found: LabelledTexts) -> bytes:
+    """Writes what a classifier says of the texts of a call."""
+    data = [
+        {
+            "index": n,
+            "label": found.labels[int(values.argmax())],
+            "probs": values.tolist(),
+            "num_classes": len(values),
+        }
+        for n, values in enumerate(found.values)
+    ]
+    return msgspec.json.encode(
+        {
+            "id": answer_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": found.model,
+            "data": data,
+            "usage": {**usage_of(found.usage), "completion_tokens": 0},
+        }
+    )
