@@ -278,6 +278,15 @@ class _Writer:
             rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
         return f"({head} call)* TEXT" if self.begins_again else f"TEXT | {head} call", tuple(rules)
 
+    def beside_text(self, first: str) -> tuple[str, tuple[str, ...]]:
+        """Returns what :meth:`amid_text` does for calls that may stand without a mark: only an answer that begins with
+        ``first``, as a class of an expression has it, is calls. Empty answers are allowed, as everywhere."""
+        text, begin = rf"/(\s*[^{first}\s](?s:.*))?/", self.marks.begin
+        if begin not in self.asked.formats.mark_ids:
+            return f"{text} | {self.calls}", ()
+        marked = f"{self.asked.term(begin)} {self.calls} {self.asked.term(self.marks.end)}"
+        return f"{text} | ({text})? {marked} | {self.calls}", ()
+
 
 class _TaggedWriter(_Writer):
     """Writes the grammar of calls that stand between two marks, as the formats hermes and generic have them."""
@@ -572,14 +581,7 @@ class _LiteralWriter(_TaggedWriter):
         return self.several and not self.form.lines
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        form, marks = self.form, self.asked.formats.mark_ids
-        if not form.listed:
-            return super().amid_text()
-        # Only an answer that begins with a bracket is a list of calls. Empty answers are allowed, as everywhere.
-        text = r"/(\s*[^\[\s](?s:.*))?/"
-        if form.begin not in marks:
-            return f"{text} | call", ()
-        return f"{text} | ({text})? {self.asked.term(form.begin)} call {self.asked.term(form.end)} | call", ()
+        return self.beside_text(r"\[") if self.form.listed else super().amid_text()
 
 
 class _LlamaWriter(_Writer):
@@ -592,14 +594,10 @@ class _LlamaWriter(_Writer):
         return self.repeated(self.any, literal("; "))
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        # Only an answer that begins with a brace is a call. Empty answers are allowed, as everywhere.
-        text = r"/(\s*[^{\s](?s:.*))?/"
-        if self.marks.begin not in self.asked.formats.mark_ids:
-            return f"{text} | {self.calls}", ()
-        return f"{text} | ({text})? {self.asked.term(self.marks.begin)} {self.calls} | {self.calls}", ()
+        return self.beside_text("{")
 
 
-class _MistralWriter(_Writer):
+class _MistralWriter(_ListWriter):
     """Writes the grammar of Mistral's calls: a list after one mark or, where the tokenizer has a mark for it, a name
     and arguments after each."""
 
@@ -609,12 +607,10 @@ class _MistralWriter(_Writer):
         return super().one(tool, number)
 
     def all(self) -> str:
-        call = f"{self.asked.term(self.marks.begin)} call"
-        if "[ARGS]" in self.asked.formats.mark_ids:
-            self.rules.append(f"call: {self.any}")
-            return self.repeated(call)
-        self.rules.append(f'call: "[" {self.repeated(self.any, literal(", "))} "]"')
-        return call
+        if "[ARGS]" not in self.asked.formats.mark_ids:
+            return super().all()
+        self.rules.append(f"call: {self.any}")
+        return self.repeated(f"{self.asked.term(self.marks.begin)} call")
 
     @property
     def begins_again(self) -> bool:
