@@ -69,10 +69,8 @@ class ModelFormats:
 
     def check(self, options: ToolOptions) -> None:
         """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
-        if options.asks_for_calls:
-            self._check_calls(options)
-
-    def _check_calls(self, options: ToolOptions) -> None:
+        if not options.asks_for_calls:
+            return
         if self.tools is None:
             text = "this model has no chat template, or its gateway was started with --tool-call-parser none"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
@@ -97,10 +95,6 @@ class ModelFormats:
         visible = {} if structured is None else self._marks_of_tag(structured.structural_tag)
         if not request.messages or not self.read_answers(request.tools):
             return OutputFormat(None, None, None, {}, visible) if visible else None
-        return self._format_of_parts(request, prompt, visible)
-
-    def _format_of_parts(self, request: GenerateRequest, prompt: str, visible: dict[int, str]) -> OutputFormat:
-        """Returns the format of answers that may hold calls of tools, or what the model thinks, beside content."""
         reasoning, opened, answering = self.reasoning, None, False
         tools = self.tools if request.tools.asks_for_calls else None
         if reasoning is not None:
