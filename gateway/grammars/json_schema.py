@@ -12,13 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from pillion.gateway.grammars.json_strings import (
-    LONG_CONTROLS,
-    NUL,
-    few_texts,
-    format_pattern,
-    rust_pattern,
-)
+from pillion.gateway.grammars.json_strings import FORMAT_PATTERNS, LONG_CONTROLS, NUL, few_texts, rust_pattern
 from pillion.gateway.grammars.schema_places import (
     endless_references,
     inner_schemas,
@@ -147,7 +141,7 @@ def _followed(schema: Any, whole: _Whole) -> Any:
         made["patternProperties"] = {rust_pattern(name, whole.lost): inner for name, inner in patterns.items()}
     if isinstance(made.get("pattern"), str):
         made["pattern"] = rust_pattern(made["pattern"], whole.lost)
-    pattern = format_pattern(str(schema.get("format")))
+    pattern = FORMAT_PATTERNS.get(str(schema.get("format")))
     others = made.get("allOf", [])
     if pattern is not None and isinstance(others, list):
         del made["format"]
@@ -282,7 +276,7 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
     """Says what is wrong with a keyword of a schema by itself; "" where nothing is."""
     if key in UNSUPPORTED and not (key == "uniqueItems" and value is False):
         return "no answer can be held to this keyword here"
-    if key in _NUMBERS and not _is_exact(value):
+    if key in _NUMBERS and any(isinstance(one, int) and abs(one) > MAX_EXACT_INTEGER for one in _plain(value)):
         return f"an integer beyond {MAX_EXACT_INTEGER} is not exact here"
     if key in ("const", "enum") and whole.lost == LONG_CONTROLS and _has_long_control(value):
         return "beside patternProperties, or names with control characters, no string has control characters"
@@ -299,21 +293,18 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
     return ""
 
 
-def _is_exact(value: Any) -> bool:
-    """Returns whether floats hold every integer in ``value`` exactly."""
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
-    if isinstance(value, dict):
-        return all(map(_is_exact, value.values()))
-    return not isinstance(value, int) or abs(value) <= MAX_EXACT_INTEGER
+def _plain(value: Any) -> Iterator[Any]:
+    """Yields what is no list and no object in a value, and is not the name of a property."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _plain(inner)
+    else:
+        yield value
 
 
 def _has_long_control(value: Any) -> bool:
     """Returns whether a string in a value has a control character that has no short escape."""
-    if isinstance(value, str):
-        return any(one in LONG_CONTROLS for one in value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(map(_has_long_control, inner))
+    return any(not set(LONG_CONTROLS).isdisjoint(one) for one in _plain(value) if isinstance(one, str))
 
 
 def _escaped(name: str) -> str:

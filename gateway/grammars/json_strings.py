@@ -70,13 +70,8 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 # Leap seconds are left out, because they exist in some years only, at one time of the day.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-
-
-def format_pattern(name: str) -> str | None:
-    """Returns a pattern for the strings of a format that llguidance follows only nearly; None for every other
-    format."""
-    return _FORMATS.get(name)
+# These patterns match the strings of the formats that llguidance follows only nearly.
+FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
 
 def rust_pattern(pattern: str, lost: str = NUL) -> str:
@@ -186,7 +181,7 @@ def _part(found: re.Match[str], lost: str) -> str:
     negated, inner, closed, flags, escape = found.groups()
     text = found[0]
     if inner is not None:
-        return _class_of(bool(negated), inner, lost) if closed else text
+        return _class(bool(negated), *_members(inner), lost) if closed else text
     if text[0] == "(" and len(text) > 1:
         if flags is None:
             return "(?:"
@@ -205,10 +200,6 @@ def _part(found: re.Match[str], lost: str) -> str:
         # Assertions and references are left in the pattern for llguidance, which knows or refuses them.
         return text
     return _written(_code(escape), lost)
-
-
-def _class_of(negated: bool, inner: str, lost: str) -> str:
-    return _class(negated, *_members(inner), lost)
 
 
 def _members(inner: str) -> tuple[list[Range], list[str]]:

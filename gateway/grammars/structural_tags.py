@@ -19,15 +19,9 @@ MAX_TAG_DEPTH = 16
 _TEXT = "/(?s:.*)/"
 
 
-def tag_piece(parsed: Any, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> Piece:
-    """Makes the piece of a parsed structural tag, which the client's ``field`` holds; ``json_piece`` makes the pieces
-    of its schemas, and ``token_ids`` has the ids of the model's special tokens by their texts. Raises InvalidRequest,
-    naming the place."""
-    return _Tags(field, json_piece, token_ids).piece(parsed)
-
-
-class _Tags:
-    """Writes the grammar rules of one structural tag."""
+class StructuralTag:
+    """Writes the grammar rules of the structural tag that the client's ``field`` holds; ``json_piece`` makes the pieces
+    of its schemas, and ``token_ids`` has the ids of the model's special tokens by their texts."""
 
     def __init__(self, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> None:
         self._field = field
@@ -50,7 +44,7 @@ class _Tags:
         }
 
     def piece(self, parsed: Any) -> Piece:
-        """Makes the piece of a grammar for the whole structural tag."""
+        """Makes the piece of a grammar for the whole tag. Raises InvalidRequest, naming the place."""
         if isinstance(parsed, dict) and "structures" in parsed:
             tags = [
                 {

@@ -11,7 +11,7 @@ from typing import Any
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
-from pillion.gateway.grammars.structural_tags import tag_piece
+from pillion.gateway.grammars.structural_tags import StructuralTag
 from pillion.gateway.request.client_json import parsed
 from pillion.types import StructuredOutputs
 
@@ -34,7 +34,7 @@ def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int]
     if structured.grammar is not None:
         return Piece("@client", grammars={"client": structured.grammar}, sources={f"{_FIELD}.grammar": None})
     field = f"{_FIELD}.structural_tag"
-    return tag_piece(_parsed(structured.structural_tag or "", field), field, json_piece, token_ids)
+    return StructuralTag(field, json_piece, token_ids).piece(_parsed(structured.structural_tag or "", field))
 
 
 def json_piece(schema: Any, field: str) -> Piece:
