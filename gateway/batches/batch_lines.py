@@ -55,23 +55,15 @@ class JournalEntry:
         return b"%08x %s" % (zlib.crc32(rest), rest)
 
 
-def read_entry(packed: bytes) -> JournalEntry | None:
-    """Reads an entry of a journal with its line's end; returns None where the entry is not whole."""
-    check, _, rest = packed.partition(b" ")
-    if not packed.endswith(b"\n") or check != b"%08x" % zlib.crc32(rest):
-        return None
-    number, failed, line = rest[:-1].split(b" ", 2)
-    return JournalEntry(int(number), failed == b"1", line)
-
-
 def whole_entries(lines: Iterable[bytes]) -> Iterator[tuple[JournalEntry, int]]:
     """Yields the entries of a journal up to the first that is not whole, each with the bytes that it takes: the rest
     was being written when the machine stopped."""
     for packed in lines:
-        entry = read_entry(packed)
-        if entry is None:
+        check, _, rest = packed.partition(b" ")
+        if not packed.endswith(b"\n") or check != b"%08x" % zlib.crc32(rest):
             return
-        yield entry, len(packed)
+        number, failed, line = rest[:-1].split(b" ", 2)
+        yield JournalEntry(int(number), failed == b"1", line), len(packed)
 
 
 class InputCheck:
