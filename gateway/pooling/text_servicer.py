@@ -23,23 +23,13 @@ VALUE_BYTES, ID_BYTES = 4, 5
 
 
 def text_calls(gateway: Gateway, vectors: GatewayVectors) -> Mapping[str, GrpcCall]:
-    """Returns the gRPC calls about vectors and scores by their names."""
-    calls = TextCalls(gateway, vectors)
-    return {"Embed": GrpcCall(calls.embed, raw=True), "Score": GrpcCall(calls.score, raw=True)}
+    """Returns the gRPC calls about vectors and scores by their names. The end of a call cancels what is left of its
+    texts."""
 
-
-class TextCalls:
-    """Serves the gRPC calls about vectors and scores; a call's end cancels what is left of its texts."""
-
-    def __init__(self, gateway: Gateway, vectors: GatewayVectors) -> None:
-        self._gateway = gateway
-        self._vectors = vectors
-
-    async def embed(self, request: bytes, context: Any) -> gateway_pb2.EmbedResponse:
-        """Makes the vectors of texts. The ``request`` is a serialized EmbedRequest."""
-        tenant = caller(self._gateway, context)
-        asked, texts = await self._gateway.off_loop(tenant, len(request), _read_embed, request)
-        found = await self._vectors.embed(
+    async def embed(request: bytes, context: Any) -> gateway_pb2.EmbedResponse:
+        tenant = caller(gateway, context)
+        asked, texts = await gateway.off_loop(tenant, len(request), _read_embed, request)
+        found = await vectors.embed(
             texts,
             dimensions=asked.dimensions if asked.HasField("dimensions") else None,
             prompt_name=asked.prompt_name if asked.HasField("prompt_name") else None,
@@ -54,13 +44,12 @@ class TextCalls:
             text = f"their vectors have {size_bytes} bytes, and a message at most {MAX_MESSAGE_BYTES}; send fewer"
             raise InvalidRequest.of(FieldViolation("inputs", text))
         label = texts[0].request_id
-        return await self._gateway.off_loop(tenant, size_bytes, _written, found, label)
+        return await gateway.off_loop(tenant, size_bytes, _written, found, label)
 
-    async def score(self, request: bytes, context: Any) -> gateway_pb2.ScoreResponse:
-        """Makes the scores of pairs. The ``request`` is a serialized ScoreRequest."""
-        tenant = caller(self._gateway, context)
-        asked, pairs, shared = await self._gateway.off_loop(tenant, len(request), _read_score, request)
-        found = await self._vectors.score(
+    async def score(request: bytes, context: Any) -> gateway_pb2.ScoreResponse:
+        tenant = caller(gateway, context)
+        asked, pairs, shared = await gateway.off_loop(tenant, len(request), _read_score, request)
+        found = await vectors.score(
             pairs,
             shared,
             instruction=asked.instruction if asked.HasField("instruction") else None,
@@ -76,6 +65,8 @@ class TextCalls:
             scores=found.scores,
             usage=common_pb2.Usage(**asdict(found.usage)),
         )
+
+    return {"Embed": GrpcCall(embed, raw=True), "Score": GrpcCall(score, raw=True)}
 
 
 def _read_embed(raw: bytes) -> tuple[gateway_pb2.EmbedRequest, list[GenerateRequest]]:

@@ -16,28 +16,13 @@ from pillion.wire.public import pin_to_pb, warmed_to_pb
 
 
 def prefix_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
-    """Returns the gRPC calls about prefix pins by their names."""
-    calls = PrefixCalls(gateway)
-    return {
-        "WarmPrefix": GrpcCall(calls.warm, raw=True),
-        "ListPrefixes": GrpcCall(calls.prefixes),
-        "DropPrefix": GrpcCall(calls.drop),
-    }
+    """Returns the gRPC calls about prefix pins by their names. The end of a call cancels what is left of its work."""
+    pins = PrefixPins(gateway)
 
-
-class PrefixCalls:
-    """Serves the gRPC calls about prefix pins."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._pins = PrefixPins(gateway)
-
-    async def warm(self, request: bytes, context: Any) -> gateway_pb2.WarmPrefixResponse:
-        """Computes a prompt ahead, and pins it; the call's end cancels what is left of that work. The ``request`` is a
-        serialized WarmPrefixRequest."""
-        tenant = caller(self._gateway, context)
-        asked, prompt = await self._gateway.off_loop(tenant, len(request), read_warm, request)
-        warmed = await self._pins.warm(
+    async def warm(request: bytes, context: Any) -> gateway_pb2.WarmPrefixResponse:
+        tenant = caller(gateway, context)
+        asked, prompt = await gateway.off_loop(tenant, len(request), _read_warm, request)
+        warmed = await pins.warm(
             prompt,
             tenant,
             pin=asked.pin,
@@ -48,20 +33,18 @@ class PrefixCalls:
         )
         return warmed_to_pb(warmed)
 
-    async def prefixes(
-        self, request: gateway_pb2.ListPrefixesRequest, context: Any
-    ) -> gateway_pb2.ListPrefixesResponse:
-        """Lists the tenant's prefix pins."""
-        pins = await self._pins.pins(caller(self._gateway, context))
-        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, pins))
+    async def prefixes(request: gateway_pb2.ListPrefixesRequest, context: Any) -> gateway_pb2.ListPrefixesResponse:
+        found = await pins.pins(caller(gateway, context))
+        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, found))
 
-    async def drop(self, request: gateway_pb2.DropPrefixRequest, context: Any) -> gateway_pb2.DropPrefixResponse:
-        """Ends a prefix pin of the tenant."""
-        await self._pins.drop(request.name, caller(self._gateway, context))
+    async def drop(request: gateway_pb2.DropPrefixRequest, context: Any) -> gateway_pb2.DropPrefixResponse:
+        await pins.drop(request.name, caller(gateway, context))
         return gateway_pb2.DropPrefixResponse()
 
+    return {"WarmPrefix": GrpcCall(warm, raw=True), "ListPrefixes": GrpcCall(prefixes), "DropPrefix": GrpcCall(drop)}
 
-def read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
+
+def _read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
     """Reads a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
     check_warm_message(raw)
     asked = parsed(raw, gateway_pb2.WarmPrefixRequest)
