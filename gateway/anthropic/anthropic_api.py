@@ -11,7 +11,7 @@ from starlette.routing import Route
 from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.anthropic.anthropic_errors import ANTHROPIC_ERRORS
-from pillion.gateway.anthropic.anthropic_events import CachedTo, MessageWriter
+from pillion.gateway.anthropic.anthropic_events import MessageWriter
 from pillion.gateway.anthropic.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.gateway import Gateway, ModelEntry
@@ -21,9 +21,6 @@ from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint, ids_before, shared_tokens
 from pillion.gateway.prefix_pins.prefix_pins import EPHEMERAL_WAIT_S, PrefixPins
 from pillion.kvstore.hashing import HASH_BYTES
-
-# This is the longer of the two times to live that a breakpoint may have.
-HOUR_S = 3600
 
 _EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -121,9 +118,7 @@ class _MarkedCall:
                     for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
                         if not isinstance(ids, BaseException):
                             pinned[point.ttl_s] = await self._pinned(call, point, ids, entry, reader)
-        return MessageWriter(
-            head, asked.shows_thinking, CachedTo(pinned.get(HOUR_S, 0), max(pinned.values(), default=0))
-        )
+        return MessageWriter(head, asked.shows_thinking, pinned)
 
     def close(self) -> None:
         """Ends the counting of tokens, because the call is over."""

@@ -6,7 +6,7 @@ message_start  ping  (content_block_start  content_block_delta ...  content_bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,19 +33,10 @@ _DELTAS = {
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
+# This is the longer of the two times to live that a breakpoint may have.
+HOUR_S = 3600
+
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTo:
-    """Says how many of a prompt's first tokens its ``cache_control`` breakpoints have pinned: for an hour, and in all.
-    Each is 0 where nothing was pinned."""
-
-    hour_tokens: int = 0
-    tokens: int = 0
-
-
-NOT_PINNED = CachedTo()
 
 
 class MessageWriter(AnswerWriter):
@@ -54,13 +45,14 @@ class MessageWriter(AnswerWriter):
     Args:
         head: the message's fields "id", "model" and "system_fingerprint".
         shows_thinking: whether thinking blocks have their text; otherwise their signatures have it.
-        cached_to: how much of the prompt was pinned.
+        pinned: how many of the prompt's first tokens its ``cache_control`` breakpoints have pinned, by their times to
+            live in seconds.
     """
 
-    def __init__(self, head: Mapping[str, Any], shows_thinking: bool, cached_to: CachedTo = NOT_PINNED) -> None:
+    def __init__(self, head: Mapping[str, Any], shows_thinking: bool, pinned: Mapping[int, int]) -> None:
         self._head = {**head, "type": "message", "role": "assistant"}
         self._shows_thinking = shows_thinking
-        self._cached_to = cached_to
+        self._pinned = pinned
         self._parts = OutputParts()
         self._begun = False
         # In an event, this precedes the text of the block that grows.
@@ -85,7 +77,7 @@ class MessageWriter(AnswerWriter):
     def last_events(self, usage: Usage) -> bytes:
         """Writes the events that end the last content block and the message."""
         stopped = self._block_end(self._parts.all[-1]) if self._parts.all else b""
-        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._cached_to)})
+        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._pinned)})
         return stopped + ended + _event("message_stop", {})
 
     def keep(self, prompt: int, delta: Delta) -> None:
@@ -126,7 +118,7 @@ class MessageWriter(AnswerWriter):
             self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
 
     def _message(self, content: list[Any], usage: Usage) -> dict[str, Any]:
-        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage, self._cached_to)}
+        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage, self._pinned)}
 
     def _stop(self) -> dict[str, str | None]:
         """Gives the fields that say why the answer ended."""
@@ -164,12 +156,12 @@ def _input(arguments: str) -> Raw | dict[str, str]:
     return Raw(arguments.encode())
 
 
-def _usage(usage: Usage, cached_to: CachedTo) -> dict[str, Any]:
+def _usage(usage: Usage, pinned: Mapping[int, int]) -> dict[str, Any]:
     """Returns a call's usage under Anthropic's names. They divide the prompt's tokens into those that were found, those
     that were computed and pinned, and the others."""
     found = usage.cached_tokens
-    hour = max(0, cached_to.hour_tokens - found)
-    written = max(0, cached_to.tokens - found)
+    hour = max(0, pinned.get(HOUR_S, 0) - found)
+    written = max(0, max(pinned.values(), default=0) - found)
     return {
         "input_tokens": usage.prompt_tokens - found - written,
         "cache_creation_input_tokens": written,
