@@ -32,7 +32,7 @@ from pillion.gateway.anthropic.anthropic_fields import (
 )
 from pillion.gateway.anthropic.signatures import signed_thoughts
 from pillion.gateway.http_api.body_reading import note_ignored, parse
-from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
+from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages, without_text
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
@@ -209,7 +209,7 @@ class _BlockConversation:
                 case TextBlock():
                     texts.append(block.text)
                 case OtherBlock():
-                    texts += _other_texts(block, f"{path}.content", where if is_new and role == "user" else "")
+                    texts += _other_texts(block, f"{path}.content", n, role, is_new=is_new)
                 case ImageBlock() if role == "assistant":
                     pass
                 case ThinkingBlock() if role == "assistant":
@@ -235,15 +235,11 @@ class _BlockConversation:
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
 
 
-def _other_texts(block: OtherBlock, path: str, refused_at: str = "") -> list[str]:
-    """Returns the text of a block. One without text is left out and noted, or refused if it is ``refused_at`` a place.
-    Raises ApiError."""
+def _other_texts(block: OtherBlock, path: str, number: int, role: str, *, is_new: bool = False) -> list[str]:
+    """Returns the text of block ``number`` of the content ``path`` of a ``role``. Raises ApiError for one without text
+    in what the user says that ``is_new``."""
     text = next(filter(None, map(text_in, (block.text, block.content, block.source, block.tool_name))), "")
-    if refused_at and not text:
-        raise refused(f"{refused_at}.type", f"{block.sent_type[:100]!r} is not supported here", "unsupported_value")
-    if not text:
-        note_ignored(f"{path}.{block.sent_type}")
-    return [text] if text else []
+    return [text] if text else without_text(block.sent_type, path, number, role, is_image=False, is_new=is_new)
 
 
 def _thoughts(block: ThinkingBlock, path: str) -> str:
@@ -310,16 +306,16 @@ def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBod
 def _text(content: str | Sequence[ResultPart], path: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(text for part in content for text in _part_texts(part, path))
-
-
-def _part_texts(part: ResultPart, path: str) -> list[str]:
-    match part:
-        case TextBlock():
-            return [part.text]
-        case OtherBlock():
-            return _other_texts(part, path)
-    return [UNSEEN]
+    texts: list[str] = []
+    for n, part in enumerate(content):
+        match part:
+            case TextBlock():
+                texts.append(part.text)
+            case OtherBlock():
+                texts += _other_texts(part, path, n, "tool")
+            case ImageBlock():
+                texts.append(UNSEEN)
+    return "\n".join(texts)
 
 
 def _options(body: CountTokensBody) -> ChatOptions:

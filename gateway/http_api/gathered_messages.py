@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pillion.errors import InvalidRequest
+from pillion.gateway.http_api.body_reading import note_ignored
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, message_chars, too_many_chars
 from pillion.gateway.tokens.tokenizer import check_wanted
@@ -18,6 +19,16 @@ from pillion.types import ChatMessage
 # A tool's result may hold an image. It stays in the conversation for good, so the model is told of it, and the
 # conversation can go on.
 UNSEEN = "[There is an image here, which this model cannot see.]"
+
+
+def without_text(kind: str, path: str, number: int, role: str, *, is_image: bool, is_new: bool) -> list[str]:
+    """Returns what the model reads in place of a part without text, part ``number`` of the content ``path`` of a
+    ``role``. Only what the user shows the model has to be seen by it: raises ApiError for an image of the user's, and
+    for any part of what ``is_new``. Others are left out and named."""
+    if role == "user" and (is_image or is_new):
+        raise refused(f"{path}[{number}].type", f"{kind[:100]!r} is not supported here", "unsupported_value")
+    note_ignored(f"{path}.{kind}")
+    return [UNSEEN] if is_image and role == "tool" else []
 
 
 class GatheredMessages:

@@ -20,7 +20,7 @@ from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.gateway.http_api.asked_structure import AskedStructure, read_structure
 from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse, parse_field
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
-from pillion.gateway.http_api.gathered_messages import UNSEEN
+from pillion.gateway.http_api.gathered_messages import without_text
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.json_objects import arguments_of, compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
@@ -334,12 +334,9 @@ def _parts(content: Sequence[ContentPart], role: str, n: int, is_last_user: bool
             thoughts.append(thought)
         elif text or part.type in _TEXTS:
             texts.append(text)
-        elif role == "user" and (part.type in _SHOWN or is_last_user):
-            reason = f"{part.type[:100]!r} is not supported here"
-            raise refused(f"messages[{n}].content[{m}].type", reason, "unsupported_value")
         else:
-            note_ignored(f"messages[{n}].content.{part.type}")
-            texts += [UNSEEN] if role == "tool" and part.type in _SHOWN else []
+            path, is_image = f"messages[{n}].content", part.type in _SHOWN
+            texts += without_text(part.type, path, m, role, is_image=is_image, is_new=is_last_user)
     return texts, thoughts
 
 

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.body_reading import given, note_ignored, parse, parse_field
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
-from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
+from pillion.gateway.http_api.gathered_messages import GatheredMessages, without_text
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
@@ -223,14 +223,11 @@ def _text(raw: Raw, path: str, role: str, is_new: bool = False) -> str:
         return content
     texts = []
     for n, part in enumerate(content):
-        text, is_image = part.text or part.refusal, part.type == "input_image"
+        text = part.text or part.refusal
         if text or part.type.endswith("_text"):
             texts.append(text or "")
-        elif role == "user" and (is_image or is_new):
-            raise refused(f"{path}[{n}].type", f"{part.type[:100]!r} is not supported here", "unsupported_value")
         else:
-            note_ignored(f"{path}.{part.type}")
-            texts += [UNSEEN] if is_image and role == "tool" else []
+            texts += without_text(part.type, path, n, role, is_image=part.type == "input_image", is_new=is_new)
     return "\n".join(texts)
 
 
