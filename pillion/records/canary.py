@@ -123,7 +123,7 @@ class CanaryTally:
     def __init__(self, rule: CanaryRule, wanted: int) -> None:
         self.rule, self.wanted = rule, wanted
         self.all = CanaryFigures()
-        self.rows: dict[tuple[str, str], CanaryFigures] = {}
+        self.rows: dict[tuple[str, ...], CanaryFigures] = {}
 
     def note(self, bundle: Bundle, outcome: CanaryOutcome) -> None:
         """Counts a replay."""

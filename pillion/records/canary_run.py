@@ -192,12 +192,8 @@ def as_metrics(tally: CanaryTally) -> str:
     counts: dict[tuple[str, ...], float] = {
         (*row, outcome): count for row, one in rows.items() for outcome, count in one.counts.items()
     }
-    distances: dict[tuple[str, ...], float] = {
-        row: one.mean_distance for row, one in rows.items() if one.mean_distance is not None
-    }
-    ratios: dict[tuple[str, ...], float] = {
-        row: one.median_slower for row, one in rows.items() if one.median_slower is not None
-    }
+    distances = {row: one.mean_distance for row, one in rows.items() if one.mean_distance is not None}
+    ratios = {row: one.median_slower for row, one in rows.items() if one.median_slower is not None}
     kinds, promote = ("model", "kind"), -1 if verdict is None else int(verdict)
     return gauge_page(
         {
