@@ -30,9 +30,11 @@ Progress = Callable[[str], None]
 _LINUX = "unknown-linux-gnu"
 # The compiled unit of this name has the thread pool's functions and the fault cell.
 _THREAD_POOL = "thread_pool"
-# How much LLVM optimizes: what serves, and kernels that check every access. Those are there to find faults, and to
-# optimize all their branches takes half of the time to compile them.
-_SPEED_LEVEL, _CHECKED_SPEED_LEVEL = 2, 0
+# How much LLVM optimizes what serves: by its passes, and when it chooses instructions. Kernels that check every access
+# are there to find faults; to optimize all their branches takes nine tenths of LLVM's time for them. Instructions that
+# are chosen at level 0 have run on x86-64 alone.
+_SPEED_LEVEL, _CODE_LEVEL = 2, 3
+_CHECKED_SPEED_LEVEL, _CHECKED_CODE_LEVELS = 0, {"x86_64": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +178,21 @@ class _Library:
 
     def compile(self, names: Sequence[str]) -> None:
         """Compiles kernels, with those of their subroutines that are missing, and writes them to the cache."""
-        machine, had = _machine(self._target), set(self.units)
+        had = set(self.units)
         module = KernelModule(self._isa, self._checked)
         with _no_collection():
             if _THREAD_POOL in names:
                 pool = KernelModule(self._isa)
                 pool.define_fault_cell()
                 add_thread_pool(pool.module, self._isa)
-                self._add(_THREAD_POOL, (), str(pool.module), machine)
+                self._add(_THREAD_POOL, (), str(pool.module))
             for name in names:
                 if name != _THREAD_POOL:
                     module.add(self._wanted[name])
             for name, function in _functions(module.module).items():
                 if not self._complete(name):
                     needs, text = _alone(function)
-                    self._add(name, needs, text, machine)
+                    self._add(name, needs, text)
         if self._cache:
             made = {name: unit for name, unit in self.units.items() if name not in had}
             self._cache.write({self._key(name): unit.content for name, unit in made.items()})
@@ -209,9 +211,13 @@ class _Library:
             self.units[name] = Unit.of(content)
         return all(self._complete(one) for one in self.units[name].needs)
 
-    def _add(self, name: str, needs: Sequence[str], text: str, machine: llvm.TargetMachine) -> None:
-        level = _CHECKED_SPEED_LEVEL if self._checks(name) else _SPEED_LEVEL
-        code = bytes(machine.emit_object(_optimized(text, self._target, machine, level)))
+    def _add(self, name: str, needs: Sequence[str], text: str) -> None:
+        speed_level, code_level = _SPEED_LEVEL, _CODE_LEVEL
+        if self._checks(name):
+            speed_level = _CHECKED_SPEED_LEVEL
+            code_level = _CHECKED_CODE_LEVELS.get(self._isa.machine, _CODE_LEVEL)
+        machine = _machine(self._target, code_level)
+        code = bytes(machine.emit_object(_optimized(text, self._target, machine, speed_level)))
         self.units[name] = Unit(tuple(needs), code)
 
     def _checks(self, name: str) -> bool:
@@ -269,7 +275,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _machine(target: CompileTarget) -> llvm.TargetMachine:
+def _machine(target: CompileTarget, level: int = _CODE_LEVEL) -> llvm.TargetMachine:
     """Returns LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
     kind = llvm.Target.from_triple(target.triple)
-    return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=3, jit=True)
+    return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=level, jit=True)

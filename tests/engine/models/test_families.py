@@ -20,7 +20,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
-from tests.support.examples import LONG
 from tests.support.families import BY_ROWS, FAMILIES, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
@@ -87,8 +86,7 @@ class FamilyCase:
     def driver(self, block_size: int = 16, num_slots: int = 64, kv: str = "auto") -> BackendDriver:
         if self.kernels == "torch":
             return BackendDriver(self.prepared, block_size, num_slots)
-        # Kernels that check take three times as long to compile.
-        checked = block_size == 32 and (LONG or self.name in DIFFERENT)
+        checked = block_size == 32
         backend = cpu_backend(self.prepared, block_size, threads=2, checked=checked, kv_cache_dtype=kv)
         return CpuDriver(self.prepared, block_size, num_slots, backend=backend)
 
