@@ -14,18 +14,22 @@ are written again after every part, so a visit that is cut off keeps what it had
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lab.benchmarks.gpu.result import RESULTS, device, smi, table
 from lab.benchmarks.gpu.visit_parts import FOLDER, ROOT, ROWS, SECONDS, TESTS, VisitPart, batches, in_order, visit_parts
@@ -41,6 +45,8 @@ BESIDE = min(8, os.cpu_count() or 1)
 # Kernels of a part are compiled ahead for at most this time; those that are missing then are compiled when they run.
 COMPILE_S = 90.0
 LOG_BYTES = 200_000
+# In a dry run these modules, and those in them, run in forks of the visit: to import torch takes most of many parts.
+FORKED = "lab.benchmarks.gpu"
 
 
 class Visit:
@@ -92,8 +98,9 @@ class Visit:
             words = {FOLDER: str(self.folder), ROWS: str(rows), SECONDS: str(int(limit_s * 0.8))}
             command = [sys.executable, *(words.get(word, word) for word in part.command), *self._dry_words(part)]
             began_s = time.monotonic()
+            forks = self.dry and part.command[1].startswith(FORKED)
             with log.open("wb") as output:
-                error = _limited(command, environment, output, limit_s)
+                error = _limited(command, environment, output, limit_s, forks=forks)
             text = log.read_text("utf-8", "replace")
             self.log(part.name, text)
             found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.exists() else []
@@ -149,11 +156,64 @@ class Visit:
         (self.folder / "visit.md").write_text(visit_page(result, self.every), "utf-8")
 
 
-def _limited(command: list[str], environment: dict[str, str], output: Any, limit_s: float) -> str:
+class _Fork:
+    """Runs ``python -m MODULE ...`` in a fork of this process; it has those methods of a Popen that are used here."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], output: Any) -> None:
+        self._command = command
+        words = (command[2:], environment, output.fileno())
+        self._process = multiprocessing.get_context("fork").Process(target=_be_program, args=words)
+        self._process.start()
+        self.pid = self._process.ident or 0
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while the process runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+        return status
+
+
+def _be_program(words: list[str], environment: dict[str, str], output: int) -> NoReturn:
+    """Makes this fork the program whose words these are, with a session of its own."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    os.chdir(ROOT)
+    sys.argv, status = list(words), 1
+    # What the visit itself uses of the program is not the program.
+    sys.modules.pop(words[0], None)
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  (whatever it is, it belongs into the log)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The visit's own threads and temporary folders are not ended here.
+        os._exit(status)
+
+
+def _limited(
+    command: list[str], environment: dict[str, str], output: Any, limit_s: float, *, forks: bool = False
+) -> str:
     """Runs a command for at most so many seconds; returns how it failed, or ""."""
     # The process has a group of its own, so that its children end with it.
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    process = (
+        _Fork(command, environment, output)
+        if forks
+        else subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     )
     try:
         status = process.wait(limit_s)
@@ -232,7 +292,9 @@ def main() -> int:
     cache = os.environ.get("TRITON_CACHE_DIR") or str(Path(tempfile.gettempdir()) / "pillion-visit-kernels")
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
     if args.dry:
-        environment["TRITON_INTERPRET"] = "1"
+        # Triton reads this when it is imported, which is done for all forks at once.
+        environment["TRITON_INTERPRET"] = os.environ["TRITON_INTERPRET"] = "1"
+        importlib.import_module("triton")
     visit.run(pending, environment)
     visit.write()
     print((args.out / "visit.md").read_text("utf-8"))
