@@ -62,14 +62,14 @@ class Storage:
     ) -> None:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._exchange = announce, exchange
-        self._folder, self._bucket = folder, bucket
+        self._folder = folder
         self.memory, self._buffers = memory, buffers
-        # These are all lower tiers, in the order in which they get blocks; then those of this machine, and the shared
-        # ones.
+        # These are all lower tiers, in the order in which they get blocks; then those of this machine, and the
+        # bucket's.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
         layout = RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes)
-        self._far: list[ObjectTier] = [] if bucket is None else [ObjectTier(bucket, layout)]
+        self._far = None if bucket is None else ObjectTier(bucket, layout)
         exchange.open_pool(shape, memory, pool)
         self.spiller = Spiller(
             pool.ledger,
@@ -80,7 +80,7 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        self._copies = WriteThrough(pool.ledger, memory, self._far, self._blocks_lost) if self._far else None
+        self._copies = None if self._far is None else WriteThrough(pool.ledger, memory, self._far, self._blocks_lost)
         self.fetcher = Fetcher(
             pool.ledger,
             memory,
@@ -89,7 +89,7 @@ class Storage:
             changed=pool.changed,
             source=exchange.source,
             tiers=self._near,
-            far=self._far,
+            bucket=self._far,
         )
 
     async def run(self) -> None:
@@ -108,7 +108,8 @@ class Storage:
             self._add(tier)
             log.info("%d blocks are on %s", len(tier), tier.name)
             await self._announce_tier(tier)
-        self._tiers += self._far
+        if self._far is not None:
+            self._tiers.append(self._far)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.spiller.run())
             if self._copies is not None:
@@ -118,8 +119,7 @@ class Storage:
     @property
     def object_url(self) -> str:
         """Gives the URL of the bucket that this node can be asked about now; "" where there is none."""
-        answers = all(tier.answers() for tier in self._far)
-        return str(self._bucket.place) if self._bucket is not None and answers else ""
+        return str(self._far.place) if self._far is not None and self._far.answers() else ""
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)
@@ -191,7 +191,7 @@ class Storage:
         status.late_blocks = self.fetcher.late_blocks
         status.disk_short_blocks = sum(tier.short_blocks for tier in self._near)
         status.disk_paused = not all(tier.answers() for tier in self._near)
-        status.object_paused = not all(tier.answers() for tier in self._far)
+        status.object_paused = self._far is not None and not self._far.answers()
         for tier in self._tiers:
             setattr(status, f"{tier.name}_blocks", len(tier))
         status.kv_transport = self._exchange.transport

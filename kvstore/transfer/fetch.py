@@ -70,7 +70,7 @@ class _Fetch:
     # This says which blocks have come so far, and the time that they took.
     brought: PrefetchReply = field(default_factory=PrefetchReply)
     ahead: bool = False
-    # This says whether far tiers need not be asked (any more) what they have of the chain.
+    # This says whether the far tier need not be asked (any more) what it has of the chain.
     asked: bool = False
     # This ticket of a model with states moves on to the last state that is here, in place of ``ticket_id``.
     goes_on: int = 0
@@ -86,7 +86,7 @@ class Fetcher:
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
-        far: tiers that are asked where neither they nor other nodes have the next block.
+        bucket: the far tier, which is asked where neither they nor other nodes have the next block.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Fetcher:
         changed: Callable[[], None],
         source: Callable[[str], SourceNode],
         tiers: Sequence[Tier] = (),
-        far: Sequence[ObjectTier] = (),
+        bucket: ObjectTier | None = None,
     ) -> None:
         # These counts begin when the node starts.
         self.counts = NodeStatus()
@@ -109,7 +109,7 @@ class Fetcher:
         self._changed = changed
         self._source = source
         self._tiers = tiers
-        self._far = far
+        self._bucket = bucket
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
         # Some fetch is bringing these blocks right now: another fetch that wants one waits for it instead.
@@ -136,7 +136,7 @@ class Fetcher:
         ahead: bool = False,
     ) -> PrefetchReply:
         """Brings as many blocks of ``hashes`` into the pool as it can, under a ticket that ``epoch`` holds. A bound of
-        zero means this node's own. ``far`` says whether far tiers are asked, too. What is brought ``ahead`` of need
+        zero means this node's own. ``far`` says whether the far tier is asked, too. What is brought ``ahead`` of need
         comes into free slots alone. Raises NotFound if the epoch holds no such ticket, InvalidRequest for a ticket of
         another chain."""
         ticket = self._ledger.extend(epoch, ticket_id, hashes)
@@ -240,19 +240,19 @@ class Fetcher:
         return await self._bring_far(fetch, at)
 
     async def _bring_far(self, fetch: _Fetch, at: int) -> bool:
-        """Brings the next blocks from a far tier; returns False if none has any or no slot is left."""
+        """Brings the next blocks from the far tier; returns False if it has none or no slot is left."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         if not fetch.asked:
             fetch.asked = True
             await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
-        # While the tiers were asked, other fetches may have begun to bring the same blocks.
+        # While the tier was asked, other fetches may have begun to bring the same blocks.
         wanted = self._free_to_bring(fetch, at)
-        found = self._in_tiers(self._far, wanted)
+        found = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
         fetch.brought.bucket_blocks += count
         self.counts.bucket_blocks += count
-        if self._far:
+        if self._bucket is not None:
             fetch.brought.bucket_ms += self._asked_ms(fetch, begun_s, found is not None)
         return count > 0 if found is not None else not wanted
 
@@ -264,12 +264,12 @@ class Fetcher:
         return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
 
     async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, states: bool = False) -> int:
-        """Asks far tiers how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
+        """Asks the far tier how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
         have. If a tier has the first of them, it is taken to have all up to the last one that it has: a tier that has a
         block once had those before it, and what is missing nevertheless is computed (I1). With ``states`` the last one
         is that after which a state stands, whose first page is there: it is written first."""
         await self._find_far(hashes, first, timeout_s, roughly=True, states=states)
-        tiers = [tier for tier in (*self._tiers, *self._far) if tier.answers()]
+        tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.answers()]
 
         def here(block_hash: bytes) -> bool:
             return any(block_hash in tier for tier in tiers)
@@ -289,13 +289,10 @@ class Fetcher:
         roughly: bool = False,
         states: bool = False,
     ) -> None:
-        asking = [asyncio.ensure_future(tier.find(hashes, first, roughly=roughly, states=states)) for tier in self._far]
-        try:
-            if asking:
-                await asyncio.wait(asking, timeout=max(0.0, timeout_s))
-        finally:
-            for one in asking:
-                one.cancel()
+        if self._bucket is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, timeout_s)):
+                    await self._bucket.find(hashes, first, roughly=roughly, states=states)
 
     @staticmethod
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:

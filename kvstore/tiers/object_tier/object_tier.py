@@ -63,13 +63,14 @@ _NO_SEGMENT = bytes(32)
 
 class ObjectTier(MediumTier):
     """Implements a tier in a bucket, to which other nodes write as well, so that only a request shows what it has. It
-    is asked after other nodes' pools. Listing and writing go on when a caller is cancelled."""
+    is asked after other nodes' pools. Listing and writing go on when a caller is cancelled. ``place`` is the
+    bucket's."""
 
     name = "object"
 
     def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
         super().__init__(store.place)
-        self._store = store
+        self.place, self._store = store.place, store
         self._layout = layout
         # For each block this has the run with it, whose object has the block's checksum; for each run this has the
         # hashes of its blocks that are known.

@@ -1,4 +1,4 @@
-"""Copies blocks to far tiers while they are still in the pool.
+"""Copies blocks to the far tier while they are still in the pool.
 
     committed --COPY_DELAY_S--> still there? --copied, in a thread--> still the same? --> stored, and in the pool as
     before
@@ -27,30 +27,29 @@ from pillion.kvstore.tiers.tiers import BlockName
 COPY_DELAY_S = 5.0
 # This many bytes are copied before the pool is checked again.
 BATCH_BYTES = 16 * 2**20
-# At most this many blocks wait for their copy; the oldest are left out where a tier cannot keep up.
+# At most this many blocks wait for their copy; the oldest are left out where the tier cannot keep up.
 MAX_DUE_BLOCKS = 2**16
-# After a tier had no room, nothing is copied to it for this long.
+# After the tier had no room, nothing is copied to it for this long.
 NO_ROOM_S = 0.5
 
 
 class WriteThrough:
-    """Copies the blocks of one pool to far tiers while they are still in the pool. Only the node's loop calls it.
+    """Copies the blocks of one pool to the far tier while they are still in the pool. Only the node's loop calls it.
 
     Args:
-        tiers: far tiers.
-        blocks_lost: called with blocks that a tier no longer keeps.
+        blocks_lost: called with blocks that the tier no longer keeps.
     """
 
     def __init__(
         self,
         ledger: Ledger,
         memory: PoolMemory,
-        tiers: Sequence[ObjectTier],
+        tier: ObjectTier,
         blocks_lost: Callable[[Sequence[BlockName]], None],
     ) -> None:
         self._ledger = ledger
         self._memory = memory
-        self._tiers = tiers
+        self._tier = tier
         self._blocks_lost = blocks_lost
         # These are the committed blocks, and when each is due on the loop's clock.
         self._due: deque[tuple[float, bytes]] = deque(maxlen=MAX_DUE_BLOCKS)
@@ -58,10 +57,9 @@ class WriteThrough:
 
     def committed(self, events: Iterable[IndexEvent]) -> None:
         """Notes the blocks that came into the pool."""
-        if self._tiers:
-            due_s = asyncio.get_running_loop().time() + COPY_DELAY_S
-            self._due.extend((due_s, event.block_hash) for event in events if event.here)
-            self._poked.set()
+        due_s = asyncio.get_running_loop().time() + COPY_DELAY_S
+        self._due.extend((due_s, event.block_hash) for event in events if event.here)
+        self._poked.set()
 
     async def run(self) -> None:
         """Copies the blocks that are due, until it is cancelled."""
@@ -76,34 +74,29 @@ class WriteThrough:
                 await asyncio.sleep(NO_ROOM_S)
 
     async def _copy_some(self, now: float) -> bool:
-        """Copies a batch of the blocks that are due; returns False if no tier has room for one."""
-        block_bytes = self._memory.block_bytes
-        room_bytes = max(tier.room_bytes() for tier in self._tiers)
+        """Copies a batch of the blocks that are due; returns False if the tier has no room for one."""
+        tier, block_bytes = self._tier, self._memory.block_bytes
+        room_bytes = tier.room_bytes()
         if room_bytes < block_bytes:
             return False
         most = max(1, min(BATCH_BYTES, room_bytes) // block_bytes)
         blocks: dict[bytes, Block] = {}
         while self._due and self._due[0][0] <= now and len(blocks) < most:
             block = self._ledger.tree.by_hash.get(self._due.popleft()[1])
-            if block is not None and not all(block.hash in tier for tier in self._tiers):
+            if block is not None and block.hash not in tier:
                 blocks[block.hash] = block
-        for tier in self._tiers:
-            await self._find(tier, list(blocks.values()))
-            missing = [block for block in blocks.values() if block.hash not in tier]
-            if missing:
-                self._blocks_lost(await tier.store(await self._copied(missing)))
+        await self._find(blocks.values())
+        missing = [block for block in blocks.values() if block.hash not in tier]
+        if missing:
+            self._blocks_lost(await tier.store(await self._copied(missing)))
         return True
 
-    async def _find(self, tier: ObjectTier, blocks: Sequence[Block]) -> None:
+    async def _find(self, blocks: Iterable[Block]) -> None:
         """Asks whether the tier has these blocks: others may have written them, or an earlier life of this node."""
-        last_blocks = {block.segment: block for block in blocks if block.hash not in tier}
+        last_blocks = {block.segment: block for block in blocks}
         for last_block in last_blocks.values():
-            chain = list[bytes]()
-            at: Block | None = last_block
-            while at is not None:
-                chain.append(at.hash)
-                at = at.parent
-            await tier.find(chain[::-1], (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
+            chain = [block.hash for block in self._ledger.tree.chain(last_block)]
+            await self._tier.find(chain, (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
         """Copies blocks; returns the copies of those that stayed in the pool meanwhile."""
