@@ -124,9 +124,11 @@ class Lives:
         self.workers.append(made)
         return made
 
-    async def renew(self, worker: Attachment) -> None:
-        words = (self.flags.attach_socket, "worker", "decode", NAMESPACE, WITHIN_S)
-        await asyncio.to_thread(worker.renew, *words, threading.Event())
+    async def renew(
+        self, worker: Attachment, timeout_s: float = WITHIN_S, given_up: threading.Event | None = None
+    ) -> None:
+        words = (self.flags.attach_socket, "worker", "decode", NAMESPACE, timeout_s)
+        await asyncio.to_thread(worker.renew, *words, given_up or threading.Event())
 
     @contextlib.asynccontextmanager
     async def opened(self, hashes: bytes) -> AsyncIterator[tuple[NodeClient, int, int]]:

@@ -154,13 +154,12 @@ async def test_a_worker_that_stops_waits_for_no_node(lives: Lives, listens: bool
     worker = await lives.worker()
     await lives.end()
     given_up = threading.Event()
-    words = (lives.flags.attach_socket, "worker", "decode", NAMESPACE, 1e6, given_up)
     with contextlib.ExitStack() as stack:
         if listens:
             silent = stack.enter_context(socket.socket(socket.AF_UNIX))
             silent.bind(lives.flags.attach_socket)
             silent.listen()
-        renewing = asyncio.create_task(asyncio.to_thread(worker.renew, *words))
+        renewing = asyncio.create_task(lives.renew(worker, 1e6, given_up))
         if listens:
             silent.settimeout(WITHIN_S)
             connection, _ = await asyncio.to_thread(silent.accept)
