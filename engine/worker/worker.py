@@ -401,15 +401,7 @@ class Worker:
                 gone.cancel()
                 await asyncio.wait({asking, gone})
         given_up = threading.Event()
-        renewing = asyncio.to_thread(
-            self.attachment.renew,
-            self.flags.attach_socket,
-            self.component_id,
-            self.role,
-            self.model.namespace().hex(),
-            ATTACH_TIMEOUT_S,
-            given_up,
-        )
+        renewing = asyncio.to_thread(self.attachment.renew, self.flags.attach_socket, ATTACH_TIMEOUT_S, given_up)
         await until_over(renewing, given_up.set)
         self._node_gone.clear()
         asyncio.get_running_loop().add_reader(self.attachment.fileno(), self._on_node_gone)

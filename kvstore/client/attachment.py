@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from pillion._version import STATES_PROTOCOL
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.head_shares import MAX_SHARDS
@@ -97,15 +99,17 @@ class Attachment(SharedMemory):
         memory_fds: Sequence[int],
         reply: AttachReply,
         block_bytes: int,
-        place: int = 0,
-        block_tokens: int = 0,
-        has_states: bool = False,
         map_device: MapDevice | None = None,
+        *,
+        hello: AttachHello | None = None,
+        has_states: bool = False,
     ) -> None:
         """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them; ``map_device``
-        maps that of GPUs, None where the worker computes on the CPU. With ``place``, the file of the places is opened
-        anew and locked there: that of memory on the host, or the one that comes after memory on GPUs. Raises
+        maps that of GPUs, None where the worker computes on the CPU. ``hello`` is what the node was sent for ``reply``,
+        by the process that sent it. Where the pool outlives its node, that process opens the file of the places anew
+        and locks its own: that of memory on the host, or the one that comes after memory on GPUs. Raises
         ConfigError."""
+        place = reply.epoch if hello is not None and reply.pool_id else 0
         apart = bool(place) and reply.memory_kind != HOST
         if len(memory_fds) != max(1, len(reply.shards)) + apart:
             raise ConfigError("the KV node answered without its memory")
@@ -120,32 +124,20 @@ class Attachment(SharedMemory):
         except BaseException:
             self._close_memory()
             raise
-        self._reply, self._place = reply, place
+        self._reply, self._hello, self._has_states, self._place = reply, hello, has_states, place
         self.epoch = reply.epoch
         self.node_id = reply.node_id
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
-        # The worker names the tokens of a block again when it attaches to the node's next life.
-        self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
-        self._kv_rows = self._kv_heads = 0
-        self._has_states = has_states
 
     @property
     def node_gone(self) -> bool:
         """Says whether the node is known to have ended."""
         return peer_gone(self._sock)
 
-    def renew(
-        self,
-        socket_path: str,
-        component_id: str,
-        role: str,
-        namespace: str,
-        timeout_s: float,
-        given_up: threading.Event,
-    ) -> None:
+    def renew(self, socket_path: str, timeout_s: float, given_up: threading.Event) -> None:
         """Attaches to the next life of the node, whose end was seen, over the pool that is mapped; blocks for up to
         ``timeout_s`` and waits for that node, or until another thread sets ``given_up``. Nothing of this worker uses
         the pool meanwhile. Afterwards ``epoch``, ``node_address`` and the connection are new.
@@ -153,29 +145,15 @@ class Attachment(SharedMemory):
         Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer, or was given
         up.
         """
-        hello = AttachHello(
-            component_id=component_id,
-            role=role,
-            block_bytes=self.block_bytes,
-            namespace=namespace,
-            block_tokens=self._block_tokens,
-            kv_rows=self._kv_rows,
-            kv_heads=self._kv_heads,
-            takes_place=True,
-            pool_id=self.pool_id,
-            place=self._place,
-        )
+        assert self._hello is not None, "another process of this worker attached it"
+        hello = msgspec.structs.replace(self._hello, pool_id=self.pool_id, place=self._place)
         failure = f"cannot attach again to the KV node at --attach-socket {socket_path}"
         until_s = time.monotonic() + timeout_s
         while True:
             try:
                 left_s = max(0.001, until_s - time.monotonic())
                 with asked(failure, socket_path, hello, left_s, given_up) as (sock, line, _):
-                    reply = attach_reply_from_line(line)
-                    if reply.error or reply.pool_id != self.pool_id:
-                        reason = reply.error or "its pool is another one"
-                        raise ConfigError(f"the KV node refused {component_id}: {reason}")
-                    _check_states(reply, self._has_states)
+                    reply = _admitted(line, hello, self._has_states)
                 break
             except Unavailable:
                 # A node may die before it has answered, and then a further one follows it.
@@ -227,7 +205,7 @@ class Attachment(SharedMemory):
         Raises ConfigError where the memory cannot be mapped."""
         *memory_fds, connection = descriptors
         sock, reply = socket.socket(fileno=os.dup(connection)), attach_reply_from_line(line)
-        return cls(sock, memory_fds, reply, block_bytes, map_device=map_device)
+        return cls(sock, memory_fds, reply, block_bytes, map_device)
 
     def close(self) -> None:
         """Tells the node that this process uses the pool no more. No step may run, because slots are reused at once."""
@@ -284,25 +262,26 @@ def attach(
         line,
         fds,
     ):
-        reply = attach_reply_from_line(line)
-        if reply.error:
-            raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
-        _check_states(reply, has_states)
-        place = reply.epoch if reply.pool_id else 0
-        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens, has_states, map_device)
-        attachment._kv_rows, attachment._kv_heads = kv_rows, kv_heads
+        reply = _admitted(line, hello, has_states)
+        attachment = Attachment(sock, fds, reply, block_bytes, map_device, hello=hello, has_states=has_states)
     sock.setblocking(False)
     return attachment
 
 
-def _check_states(reply: AttachReply, has_states: bool) -> None:
-    """Raises ConfigError where the worker's model has states, and the node is of a version that keeps none: it would
-    take a state for blocks."""
+def _admitted(line: bytes, hello: AttachHello, has_states: bool) -> AttachReply:
+    """Reads the node's answer to ``hello``. Raises ConfigError where the node refuses the worker, where its pool is not
+    the one that the worker has mapped, and where the worker's model has states and the node is of a version that keeps
+    none: it would take a state for blocks."""
+    reply = attach_reply_from_line(line)
+    if reply.error or (hello.pool_id and reply.pool_id != hello.pool_id):
+        reason = reply.error or "its pool is another one"
+        raise ConfigError(f"the KV node refused {hello.component_id}: {reason}")
     if has_states and reply.protocol < STATES_PROTOCOL:
         raise ConfigError(
             f"{reply.node_id} is Pillion {reply.version} and speaks protocol {reply.protocol}, in which nodes keep no"
             f" states of hybrid models ({STATES_PROTOCOL} does): upgrade KV nodes before the workers of such a model"
         )
+    return reply
 
 
 def _pidfd(pid: int) -> int:

@@ -309,15 +309,7 @@ class SimAttachment:
         """Returns whether the KV node's process has ended."""
         return not self.link.point.process.alive
 
-    def renew(
-        self,
-        socket_path: str,
-        component_id: str,
-        role: str,
-        namespace: str,
-        timeout_s: float,
-        given_up: threading.Event,
-    ) -> Coroutine[Any, Any, None]:
+    def renew(self, socket_path: str, timeout_s: float, given_up: threading.Event) -> Coroutine[Any, Any, None]:
         """Stands for :meth:`pillion.kvstore.client.attachment.Attachment.renew`; called on a thread, which waits."""
         return self._renew(socket_path, timeout_s, given_up)
 

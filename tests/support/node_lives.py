@@ -127,8 +127,7 @@ class Lives:
     async def renew(
         self, worker: Attachment, timeout_s: float = WITHIN_S, given_up: threading.Event | None = None
     ) -> None:
-        words = (self.flags.attach_socket, "worker", "decode", NAMESPACE, timeout_s)
-        await asyncio.to_thread(worker.renew, *words, given_up or threading.Event())
+        await asyncio.to_thread(worker.renew, self.flags.attach_socket, timeout_s, given_up or threading.Event())
 
     @contextlib.asynccontextmanager
     async def opened(self, hashes: bytes) -> AsyncIterator[tuple[NodeClient, int, int]]:
