@@ -112,11 +112,8 @@ class Pool:
         # wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
         self.chain_waits = 0
-        # For workers that drained and went on, these give the first epoch of the attachment for the current one, and
-        # the other way round.
-        self._first_epoch: dict[int, int] = {}
-        self._last_epoch: dict[int, int] = {}
-        # For each first epoch this has the last epoch that was replaced, and the one that replaced it.
+        # For workers that drained and went on: by the first epoch of the attachment, the last one that was replaced,
+        # and the current one, which replaced it.
         self._replaced: dict[int, tuple[int, int]] = {}
         self.waiting = WaitingQueue(self.ledger, max_waiting)
 
@@ -164,9 +161,7 @@ class Pool:
     def ended(self, epoch: int) -> None:
         """Frees everything that an epoch held, because its worker's death or its session's end is proven.
         Idempotent."""
-        self._replaced.pop(epoch, None)
-        epoch = self._last_epoch.pop(epoch, epoch)
-        self._first_epoch.pop(epoch, None)
+        _, epoch = self._replaced.pop(epoch, (0, epoch))
         self.ledger.gone(epoch)
         self._dismiss(epoch, "the caller is gone")
         self.changed()
@@ -188,8 +183,7 @@ class Pool:
         self.ledger.drained(epoch)
         fresh = self.ledger.attach(old.name, old.role)
         # The attachment's end still comes under the epoch that it began with.
-        first = self._first_epoch.pop(epoch, epoch)
-        self._first_epoch[fresh], self._last_epoch[first] = first, fresh
+        first = next((first for first, (_, last) in self._replaced.items() if last == epoch), epoch)
         self._replaced[first] = epoch, fresh
         log.info("%s drained and has a new epoch", old.name)
         self.changed()
@@ -225,7 +219,7 @@ class Pool:
 
     def fence(self, epoch: int) -> None:
         """Ends the rights of an epoch, the first of an attachment or a later one; its slots are quarantined."""
-        epoch = self._last_epoch.get(epoch, epoch)
+        _, epoch = self._replaced.get(epoch, (0, epoch))
         self.ledger.fence(epoch)
         self._dismiss(epoch, "the epoch is fenced")
         self.changed()

@@ -50,7 +50,7 @@ def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Mutation:
 def _fence_frees(fence: Any) -> Any:
     def mutant(self: Any, epoch: int) -> None:
         fence(self, epoch)
-        holder = self.ledger.holders.get(self._last_epoch.get(epoch, epoch))
+        holder = self.ledger.holders.get(self._replaced.get(epoch, (0, epoch))[1])
         if holder is not None:
             self.ledger._free(holder, list(holder.leased))
 
