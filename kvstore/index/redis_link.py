@@ -113,7 +113,7 @@ class RedisLink:
         ``read`` converts a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
         Unavailable when all calls failed.
         """
-        return await self._answers(script, calls, read, _now_s() + deadline_ms / 1000)
+        return await self._ask("", script, calls, read, _now_s() + deadline_ms / 1000)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
@@ -122,11 +122,6 @@ class RedisLink:
         for client in (self._client, *(manager.sentinels if manager else ())):
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
-
-    async def _answers(
-        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
-    ) -> list[T | None]:
-        return await self._ask("", script, calls, read, until)
 
     async def _ask(
         self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
@@ -193,9 +188,10 @@ class ClusterLink(RedisLink):
             await asyncio.gather(self._discovery, return_exceptions=True)
         await super().aclose()
 
-    async def _answers(
-        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
+    async def call_each(
+        self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
     ) -> list[T | None]:
+        until = _now_s() + deadline_ms / 1000
         answers: list[T | None] = [None] * len(calls)
         shards = await self._shards(calls, until)
         outcomes = await asyncio.gather(
