@@ -18,6 +18,7 @@ from pillion.kvstore.index.registry import Addresses
 from pillion.kvstore.ledger.records import Block, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
@@ -136,7 +137,7 @@ def choose_transport(kv_transport: str) -> str:
     if kv_transport == "grpc":
         log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
         return "grpc"
-    trouble = NixlPlane.trouble()
+    trouble = nixl_trouble()
     if not trouble:
         log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
         return "nixl"

@@ -38,7 +38,7 @@ from typing import Any
 from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.exchange.plane import MAX_READS, READ_TIMEOUT_S, DataPlane, StreamBlocks, check_slots, node_id_of
 from pillion.kvstore.memory.memory import PoolMemory, until_over
-from pillion.kvstore.transfer.nixl.nixl_agent import NixlAgent, nixl_trouble
+from pillion.kvstore.transfer.nixl.nixl_agent import NixlAgent
 from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
@@ -110,11 +110,6 @@ class NixlPlane(DataPlane):
     ``stall_timeout_s``."""
 
     name = "nixl"
-
-    @staticmethod
-    def trouble() -> str:
-        """Returns why NIXL does not work here; empty where it does. This takes about a second."""
-        return nixl_trouble()
 
     def __init__(self, memory: PoolMemory, *, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
         super().__init__(memory)

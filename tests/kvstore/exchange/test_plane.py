@@ -275,7 +275,7 @@ def test_what_auto_comes_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     trouble = nixl_trouble()
     assert choose_transport("auto") == ("grpc" if trouble else "nixl")
     assert len([record for record in caplog.records if record.name == "pillion.kvnode"]) == 2
-    monkeypatch.setattr("pillion.kvstore.transfer.nixl.nixl_plane.nixl_trouble", lambda: "nixl does not import")
+    monkeypatch.setattr("pillion.kvstore.exchange.exchanged_pool.nixl_trouble", lambda: "nixl does not import")
     assert choose_transport("auto") == "grpc"
     assert "nixl does not import" in caplog.text
     with pytest.raises(ConfigError, match="does not import"):
