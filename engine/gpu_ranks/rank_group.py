@@ -29,7 +29,6 @@ import torch.distributed
 
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu.device_memory import event_on
-from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
@@ -202,10 +201,6 @@ class GpuRankGroup:
         """Waits for all ranks. From then on a wait may take as long as in steps."""
         self.agree(True)
         self.limit_s = STEP_TIMEOUT_S
-
-    def logits(self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> RankLogits:
-        """Makes buffers for logits of up to ``max_rows`` rows, whose products are ``dtype``."""
-        return RankLogits(self, self.shard, vocab_size, max_rows, dtype, device)
 
     def wait(self, event: Any) -> None:
         """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""

@@ -9,18 +9,10 @@ The shares may differ in size, but torch's gather needs equal ones, so each rank
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
-from pillion.engine.models.model_shard import ModelShard
-
-
-class Gathers(Protocol):
-    """Describes the call that brings the values of all ranks to rank 0."""
-
-    def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
-        """Brings ``mine`` of each rank to rank 0, into ``every``; other ranks pass no list."""
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 
 
 class RankLogits:
@@ -28,15 +20,10 @@ class RankLogits:
     allocates its own."""
 
     def __init__(
-        self,
-        ranks: Gathers,
-        shard: ModelShard,
-        vocab_size: int,
-        max_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, ranks: GpuRankGroup, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Makes the buffers. ``dtype`` is the type of the head's products."""
+        shard = ranks.shard
         self._ranks, self._rank = ranks, shard.rank
         self._shares = [replace(shard, rank=rank).vocabulary(vocab_size) for rank in range(shard.size)]
         self._most = max(map(len, self._shares))

@@ -12,6 +12,7 @@ from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
 from pillion.engine.backends.gpu.shared_experts import JoinedExperts, join_operations
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     Attend,
@@ -182,7 +183,7 @@ class GpuModel:
         # The output projection of a plain matrix writes its logits here, before they are widened to float32.
         narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
         kind = dtype if narrow else torch.float32
-        self.shares = None if ranks is None else ranks.logits(config.vocab_size, max_samples, kind, device)
+        self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
         heads = config.num_heads + (2 * config.num_kv_heads if config.latents is None else 0)
 
