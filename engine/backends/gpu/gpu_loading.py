@@ -184,20 +184,17 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
-    if config.learned_positions:
-        raise ConfigError(f"{config.family}: the GPU kernels have no learned positions; use --device cpu")
-    if config.activation in ("gelu", "relu", "xielu"):
-        raise ConfigError(f"{config.family}: the GPU kernels have no {config.activation}; use --device cpu")
-    if config.chunked and any(config.sliding_windows):
-        raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
-    if config.token_inputs is not None:
-        raise ConfigError(f"{config.family}: the GPU kernels have no embeddings for each layer; use --device cpu")
-    if config.layer_heads or config.kv_sources:
-        raise ConfigError(
-            f"{config.family}: the GPU kernels have no layers that differ in their KV heads; use --device cpu"
-        )
-    if any(isinstance(one, AddUp) for layer in layers_of(config) for one in layer):
-        raise ConfigError(f"{config.family}: the GPU kernels have no norms of sums; use --device cpu")
+    wants = {
+        "learned positions": config.learned_positions,
+        config.activation: config.activation in ("gelu", "relu", "xielu"),
+        "attention in chunks": config.chunked and any(config.sliding_windows),
+        "embeddings for each layer": config.token_inputs is not None,
+        "layers that differ in their KV heads": config.layer_heads or config.kv_sources,
+        "norms of sums": any(isinstance(one, AddUp) for layer in layers_of(config) for one in layer),
+    }
+    for what, wanted in wants.items():
+        if wanted:
+            raise ConfigError(f"{config.family}: the GPU kernels have no {what}; use --device cpu")
     latents = config.latents
     if latents is not None and not widths_fit(latents.rank, latents.rotary):
         widths = f"{latents.rank} latents and {latents.rotary} rotated values"
