@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
-from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuMatrix, GpuModel, GpuNorm
+from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel, GpuNorm
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
 from pillion.engine.backends.gpu.shared_experts import JoinedExperts
@@ -249,13 +249,19 @@ class GpuDecoder:
         rotary: Rotary | None,
         shape: StepShape,
     ) -> None:
-        """Writes a layer's keys and values, and attends its queries; ``step`` goes on with the results."""
-        self._write_kv(index, step.rows, norm, rotary)
+        """Writes a layer's keys and values, and attends its queries, which are normed and rotated there or in a part's
+        own rows; ``step`` goes on with the results [T, heads * head_dim]."""
+        qkv, place = step.rows, self._places[index]
+        for part in self._parts:
+            part.write(place, qkv, self._record.rows[: len(qkv)], norm, rotary)
         if self._ends(index, step, shape):
             return
-        sinks = operation.sinks
-        scores = None if sinks is None else layer.matrices[sinks.name]
-        step.rows = self._attend(index, step.rows, shape, operation.window, scores)
+        window = operation.window
+        sinks = None if operation.sinks is None else layer.matrices[operation.sinks.name]
+        assert sinks is None or isinstance(sinks, torch.Tensor)
+        step.rows = self._model.attended[: shape.tokens]
+        for part, record in zip(self._parts, self._record.attention, strict=True):
+            part.attend(place, qkv, step.rows, record, window=window, chunks=shape.chunks, sinks=sinks)
         self._go_on(index, step, shape)
 
     def _add_to_residual(
@@ -318,13 +324,6 @@ class GpuDecoder:
             sampled = self._is_last(index, shape) and name not in _BEFORE_ATTENTION
             assert self._model.adapters is not None
             self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
-
-    def _write_kv(self, index: int, qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None) -> None:
-        """Writes the layer's KV of projections [T, ...], whose queries are normed and rotated there or in a part's own
-        rows."""
-        rows = self._record.rows[: len(qkv)]
-        for part in self._parts:
-            part.write(self._places[index], qkv, rows, norm, rotary)
 
     def _run_latents(
         self, index: int, layer: GpuLayer, operation: AttendLatents, step: _LayerStep, shape: StepShape
@@ -428,16 +427,6 @@ class GpuDecoder:
         for part, total, width, weight in zip(parts, sums, widths, (q_norm, k_norm), strict=True):
             normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
             part.copy_((normed if model.weights.norm_is_wide else normed.to(part.dtype)) * weight)
-
-    def _attend(
-        self, index: int, qkv: torch.Tensor, shape: StepShape, window: int, sinks: GpuMatrix | None
-    ) -> torch.Tensor:
-        """Computes attention from the rows of queries, keys and values [T, ...]; returns rows [T, heads * head_dim]."""
-        out = self._model.attended[: shape.tokens]
-        assert sinks is None or isinstance(sinks, torch.Tensor)
-        for rows, record in zip(self._parts, self._record.attention, strict=True):
-            rows.attend(self._places[index], qkv, out, record, window=window, chunks=shape.chunks, sinks=sinks)
-        return out
 
     def _gated(
         self, index: int, layer: GpuLayer, operation: Mlp, normed: torch.Tensor, shape: StepShape
