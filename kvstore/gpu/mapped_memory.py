@@ -87,9 +87,7 @@ class Region(SharedMemory):
         self._sock.close()
 
 
-def share_region(
-    socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "", device_uuid: str = ""
-) -> Region:
+def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, device_uuid: str = "") -> Region:
     """Maps the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``: this process fills it, or
     reads it once it is filled.
 
@@ -100,7 +98,7 @@ def share_region(
     meanwhile or does not exist.
     """
     hello = RegionHello(
-        component_id=component_id or f"process-{os.getpid()}",
+        component_id=f"process-{os.getpid()}",
         region_key=key,
         size_bytes=size_bytes,
         device_uuid=device_uuid,

@@ -146,7 +146,7 @@ class AttachServer:
                 if self._exit_is_proof():
                     if not detached:
                         self._fence(epoch)
-                        if not peer.seen:
+                        if peer.descriptor == UNSEEN_PROCESS:
                             log.error(UNSEEN, epoch)
                         await peer.gone()
                     for pidfd in peer.others:
@@ -198,36 +198,29 @@ class PeerProcess:
     the host the socket's end is proof that the process maps nothing any more. A GPU is one more open file: a kernel
     that was launched may still store to the pool while the socket is closed already. The process's exit is announced
     only after all its files are closed.
+
+    Attributes:
+        descriptor: the pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot
+            be noticed, another number below 0 where the process is this one or has exited.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._pidfd = _pidfd_of(sock)
+        self.descriptor = _pidfd_of(sock)
         self.others: list[int] = []
-
-    @property
-    def seen(self) -> bool:
-        """Says whether the process's exit will be noticed."""
-        return self._pidfd != UNSEEN_PROCESS
-
-    @property
-    def descriptor(self) -> int:
-        """Gives the pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot be
-        noticed, another number below 0 where the process is this one or has exited."""
-        return self._pidfd
 
     async def gone(self) -> None:
         """Returns when the process has exited, which is never where its exit cannot be noticed. This process counts as
         gone, because it lives and dies with its memory."""
-        if self._pidfd != _GONE:
-            await _readable(self._pidfd)
+        if self.descriptor != _GONE:
+            await _readable(self.descriptor)
 
     def close(self) -> None:
         """Closes the processes' descriptors. Idempotent."""
-        for pidfd in (self._pidfd, *self.others):
+        for pidfd in (self.descriptor, *self.others):
             if pidfd >= 0:
                 os.close(pidfd)
         self.others.clear()
-        self._pidfd = UNSEEN_PROCESS
+        self.descriptor = UNSEEN_PROCESS
 
 
 async def _readable(descriptor: int) -> None:

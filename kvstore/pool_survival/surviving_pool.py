@@ -68,6 +68,7 @@ class SurvivingPool:
         entries: blocks that an earlier life of the node has left in the pool; none for a fresh pool.
         taken: whether the pool was made by an earlier life of the node.
         forsaken: whether the pool is marked so that no later life of the node recovers it.
+        stale: whether the keeper still holds descriptors of processes that no longer use the pool.
     """
 
     def __init__(
@@ -80,25 +81,19 @@ class SurvivingPool:
     ) -> None:
         self.memory_fds, self.places = memory_fds, places
         self.table, self.entries = table, list[SurvivingBlock]()
-        self.taken = self.forsaken = False
+        self.taken = self.forsaken = self.stale = False
         self._table_segment, self._words = table_segment, words
         # These are the processes that an earlier life has named, and those of this life by epoch, each with its place
         # and descriptor.
         self._before: list[tuple[int, int]] = []
         self._processes: dict[int, tuple[int, int]] = {}
         self._ended: list[int] = []
-        self._stale = False
         self._giving = asyncio.Lock()
 
     @property
     def pool_id(self) -> str:
         """Gives the name of the memory, for the workers that mapped it."""
         return self.table.pool_id.hex()
-
-    @property
-    def stale(self) -> bool:
-        """Says whether the keeper still holds descriptors of processes that no longer use the pool."""
-        return self._stale
 
     @classmethod
     def make(cls, segment: OwnedSegment, shape: PoolShape, memory_fds: Collection[int] = ()) -> SurvivingPool | None:
@@ -203,7 +198,7 @@ class SurvivingPool:
         """Notes that an admitted worker uses the pool no more. Idempotent."""
         if epoch in self._processes:
             self._ended.append(self._processes.pop(epoch)[1])
-            self._stale = True
+            self.stale = True
 
     async def give(self, keeper: PoolKeeper, name: str) -> None:
         """Gives the keeper the descriptors of the whole pool, unless the pool is on GPUs and no later life is to
@@ -212,7 +207,7 @@ class SurvivingPool:
             # Descriptors of processes that end while the thread runs are closed the next time, because the thread still
             # uses them.
             close_all(self._ended)
-            self._stale = False
+            self.stale = False
             if self.forsaken and self.memory_fds:
                 # The pool may have been forsaken while this thread waited, and the keeper may have dropped it already.
                 return
@@ -221,7 +216,7 @@ class SurvivingPool:
             try:
                 await until_over(asyncio.to_thread(keeper.keep, name, memories, processes))
             except Unavailable:
-                self._stale = True
+                self.stale = True
                 raise
 
     async def drop(self, keeper: PoolKeeper, name: str) -> None:
