@@ -208,7 +208,8 @@ def _attend_overlapped(
     mine = record + starts_at + tl.program_id(0)
     start, stop = tl.load(mine), tl.load(mine + 1)
     wait_for_earlier(DEPENDENT)
-    for at in range(start, stop, _WORDS):
+    # What the compiler would take out of this loop fills registers during those over keys.
+    for at in tl.range(start, stop, _WORDS, disable_licm=True):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
         offset = layer_offset + head * (BLOCK_SIZE * HEAD_DIM)
         # All warps are done with the item before, whose tiles are overwritten.

@@ -44,9 +44,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # attention.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
-# With heads of this width a chunk's tile fills all registers, and values that the loops over keys do not use are
-# spilled.
-WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 208
+# With heads of this width a tile fills all registers, and values that the loops over keys do not use are spilled: of a
+# decode so many bytes, and of a chunk.
+WIDE_HEAD_DIM, WIDE_DECODE_SPILL_BYTES, WIDE_SPILL_BYTES = 256, 24, 80
 # A value of bfloat16 or float16 has so many bytes.
 HALF_BYTES = 2
 
