@@ -37,9 +37,11 @@ ARCHITECTURES = (80, 90)
 MAX_REGISTERS = 255
 # A program with a tile of a matrix in one warp has at most so many registers, so that 8 of them fit into a processor.
 TILE_REGISTERS = 255
-# Programs with tiles of 128 rows of a packed matrix may spill so many bytes: they are read outside of the loop over
-# inputs, or once in a turn of it.
+# Programs with tiles of 128 rows that add up the parts of a packed matrix hold up to three sums for each result, and
+# may spill so many bytes, once for each part: a hundredth of their instructions.
 LARGE_TILE_SPILL_BYTES = 80
+# The same for tiles of experts with sums of groups beside those of all, mostly once for each tile.
+GROUP_SUM_SPILL_BYTES = 40
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
 _PLACES = {"PAGES": 238, "SLOT_VALUES": 98304}
@@ -318,13 +320,14 @@ def _paged_attention_spec(
         kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0
     )
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
-    wide = constants["EDGES"] and constants["BLOCK_D"] == paged_attention.WIDE_HEAD_DIM
+    most = paged_attention.WIDE_SPILL_BYTES if constants["EDGES"] else paged_attention.WIDE_DECODE_SPILL_BYTES
+    wide = arch == _ARCH and constants["BLOCK_D"] == paged_attention.WIDE_HEAD_DIM
     return BuildSpec(
         name=f"{kernel}{name}",
         kernel=_attend,
         signature=_attention_signature(dtype, pool, scales),
         constants=constants,
-        max_spill_bytes=paged_attention.WIDE_SPILL_BYTES if wide else 0,
+        max_spill_bytes=most if wide else 0,
         architectures=(arch,),
     )
 
@@ -343,7 +346,7 @@ def _parted_attention_spec(
         kernel=parted_attention._attend_parts,
         signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
         constants=constants,
-        max_spill_bytes=parted_attention.SPILL_BYTES.get(constants["BLOCK_D"], 0),
+        max_spill_bytes=parted_attention.SPILL_BYTES.get(constants["BLOCK_D"], 0) if arch == _ARCH else 0,
         architectures=(arch,),
     )
 
@@ -520,7 +523,7 @@ def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, 
         kernel=quantized_product._product,
         signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
         constants={"ADDED": False, **constants},
-        max_spill_bytes=LARGE_TILE_SPILL_BYTES if rows == quantized_product.ROW_TILES[-1] else 0,
+        max_spill_bytes=LARGE_TILE_SPILL_BYTES if constants["BLOCK_T"] == quantized_product.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
 
@@ -626,6 +629,7 @@ def grouped_product_specs() -> list[BuildSpec]:
     specs = [
         _grouped_product_spec(*case, rows, arch)
         for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        if rows <= grouped_product.most_rows(case[2], _TYPES[case[3]], arch)
     ]
     # The ranks with which some of them are built for steps with adapters.
     some = ("qwen3_up", "qwen3_down", "oss_up", "int4_up", "fp8_up", "plain_fp32")
@@ -633,6 +637,7 @@ def grouped_product_specs() -> list[BuildSpec]:
     return specs + [
         _grouped_product_spec(*case, rows, arch, rank)
         for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        if rows <= grouped_product.most_rows(case[2], _TYPES[case[3]], arch)
         for rank in ranks.get(case[0], ())
     ]
 
@@ -680,12 +685,13 @@ def _grouped_product_spec(
     pointers += f", *{dtype}:16, *{dtype}:16, *i32:16, *{dtype}:16, *{dtype}:16"
     sizes = ", ".join(["i32:16"] * 4)
     constants |= expert_adapters.expand_constants(_adapted(*shape, gated, rank) if rank else None)
+    summed = constants["EXACT"] and constants["GROUP"] > 0 and constants["SCALE"] == "float32"
     return BuildSpec(
         name=f"grouped_{name}{f'_rank{rank}' if rank else ''}-{rows}",
         kernel=grouped_product._grouped,
         signature=f"{pointers}, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32, i32, i32:16, i32:16",
         constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
-        max_spill_bytes=LARGE_TILE_SPILL_BYTES if rows == quantized_product.ROW_TILES[-1] and kind is not None else 0,
+        max_spill_bytes=GROUP_SUM_SPILL_BYTES if summed and rows == quantized_product.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
 

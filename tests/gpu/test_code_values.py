@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
+from functools import partial
 
 import pytest
 import torch
 
-from pillion.kernels.gpu.products.code_values import _assembly
+from pillion.kernels.gpu.products.code_values import _assembly, _nf4_lookup, _nf4_table
 from pillion.kernels.gpu.products.gpu_packing import ZERO_BASE, PackedKind, _columns, _joined, pack
 from pillion.kernels.gpu.products.packed_tiles import _byte_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
@@ -44,17 +46,35 @@ def register(values: torch.Tensor) -> int:
 
 def permuted(left: int, right: int, selector: int) -> int:
     octets = (left | right << 32).to_bytes(8, "little")
-    return int.from_bytes(bytes(octets[selector >> 4 * at & 7] for at in range(4)), "little")
+    chosen = [(octets[selector >> 4 * at & 7], selector >> 4 * at & 8) for at in range(4)]
+    # With its highest bit a place of the selector repeats the highest bit of the byte.
+    return int.from_bytes(bytes((octet >> 7) * 255 if sign else octet for octet, sign in chosen), "little")
 
 
 def looked_up(a: int, b: int, c: int, table: int) -> int:
     return sum((table >> (4 * (a >> at & 1) + 2 * (b >> at & 1) + (c >> at & 1)) & 1) << at for at in range(32))
 
 
-def result_of(assembly: str, *operands: int) -> int:
-    """Runs instructions over registers of 32 bits; returns $0."""
-    known = {f"${number}": value for number, value in enumerate(operands, 1)}
+def packed_floats(dtype: torch.dtype, upper: float, lower: float) -> int:
+    """The register that holds two float32, rounded to a type of 16 bits."""
+    low, high = (int(each) & 0xFFFF for each in torch.tensor([lower, upper]).to(dtype).view(torch.int16))
+    return low | high << 16
+
+
+def number_of(word: str) -> float | int:
+    """The number that an instruction names."""
+    return struct.unpack(">f", bytes.fromhex(word[2:]))[0] if word.startswith("0f") else int(word)
+
+
+def results_of(assembly: str, operands: dict[str, float]) -> dict[str, float]:
+    """Runs instructions over registers of 32 bits, whose numbers are words or float32; returns all of them."""
+    known = dict(operands)
     run = {
+        "mul.rn.f32": lambda a, b: torch.tensor(a).mul(torch.tensor(b)).item(),
+        "mov.f32": lambda a: a,
+        "neg.f32": lambda a: -a,
+        "cvt.rn.bf16x2.f32": partial(packed_floats, torch.bfloat16),
+        "cvt.rn.f16x2.f32": partial(packed_floats, torch.float16),
         "prmt.b32": permuted,
         "lop3.b32": looked_up,
         "shl.b32": lambda a, by: a << by & 0xFFFFFFFF,
@@ -70,8 +90,13 @@ def result_of(assembly: str, *operands: int) -> int:
                 upper, values = values[0], values[1:]
                 known[target], known[upper] = known[values[0]] & 0xFFFF, known[values[0]] >> 16
             else:
-                known[target] = run[name](*(known[word] if word in known else int(word) for word in values))
-    return known["$0"]
+                known[target] = run[name](*(known[word] if word in known else number_of(word) for word in values))
+    return known
+
+
+def result_of(assembly: str, *operands: int) -> int:
+    """Runs instructions over words, $1 and the next ones; returns $0."""
+    return results_of(assembly, {f"${number}": value for number, value in enumerate(operands, 1)})["$0"]
 
 
 def scales_of(kind: str, subtracted: torch.Tensor | None) -> tuple[list[int], list[torch.Tensor]]:
@@ -107,3 +132,18 @@ def test_instructions_make_the_weights_of_codes(coding, scale, zeros):
             wanted = (CODINGS[coding][codes[place].long()].double() - subtracted) * factors[at]
             found = result_of(_assembly(coding, place, zeros, scale, _byte_of(at, 0, 32, len(factors))), *operands)
             assert torch.equal(halves(found), wanted.bfloat16().double()), (place, at)
+
+
+@pytest.mark.parametrize(("half", "dtype"), [("bf16x2", torch.bfloat16), ("f16x2", torch.float16)])
+def test_instructions_look_up_weights_of_nf4(half, dtype):
+    kind = PackedKind("nf4", 64, 512, 64)
+    for scale in torch.randn(8).abs().tolist():
+        table = results_of(_nf4_table(half), {"$8": scale})
+        # Each word of the table is given for both weights, of which the first is read.
+        operands = {f"${3 + 2 * at}": table[f"${at}"] for at in range(8)}
+        codes = torch.randint(16, (kind.per_word, 2)).int()
+        words = [int(word) & 0xFFFFFFFF for word in _columns(list(codes), kind)]
+        for place in range(kind.per_word):
+            found = results_of(_nf4_lookup(place), {**operands, "$1": words[0], "$2": words[1]})["$0"]
+            wanted = (CODINGS["nf4"][codes[place].long()] * torch.tensor(scale)).to(dtype).view(torch.int16)
+            assert [found & 0xFFFF, found >> 16] == [int(each) & 0xFFFF for each in wanted], place

@@ -28,8 +28,9 @@ from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapter
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
-from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
+from pillion.kernels.gpu.experts.grouped_product import GroupedProduct, most_rows
 from pillion.kernels.gpu.experts.pair_sorting import FEW_PAIRS, TILE_WORDS, PairSorter, most_tiles, tile_rows_of
+from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.products.fp8_product import Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
@@ -182,7 +183,7 @@ class GpuExperts:
         # With adapters, which may change its gate, an MLP of its own applies that itself.
         gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
         self._choose(layer, how, rows, count, first, own, gate, added, scores, chosen)
-        size = tile_rows_of(whole, pairs)
+        size = min(tile_rows_of(whole, pairs), *(self._most_rows(layer, tensor) for tensor in (how.gate_up, how.down)))
         order, capacity = buffers.order[:pairs], most_tiles(len(own), pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
         self._sort(chosen, order, tiles, buffers.count, size)
@@ -218,6 +219,11 @@ class GpuExperts:
         multiply(how.gate_up, rows, inner, activation=activation, gated=how.gated, scatter=False)
         multiply(how.down, inner, found, activation=None, gated=False, scatter=True, gathered=False)
         return PairResults(found, scores, chosen)
+
+    def _most_rows(self, layer: GpuLayer, tensor: LayerTensor) -> int:
+        matrix = layer.matrices[tensor.name]
+        kind = matrix.kind if isinstance(matrix, PackedMatrix) else None
+        return most_rows(kind, self._model.dtype, arch_of(self._model.device))
 
     def _choose(
         self,

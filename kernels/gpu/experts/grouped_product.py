@@ -18,6 +18,7 @@ rows of a tile. What rows' adapters add (:mod:`pillion.kernels.gpu.experts.exper
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,6 +174,13 @@ def _grouped(
         tl.store(out + target[None, :] * width + made[:, None], total.to(out.dtype.element_ty), mask=kept)
 
 
+@cache
+def most_rows(kind: PackedKind | None, dtype: torch.dtype, arch: int) -> int:
+    """Returns how many rows a tile has at most, for packed matrices of a kind or plain ones (None): with more, each
+    warp would make all weights of the tile."""
+    return _tuned(kind, ROW_TILES[-1], dtype, arch).get("most_rows", ROW_TILES[-1])
+
+
 class GroupedProduct:
     """Multiplies rows by stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are stacked
     along a first dimension.
@@ -296,8 +304,7 @@ def _constants(
     check(name in ("", _CLAMPED, *ACTIVATIONS), f"activation {activation!r} is not known")
     check(bool(name) or not gated, "gates need an activation")
     check(gated or name != _CLAMPED, "a clamped SwiGLU needs gates")
-    bits, coding = (BITS[kind.coding], kind.coding) if isinstance(kind, PackedKind) else (8 * dtype.itemsize, "")
-    use = tuned("grouped_product", arch, rows=tile_rows, bits=bits, coding=coding, bytes=dtype.itemsize)
+    use = _tuned(kind if isinstance(kind, PackedKind) else None, tile_rows, dtype, arch)
     if isinstance(kind, PackedKind):
         made = tile_constants(kind, dtype, arch, ordered=ordered)
     else:
@@ -314,3 +321,10 @@ def _constants(
         **dependent(arch),
     }
     return constants, use["programs"]
+
+
+def _tuned(kind: PackedKind | None, tile_rows: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
+    """Returns the tuned constants for packed matrices of a kind, or for plain ones (None)."""
+    bits, coding, scale = (BITS[kind.coding], kind.coding, kind.scale) if kind else (8 * dtype.itemsize, "", "")
+    more: dict[str, int | str] = {"bits": bits, "coding": coding, "scale": scale, "bytes": dtype.itemsize}
+    return tuned("grouped_product", arch, rows=tile_rows, **more)

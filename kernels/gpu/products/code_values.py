@@ -7,7 +7,8 @@ byte, have at most 8 significant bits, so they are bfloat16's without rounding. 
 sums of a group's products, or of all products. Whole numbers times scales of bfloat16 or float16 are made in the same
 way, and rounded once.
 
-*Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type.
+*Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type. NF4's are
+rounded before they are looked up, for the codes of a group have 16 weights in all.
 
 Exact weights of two columns are made at once, in the halves of a register, by instructions that Triton has no
 operations for: so they are PTX, one piece for each place of a word (gpu_packing.py). A word's half has several places;
@@ -16,12 +17,15 @@ the halves of two words are brought together first, and the assembler does that 
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.fp8 import decode_e4m3
 from pillion.kernels.gpu.launch import interpreting
 from pillion.kernels.gpu.products.gpu_packing import FREE_BITS, LEAST_GROUP, ZERO_BASE
+from pillion.kernels.torch.quantized_matrix import CODINGS
 
 _INTERPRETED = tl.constexpr(interpreting())
 _LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
@@ -34,8 +38,10 @@ _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
 # Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Bits of
 # scales of a byte stand for the scale times 2**126: so their product with the former is the weight.
 _SCALE_STEP = tl.constexpr(2.0**-126)
-# The lookup tables of lop3 for (a & b) | c and (a & b) ^ c.
-_AND_OR, _AND_XOR = 0xEA, 0x6A
+# The lookup tables of lop3 for (a & b) | c, (a & b) ^ c, and b where a is set, else c.
+_AND_OR, _AND_XOR, _CHOICE = 0xEA, 0x6A, 0xCA
+# NF4's values in PTX.
+_NF4 = [f"0f{struct.pack('>f', value).hex().upper()}" for value in CODINGS["nf4"].tolist()]
 
 
 @triton.constexpr_function
@@ -122,6 +128,70 @@ def _scaled(zeros, scale, byte):
             lines += [f"and.b32 {to}, {of}, {0xFFE0};" for to, of in (("a", "$3"), ("b", "$4"))]
         lines += [*_halves_of(*(("a", "b") if zeros else parts), False, "f"), "fma.rn.bf16x2 c, v, f, c;"]
     return [*lines, "fma.rn.bf16x2 $0, v, t, c;"]
+
+
+@triton.constexpr_function
+def _nf4_table(half):
+    """Returns the PTX that makes NF4's 16 weights with the scale $8, rounded to a type of 16 bits (``half``: PTX's name
+    of two of them): their lower bytes in $0 to $3, and their upper ones in $4 to $7."""
+    lines = []
+    for at in range(4):
+        for lane, value in zip("abcd", _NF4[4 * at : 4 * at + 4], strict=True):
+            # 1 and -1 take no product; that with 0 keeps its sign.
+            plain = {"0f3F800000": f"mov.f32 {lane}, $8;", "0fBF800000": f"neg.f32 {lane}, $8;"}
+            lines.append(plain.get(value, f"mul.rn.f32 {lane}, $8, {value};"))
+        lines += [f"cvt.rn.{half}.f32 l, b, a;", f"cvt.rn.{half}.f32 h, d, c;"]
+        lines += [f"prmt.b32 ${at}, l, h, {0x6420};", f"prmt.b32 ${at + 4}, l, h, {0x7531};"]
+    return "{ .reg .f32 a, b, c, d; .reg .b32 l, h; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def _nf4_lookup(place):
+    """Returns the PTX that looks up the weights of the codes at a place of two words, $1 and $2. Every other operand
+    from $3 to $17 is a word of :func:`_nf4_table`.
+
+    Bytes of a register are looked up by the lower three bits of four codes, among the first and among the last eight
+    weights, and the fourth bits choose. So two places are made at once, and the assembler does that once for both.
+    """
+    half, inner = divmod(place, 4)
+    lines = [
+        # The bytes of both words alternate: a byte has two codes of one word.
+        f"prmt.b32 w, $1, $2, {0x7362 if half else 0x5140};",
+        # Bytes of ones where codes have their fourth bit, which is a byte's highest in w or in t.
+        "shl.b32 t, w, 4;",
+        f"prmt.b32 u, w, t, {0xBFAE if inner > 1 else 0x9D8C};",
+        f"and.b32 s, w, {0x77777777};",
+    ]
+    if inner > 1:
+        lines.append("shr.b32 s, s, 16;")
+    for target, first in (("a", 3), ("b", 11)):
+        lines += [f"prmt.b32 t, ${first}, ${first + 2}, s;", f"prmt.b32 v, ${first + 4}, ${first + 6}, s;"]
+        lines.append(f"lop3.b32 {target}, u, v, t, {_CHOICE};")
+    lines.append(f"prmt.b32 $0, a, b, {0x7351 if inner % 2 else 0x6240};")
+    return "{ .reg .b32 w, s, t, u, v, a, b; " + " ".join(lines) + " }"
+
+
+@triton.jit
+def nf4_table(scale, BFLOAT16: tl.constexpr):
+    """Returns words that have NF4's 16 weights with each scale, rounded to bfloat16, or else to float16."""
+    ASSEMBLY: tl.constexpr = _nf4_table("bf16x2" if BFLOAT16 else "f16x2")
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,f", [scale],
+        (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def nf4_weights(words, table, PLACE: tl.constexpr, BFLOAT16: tl.constexpr):
+    """Returns the weights of the codes at one place of each word, out of their groups' words of :func:`nf4_table`."""
+    ASSEMBLY: tl.constexpr = _nf4_lookup(PLACE)
+    CONSTRAINTS: tl.constexpr = "=r" + ",r" * 18
+    operands = (words, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7])
+    if BFLOAT16:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, operands, tl.bfloat16, True, 2)
+    else:
+        weights = tl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, operands, tl.float16, True, 2)
+    return weights
 
 
 @triton.jit

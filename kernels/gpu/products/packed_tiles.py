@@ -24,6 +24,8 @@ from pillion.kernels.gpu.products.code_values import (
     code_values,
     exact,
     group_factors,
+    nf4_table,
+    nf4_weights,
     small_scale,
     small_zero,
 )
@@ -31,7 +33,8 @@ from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, LEAST
 
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
-_COLUMNS, _LEAST_GROUP, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+_COMPILED = tl.constexpr(not interpreting())
+_COLUMNS, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(ZERO_BASE)
 
 
 # fmt: off
@@ -113,9 +116,11 @@ def _unit(
     SCALES: tl.constexpr = 4 if SCALE == "e8m0" or SCALE == "e5m3" else HALVES
     BESIDE: tl.constexpr = SHIFT != "none" and SCALE == "float32"
     SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (SCALES * GROUP) if SCALE != "float32" else 1
+    LOOKED_UP: tl.constexpr = _COMPILED and _is_looked_up(CODING, GROUP, SHIFT, row.dtype.element_ty == tl.float32)
     scale = acc
     beside = acc
     part = acc
+    table_words = packed
     for place in tl.static_range(COUNT):
         first = (unit * PER_WORD + place) * _COLUMNS
         column = first + columns
@@ -130,12 +135,11 @@ def _unit(
             if EXACT:
                 scale = scale_words[:, None]
             else:
-                scale = small_scale(scale_words, _byte_of(place, 0, GROUP, SCALES), SCALE)[:, None]
-                if GROUP < DEPTH:
-                    second = small_scale(scale_words, _byte_of(place, 1, GROUP, SCALES), SCALE)[:, None]
-                    scale = tl.where(columns[None, :] < GROUP, scale, second)
+                scale = _small_scales(scale_words, columns, place, GROUP, SCALE, SCALES, DEPTH)
         elif place % PLACES == 0 and (SUMMED or not EXACT):
             scale = group_factors(scales, first, output, padded, columns, GROUP)
+            if LOOKED_UP:
+                table_words = nf4_table(scale, right.dtype == tl.bfloat16)
         if BESIDE and place % PLACES == 0:
             beside = group_factors(offsets, first, output, padded, columns, GROUP)
             if EXACT:
@@ -157,17 +161,53 @@ def _unit(
                     acc += part * scale
             else:
                 acc = dot(weights, right, acc)
+        elif LOOKED_UP:
+            weights = nf4_weights(packed, table_words, place, right.dtype == tl.bfloat16)
+            acc = dot(weights, right, acc)
         else:
-            values = code_values(packed, table, place, CODING, BIAS, NATIVE_FP8, right.dtype == tl.float32)
-            by = scale * code_step(place, CODING, NATIVE_FP8)
-            if SCALE == "e8m0" or SCALE == "e5m3":
-                by *= tl.load(factor)[:, None]
-            if SHIFT != "none":
-                found = tl.fma(values, tl.broadcast_to(by, values.shape), tl.broadcast_to(beside, values.shape))
-            else:
-                found = values * by
+            found = _in_float32(
+                packed, table, scale, beside, factor, place, CODING, BIAS, SCALE, SHIFT, NATIVE_FP8,
+                right.dtype == tl.float32,
+            )  # fmt: skip
             acc = dot(found.to(right.dtype), right, acc)
     return acc
+
+
+@triton.constexpr_function
+def _is_looked_up(coding, group, shift, float32):
+    """Returns whether weights are looked up: those of NF4 with 16 bits, where a tile's outputs have one scale each."""
+    return coding == "nf4" and group != LEAST_GROUP and shift == "none" and not float32
+
+
+@triton.jit
+def _small_scales(
+    words, columns, PLACE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SCALES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Returns the scales of a tile's codes out of words of SCALES of them, float32."""
+    scale = small_scale(words, _byte_of(PLACE, 0, GROUP, SCALES), SCALE)[:, None]
+    if GROUP < DEPTH:
+        second = small_scale(words, _byte_of(PLACE, 1, GROUP, SCALES), SCALE)[:, None]
+        scale = tl.where(columns[None, :] < GROUP, scale, second)
+    return scale
+
+
+@triton.jit
+def _in_float32(
+    packed, table, scale, beside, factor, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, NATIVE_FP8: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Returns the weights of the codes at one place of each word, value * scale + offset in float32. FLOAT32 says
+    whether rows are float32, too."""
+    values = code_values(packed, table, PLACE, CODING, BIAS, NATIVE_FP8, FLOAT32)
+    by = scale * code_step(PLACE, CODING, NATIVE_FP8)
+    if SCALE == "e8m0" or SCALE == "e5m3":
+        by *= tl.load(factor)[:, None]
+    if SHIFT != "none":
+        found = tl.fma(values, tl.broadcast_to(by, values.shape), tl.broadcast_to(beside, values.shape))
+    else:
+        found = values * by
+    return found
 
 
 def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
@@ -211,5 +251,5 @@ def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:
     if kind.group % kind.unit == 0:
         return kind.per_word
     # The exact products of float32, and those of an sm_80, leave no registers for scales.
-    held = kind.unit % kind.group == 0 and item_bytes < 4 and arch >= 90
+    held = kind.unit % kind.group == 0 and item_bytes < 4 and (arch >= 90 or kind.coding == "nf4")
     return max(1, kind.group // COLUMNS) if held else 1

@@ -220,7 +220,7 @@ def _constants(kind: PackedKind, rows: int, dtype: torch.dtype, arch: int) -> di
         "SPLITS": splits,
         "SHARED": splits > 1 and rows <= SHARED_ROWS,
         "BLOCK_N": use["outputs"],
-        "BLOCK_T": tile,
+        "BLOCK_T": use.get("rows", tile),
         "GROUP_N": use["group"],
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
