@@ -163,28 +163,19 @@ _FUSED = {
 }
 
 
-def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
+def modules(model: ModelConfig, prefix: str = _PREFIXES[0], *, of_experts: bool = False) -> dict[str, Projection]:
     """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``, or by
-    those that the family has for them, in its checkpoints and in transformers' class."""
+    those that the family has for them, in its checkpoints and in transformers' class. With ``of_experts`` those of
+    single experts are among them, which some checkpoints and classes have."""
     family, found = FAMILIES[model.family], dict[str, Projection]()
     hidden = {one for name, parts in _FUSED.items() for one in (parts if name in family.fused else (name,))}
     for index, layer in enumerate(layers_of(model)):
         for name, projection in projections(layer, index).items():
-            if name not in hidden and not projection.experts:
-                for tensor in _names(family, f"{prefix}layers.{index}.{name}.weight"):
-                    found[tensor.removesuffix(".weight")] = projection
-    return found
-
-
-def modules_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
-    """Returns the linear layers of single experts, by the names that they have in checkpoints, and in classes which
-    have a module for each; the argument is that of :func:`modules`."""
-    family, found = FAMILIES[model.family], dict[str, Projection]()
-    for index, layer in enumerate(layers_of(model)):
-        for name, projection in projections(layer, index).items():
-            for number in range(projection.experts):
-                own = replace(projection, expert=number)
-                for tensor in _names(family, f"{prefix}layers.{index}.{name}.weight".replace("{}", str(number))):
+            each = [replace(projection, expert=number) for number in range(projection.experts if of_experts else 0)]
+            if not projection.experts and name not in hidden:
+                each = [projection]
+            for own in each:
+                for tensor in _names(family, f"{prefix}layers.{index}.{name}.weight".format(own.expert)):
                     found[tensor.removesuffix(".weight")] = own
     return found
 
@@ -305,9 +296,7 @@ class AdapterFiles:
             )
         halves = self._halves()
         prefix = self._prefix(halves)
-        known = modules(model, prefix)
-        if any(map(_OF_EXPERT.search, halves)):
-            known |= modules_of_experts(model, prefix)
+        known = modules(model, prefix, of_experts=any(map(_OF_EXPERT.search, halves)))
         parameters = parameters_of_experts(model, prefix)
         pairs = [
             self._pair(config, module, names, known, parameters, model, max_rank) for module, names in halves.items()
