@@ -14,7 +14,6 @@ import numpy as np
 from pillion.engine.adapters.adapter_files import AdapterFiles, AdapterPair, rounded_bits
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Layers, PairBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
-from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 
@@ -47,21 +46,6 @@ class AdapterReader(AdapterJobs):
         model = load_config(Path(self.model_folder))
         read = read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders, self.targets)
         return self.form.pack(read)
-
-
-def reader_of(prepared: PreparedModel, form: AdapterForm, max_rank: int, targets: tuple[str, ...]) -> AdapterReader:
-    """Returns what reads adapters of ``targets`` up to ``max_rank`` for a model, and packs them in a backend's form."""
-    from pillion.engine.checkpoints.weights import output_orders
-
-    orders = output_orders(load_config(prepared.folder))
-    return AdapterReader(
-        str(prepared.folder),
-        "float32" if prepared.dtype == "float32" else "bfloat16",
-        max_rank,
-        {name: order.tolist() for name, order in orders.items()},
-        form,
-        targets,
-    )
 
 
 def read_adapter(

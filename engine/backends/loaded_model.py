@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import AdapterForm
-from pillion.engine.adapters.adapter_reader import AdapterReader, reader_of
+from pillion.engine.adapters.adapter_reader import AdapterReader
 from pillion.engine.backends.backend import Backend, bound_adapters
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.vector_head import Labeller
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kvstore.hashing import namespace_base
@@ -57,8 +58,17 @@ class LoadedModel:
     def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> AdapterReader:
         """Returns the object that reads adapters of ``targets`` up to ``max_rank`` for the backend; it is sent to the
         process that reads them."""
-        form = cast("AdapterForm", bound_adapters(self.backend.adapters).form())
-        return reader_of(self.prepared, form, max_rank, targets)
+        from pillion.engine.checkpoints.weights import output_orders
+
+        folder = self.prepared.folder
+        return AdapterReader(
+            str(folder),
+            self.prepared.dtype,
+            max_rank,
+            {name: order.tolist() for name, order in output_orders(load_config(folder)).items()},
+            cast("AdapterForm", bound_adapters(self.backend.adapters).form()),
+            targets,
+        )
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""
