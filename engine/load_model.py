@@ -29,11 +29,10 @@ from pillion.engine.checkpoints.prepare import PreparedModel, is_prepared, prepa
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.models.vector_head import VectorHead
 from pillion.engine.ranks.rank_loading import check_ranks
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_loading import check_stages
 from pillion.engine.states.states_check import check_states
 from pillion.errors import ConfigError
@@ -235,7 +234,7 @@ def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Is
 def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
     """Returns the share of a model that each of a worker's ``size`` ranks computes. Raises ConfigError if they cannot
     share it."""
-    return [whole_model(config)] if size == 1 else [RankShard.of(config, rank, size) for rank in range(size)]
+    return [ModelShard.of(config, rank, size) for rank in range(size)]
 
 
 def check_adapters(config: ModelConfig) -> None:

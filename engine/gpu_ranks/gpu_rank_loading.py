@@ -21,7 +21,6 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.rank_loading import loading_order, worker_label
 from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.ranks.rank_processes import RankProcesses
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.ranks.ranked_backend import RankedAheadBackend
 from pillion.errors import ConfigError
 from pillion.kvstore.gpu.mapped_memory import map_pool
@@ -40,7 +39,7 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
     rendezvous = os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC)
     try:
         with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, rendezvous):
-            shard = rank_shard(flags, RankShard.of(config, 0, size), config)
+            shard = rank_shard(flags, ModelShard.of(config, 0, size), config)
             group = join_ranks(shard, rendezvous, memory, apart=apart)
             weights = region_memory(flags.attach_socket)
             own, operators = load_gpu_backend(flags, limits, prepared, weights, log.info, group)
@@ -59,7 +58,7 @@ def load_gpu_share(
     find each other. Raises ConfigError."""
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
     config = load_config(prepared.folder)
-    shard = rank_shard(flags, RankShard.of(config, order["rank"], order["size"]), config)
+    shard = rank_shard(flags, ModelShard.of(config, order["rank"], order["size"]), config)
     group = join_ranks(shard, rendezvous, memory, apart=order["apart"])
     weights = region_memory(flags.attach_socket)
     return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, weights, log.info, group)[0], memory

@@ -10,7 +10,7 @@
     layer_config.py      what a config says of single layers, in families whose layers differ
     linear_config.py     which layers have states, and their shapes
     model_work.py        how much it computes for a token, and for a query-key pair
-    model_shard.py       what one process computes of a model: all of it, unless it is a rank of several
+    model_shard.py       what each process computes of a model: all of it, or the share of a rank
     encoder_config.py    what a config says of an encoder
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys
     decoder.py           the forward pass of every family on torch, and the weights that it reads

@@ -1,20 +1,37 @@
-"""Says what one process computes of a model: the whole of it, the share of a rank, or some layers. Imports no torch."""
+"""Says what each process of a worker computes of a model: all of it, the share of a rank (tensor parallelism), some of
+its layers, or both. Imports no torch.
+
+    attention       each rank has whole KV heads with their queries; with more ranks than KV heads, several ranks have
+                    the same KV head, and write the same KV, for different queries
+    states          each rank has whole keys, or groups, of the heads with a matrix, with these heads; with more ranks
+                    than keys several ranks have the same key, as with KV heads
+    convolutions    each rank has the channels of its heads, and those that share a piece of the state with them, which
+                    other ranks compute, too; or a range of the channels, where there are no heads
+    MLP, experts    each rank has a range of the inner values; with ``whole_experts`` a range of the experts instead
+    vocabulary      each rank has a range of the tokens: rows of the embedding, and logits
+
+A layer adds to the residual stream a sum over all ranks, in their order; the residual stream, norms and routers are the
+same everywhere. (Megatron-LM, arXiv 1909.08053; shares need not be equal here.) A process alone is the one rank of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pillion.engine.models.layer_operations import Entries, Layer, Share
+from pillion.engine.models.layer_operations import Entries, Share
 from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
     import torch
 
-    from pillion.engine.models.layer_weights import LayerWeights
+# Inner values and tokens are shared out in units of this size, which is that of a kernel's narrowest packed panel.
+UNIT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +56,16 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Describes the share of each layer that process ``rank`` out of ``size`` computes: in this class all of it, in a
-    subclass a part.
+    """Describes the share of each layer that process ``rank`` out of ``size`` computes; :meth:`of` makes it.
 
     Attributes:
         kv_heads: the model's KV heads that the process has.
         layers: the layers that it computes; None stands for all.
         whole_experts: whether it has some of a mixture's experts, and all of each, where processes share a mixture.
+        heads: the model's query heads that the process has.
+        model_heads: how many query heads the model has.
+        state_keys, state_heads: the model's heads with a matrix in a layer's state that the process has, and the keys,
+            or groups, that these share.
     """
 
     kv_heads: range
@@ -53,6 +73,44 @@ class ModelShard:
     size: int = 1
     layers: range | None = None
     whole_experts: bool = False
+    heads: range = range(0)
+    model_heads: int = 0
+    state_keys: range = range(0)
+    state_heads: range = range(0)
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
+        """Computes the share of a rank out of ``size``. Raises ConfigError for a model that these cannot share."""
+        dense = config.moe is None or config.moe.beside or not all(config.moe.layers)
+        inner = [config.intermediate_size] if dense else []
+        inner += [config.moe.intermediate_size] if config.moe is not None else []
+        least = min(*inner, config.vocab_size)
+        if least <= (size - 1) * UNIT:
+            raise ConfigError(f"--tensor-parallel-size {size} is too much to share {least} values in units of {UNIT}")
+        shares, heads = _heads_of_ranks(size, config.num_heads, config.num_kv_heads, "KV heads")
+        for count in config.kv_head_counts:
+            if not all(_fits(each, config.num_heads // count) for each in heads):
+                raise ConfigError(
+                    f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {count} KV heads, as"
+                    f" some layers of {config.family} have them"
+                )
+        keys: Sequence[range] = [range(0)] * size
+        states = keys
+        if config.linear is not None and config.linear.heads:
+            of_states = "keys in layers with states"
+            keys, states = _heads_of_ranks(size, config.linear.heads, config.linear.key_heads, of_states)
+        elif config.linear is not None and config.hidden_size <= (size - 1) * PIECE_CHANNELS:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} is too much to share {config.hidden_size} channels of convolutions in"
+                f" units of {PIECE_CHANNELS}"
+            )
+        return cls(
+            *(shares[rank], rank, size),
+            heads=heads[rank],
+            model_heads=config.num_heads,
+            state_keys=keys[rank],
+            state_heads=states[rank],
+        )
 
     @property
     def whole(self) -> bool:
@@ -78,45 +136,71 @@ class ModelShard:
 
     def kv_heads_of(self, count: int) -> range:
         """Returns the KV heads that the process has in a layer with ``count`` of them."""
-        return range(count)
+        group = self.model_heads // count
+        return range(self.heads.start // group, -(-self.heads.stop // group))
 
     def state_heads_of(self, count: int) -> range:
         """Returns those of ``count`` heads with a matrix in a layer's state that the process has."""
-        return range(count)
+        return self.state_heads
 
     def state_keys_of(self, count: int) -> range:
         """Returns those of ``count`` keys, or groups, of such heads that the process has."""
-        return range(count)
+        return self.state_keys
 
     def channels(self, parts: Sequence[Entries]) -> Channels:
         """Returns the channels of a convolution over these parts of a row that the process has."""
-        ends = [sum(part.size for part in parts[:end]) for end in range(len(parts) + 1)]
-        return Channels(tuple(range(ends[-1])), tuple(ends[:-1]))
+        if self.whole:
+            ends = [sum(part.size for part in parts[:end]) for end in range(len(parts) + 1)]
+            return Channels(tuple(range(ends[-1])), tuple(ends[:-1]))
+        total = sum(part.size for part in parts)
+        numbers: list[int] = []
+        starts: list[int] = []
+        first = 0
+        for part in parts:
+            mine = self.entries(part)
+            begin, end = first + mine.start, first + mine.stop
+            piece = begin // PIECE_CHANNELS * PIECE_CHANNELS
+            starts.append(len(numbers) + begin - piece)
+            filled = range(piece, -(-end // PIECE_CHANNELS) * PIECE_CHANNELS)
+            numbers += [min(channel, total - 1) for channel in filled]
+            first += part.size
+        return Channels(tuple(numbers), tuple(starts))
 
     def own_layers(self, config: ModelConfig) -> range:
         """Returns the layers that the process computes. The first layer comes with the embedding, and the last one with
         the logits."""
         return range(config.num_layers) if self.layers is None else self.layers
 
-    def cut(self, weights: LayerWeights, layer: Layer) -> LayerWeights:
-        """Returns the process's share of a layer whose linear layers are plain."""
-        return weights
-
     def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
         """Yields the shares of the processes whose rank is lower."""
-        return iter(())
+        return (self.of(config, rank, self.size) for rank in range(self.rank))
 
     def inner(self, width: int) -> range:
         """Returns the inner values of an MLP, or of each expert, that the process has out of ``width``."""
-        return range(width)
+        return _share(width, UNIT, self.rank, self.size)
 
     def experts(self, count: int) -> range:
         """Returns the experts that the process has, or has a part of, out of ``count``."""
-        return range(count)
+        return _share(count, 1, self.rank, self.size) if self.whole_experts else range(count)
 
     def entries(self, piece: Entries) -> range:
         """Returns the entries of a piece of a tensor that the process has."""
-        return range(piece.size)
+        match piece.share:
+            case Share.WHOLE:
+                return range(piece.size)
+            case Share.INNER:
+                return self.inner(piece.size)
+            case Share.HEADS:
+                heads = self.heads
+            case Share.KV_HEADS:
+                heads = self.kv_heads_of(piece.size // piece.head)
+            case Share.CHANNELS:
+                return _share(piece.size, PIECE_CHANNELS, self.rank, self.size)
+            case Share.STATE_HEADS:
+                heads = self.state_heads
+            case Share.STATE_KEYS:
+                heads = self.state_keys
+        return range(heads.start * piece.head, heads.stop * piece.head)
 
     def indices(self, pieces: Sequence[Entries], inner: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the entries that the process has along a dimension of a tensor, as int64. ``inner`` has its inner
@@ -139,13 +223,60 @@ class ModelShard:
 
     def vocabulary(self, tokens: int) -> range:
         """Returns the tokens whose embeddings and logits the process has out of ``tokens``."""
-        return range(tokens)
+        return _share(tokens, UNIT, self.rank, self.size)
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Gives the shape of the process's own layers. Vocabulary, hidden size and number of layers are the model's."""
-        return config
+        moe = config.moe
+        if moe is not None:
+            width, shared = moe.intermediate_size, len(self.inner(moe.shared))
+            inner = width if self.whole_experts else len(self.inner(width))
+            moe = replace(moe, intermediate_size=inner, shared=shared)
+        mine = {count: len(self.kv_heads_of(count)) for count in config.kv_head_counts}
+        return replace(
+            config,
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            layer_heads=tuple(
+                None if heads is None else replace(heads, kv_heads=mine[heads.kv_heads]) for heads in config.layer_heads
+            ),
+            intermediate_size=len(self.inner(config.intermediate_size)),
+            layer_widths=tuple(len(self.inner(width)) for width in config.layer_widths),
+            moe=moe,
+        )
 
 
 def whole_model(config: ModelConfig) -> ModelShard:
     """Returns the share of a process that computes all of a model."""
-    return ModelShard(range(config.num_kv_heads))
+    return ModelShard.of(config, 0, 1)
+
+
+def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence[range], Sequence[range]]:
+    """Returns which of ``keys``, each of which has as many of ``heads``, the ranks have, and which heads. Raises
+    ConfigError where ``size`` ranks cannot share them; ``of`` says what keys are."""
+    group, sharers = heads // keys, max(1, size // keys)
+    if size > keys and (size % keys or group % sharers):
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not fit {heads} heads over {keys} {of}: at most {keys} ranks, or a"
+            f" multiple of {keys} that divides {heads}"
+        )
+    shares = shares_of(keys, size)
+    if size > keys:
+        return shares, [range(each * group // sharers, (each + 1) * group // sharers) for each in range(size)]
+    return shares, [range(mine.start * group, mine.stop * group) for mine in shares]
+
+
+def _fits(heads: range, group: int) -> bool:
+    """Returns whether query heads are those of whole KV heads, which have ``group`` each, or some of one."""
+    whole = heads.start % group == 0 == heads.stop % group
+    return whole or heads.start // group == (heads.stop - 1) // group
+
+
+def _share(total: int, unit: int, rank: int, size: int) -> range:
+    """Returns rank ``rank``'s part of ``total`` in whole units: shares differ by one unit at most, the larger ones come
+    first, and the last rank's ends with ``total``."""
+    units = -(-total // unit)
+    each, more = divmod(units, size)
+    first = rank * each + min(rank, more)
+    last = first + each + (rank < more)
+    return range(min(first * unit, total), min(last * unit, total))

@@ -1,7 +1,6 @@
 """Runs tensor parallelism inside of a worker: several ranks, each a process with a share of the model.
 
     rank_loading.py    chooses and loads each rank's share: what the core asks for
-    rank_shard.py      what each rank computes
     rank_collective.py    the sums and waits of a rank's program on the CPU kernels
     cpu_rank.py        the backend of a rank on the CPU kernels
     rank_processes.py  the other ranks, seen by rank 0: started, called together, watched and ended
@@ -12,5 +11,5 @@
     rank_memory.py     the memory in which ranks of one host exchange partial sums and logits, and RankMember
 
 The waits and sums are kernels (``kernels/cpu/ranks/rank_sums.py``); ranks on GPUs are in ``engine/gpu_ranks``. Open
-``rank_processes.py`` first, which draws a worker's life, and ``rank_shard.py`` for what a rank has.
+``rank_processes.py`` first, which draws a worker's life, and ``engine/models/model_shard.py`` for what a rank has.
 """

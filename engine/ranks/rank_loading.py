@@ -17,7 +17,6 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.model_work import pair_tokens
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from pillion.host.core_lending_table import CoreShare
 from pillion.host.cores import parse_cores
@@ -38,7 +37,7 @@ log = logging.getLogger("pillion.worker")
 def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
     """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
     size = flags.tensor_parallel_size
-    RankShard.of(load_config(prepared.folder), 0, size)
+    ModelShard.of(load_config(prepared.folder), 0, size)
     needs = f"--tensor-parallel-size {size} needs"
     if sys.platform != "linux":
         raise ConfigError(f"{needs} Linux")
@@ -60,7 +59,7 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
     size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
     # There may be more decodes than the budget; memory that no step touches is never allocated by the system.
     memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
-    member = RankMember(RankShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
+    member = RankMember(ModelShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
     keeping = replace(share, borrows=False) if share is not None else None
     ranks = rank_processes.RankProcesses(size, worker_label(flags), memory)
     with ranks.loading(loading_order(flags, threads, size=size), memory.fd):
@@ -98,7 +97,7 @@ def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tup
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
-    shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
+    shard = ModelShard.of(load_config(prepared.folder), order["rank"], order["size"])
     return _cpu_share(flags, prepared, order["threads"], RankMember(shard, memory))[0], memory
 
 

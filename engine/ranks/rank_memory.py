@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.ranks.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
@@ -158,7 +158,7 @@ class RankMember:
     Rank 0 waits ``max_wait_ms`` for another rank before it ends them all, in naps of ``nap_ns`` each.
     """
 
-    shard: RankShard
+    shard: ModelShard
     memory: RankMemory
     max_wait_ms: int = MAX_RANK_WAIT_MS
     nap_ns: int = NAP_NS

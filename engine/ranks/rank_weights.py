@@ -26,11 +26,13 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> LayerWeights:
-    """Returns the rank's share of a layer whose linear layers are plain. Parts are views where that is possible.
+    """Returns a process's share of a layer whose linear layers are plain. Parts are views where that is possible.
 
     Where the inputs of ``o`` are quantized and in an order of their own that crosses heads (GPTQ's act-order), their
     groups cannot be cut, and the share is float32 with the same values.
     """
+    if shard.whole:
+        return weights
     # The outputs of gate and up are the same inner values that the rank's part of the down projection reads.
     downs = {one.gate_up.name: one.down for one in layer if isinstance(one, Mlp | Experts)}
     share = LayerWeights()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard, whole_model
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
 
@@ -35,8 +34,10 @@ class StagePlace:
 
     def shard(self, config: ModelConfig) -> ModelShard:
         """Returns what the process computes. Raises ConfigError for a model that ranks or stages cannot share."""
-        whole = whole_model(config) if self.ranks == 1 else RankShard.of(config, self.rank, self.ranks)
-        return replace(whole, layers=layers_of_stage(config.num_layers, self.stage, self.stages))
+        return replace(
+            ModelShard.of(config, self.rank, self.ranks),
+            layers=layers_of_stage(config.num_layers, self.stage, self.stages),
+        )
 
 
 def layers_of_stage(layers: int, stage: int, stages: int) -> range:

@@ -35,10 +35,10 @@ from pillion.engine.backends.cpu.cpu_model import CpuModel, load_cpu_model
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_collective import RankCollective
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.step import StepBatch
 
@@ -155,7 +155,7 @@ def _compared(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 def run(rank: int, args: argparse.Namespace, memory: int, pool: int, collective: str) -> dict[str, Any]:
     """A rank's process. Rank 0 returns what was measured."""
     prepared = prepare(ModelFlags(model=str(plain_folder(args.model)), dtype=args.dtype))
-    shard = RankShard.of(load_config(prepared.folder), rank, RANKS)
+    shard = ModelShard.of(load_config(prepared.folder), rank, RANKS)
     bench = RankBench(prepared, RankMember(shard, RankMemory.open(memory)), pool, collective)
     whole = kernels_bench(prepared, RANKS) if rank == 0 else None
     return {"steps": measure_steps(bench, whole, args.rounds), "sums": measure_sums(bench, args.rounds)}

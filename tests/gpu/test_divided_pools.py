@@ -19,7 +19,7 @@ from pillion.engine.backends.gpu.pool_parts import parts_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
@@ -138,7 +138,7 @@ def sizes(config: ModelConfig) -> list[int]:
     found = []
     for size in range(1, 9):
         with contextlib.suppress(ConfigError):
-            RankShard.of(config, 0, size)
+            ModelShard.of(config, 0, size)
             found.append(size)
     return found
 
@@ -150,7 +150,7 @@ def test_each_head_is_read_once_and_written_wherever_it_is(prepared, heads, data
     config = replace(load_config(prepared.folder), **shape)
     size, count = data.draw(st.sampled_from(sizes(config))), data.draw(st.sampled_from(sizes(config)))
     shares = shares_of(kv_heads, count)
-    shards = [RankShard.of(config, rank, size) for rank in range(size)]
+    shards = [ModelShard.of(config, rank, size) for rank in range(size)]
     every = [parts_of(config, shard, shares) for shard in shards]
     for shard, parts in zip(shards, every, strict=True):
         read = [head for part in parts if part.attended for head in part.heads]

@@ -18,8 +18,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
-from pillion.engine.models.model_shard import whole_model
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
 from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
@@ -275,7 +274,7 @@ def test_a_rank_packs_its_own_experts(mixture):
     weights, parts = mixed_adapters(mixture)[1], []
     name, count = "layers.0.experts.down", config.moe.num_experts
     for rank in range(2):
-        shard = replace(RankShard.of(config, rank, 2), whole_experts=True)
+        shard = replace(ModelShard.of(config, rank, 2), whole_experts=True)
         parts.append(shard_adapter(weights, config, shard, {}).layers[name][0])
         slots = GpuAdapters(config, shard, {}, torch.float32, DEVICE, 2, 16, 4)
         assert slots._layers[name].experts == len(shard.experts(count)) == len(parts[-1].a)

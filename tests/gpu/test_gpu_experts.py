@@ -33,7 +33,6 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
 from pillion.engine.models.model_shard import ModelShard
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 from tests.gpu.test_backend import close
@@ -149,7 +148,7 @@ def test_ranks_with_whole_experts_add_up_to_the_layer():
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     wanted, total = expected(how, layer, rows), torch.zeros(ROWS, HIDDEN, device=DEVICE)
     for rank in range(2):
-        shard = RankShard(range(1), rank, 2, whole_experts=True)
+        shard = ModelShard(range(1), rank, 2, whole_experts=True)
         experts, how, own = made(OPERATIONS["clamped"], True, shard=shard)
         assert len(own.matrices["experts.down"]) == (3, 2)[rank]
         found = experts.run(own, how, rows, number(ROWS))
@@ -301,7 +300,7 @@ def test_scores_of_what_experts_read_are_not_those_of_the_mlp():
 def test_ranks_with_whole_experts_add_the_mlp_once():
     total, rows = torch.zeros(ROWS, HIDDEN, device=DEVICE), torch.randn(ROWS, HIDDEN).to(DEVICE)
     for rank in range(2):
-        shard = RankShard(range(1), rank, 2, whole_experts=True)
+        shard = ModelShard(range(1), rank, 2, whole_experts=True)
         experts, how, layer, wanted, beside = shared("silu", 1, True, shard)
         total += experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
     torch.testing.assert_close(total, wanted(rows), rtol=1e-4, atol=1e-4)

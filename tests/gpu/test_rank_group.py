@@ -19,14 +19,14 @@ from lab.testbed.conditions import WITHIN_S, wait_for
 from pillion.engine.backends.gpu.device_memory import event_on
 from pillion.engine.gpu_ranks import rank_group
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
 JOIN_S = 120.0
 
 
-def shard_of(rank: int, size: int) -> RankShard:
-    return RankShard(range(1), rank, size, range(rank, rank + 1))
+def shard_of(rank: int, size: int) -> ModelShard:
+    return ModelShard(range(1), rank, size, range(rank, rank + 1))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.step import SamplingRows, StepBatch
 from tests.support.gpu import DEVICE
 
@@ -34,7 +34,7 @@ ANSWER_S = 120.0
 def joined(
     prepared: PreparedModel, rank: int, size: int, rendezvous: int, *, whole_experts: bool = False
 ) -> GpuRankGroup:
-    shard = replace(RankShard.of(load_config(prepared.folder), rank, size), whole_experts=whole_experts)
+    shard = replace(ModelShard.of(load_config(prepared.folder), rank, size), whole_experts=whole_experts)
     return GpuRankGroup.join(shard, rendezvous, DEVICE, own_device=False)
 
 

@@ -16,9 +16,9 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_memory import NAP_NS, RankMember, RankMemory
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.step import StepBatch
 from tests.support.kernel_cache import kept_kernels
@@ -46,7 +46,7 @@ class RankGroup:
         assert isa is not None
         self.memory = RankMemory.create(config, size, max_tokens)
         self.members = [
-            RankMember(RankShard.of(config, rank, size), self.memory, max_wait_ms, nap_ns) for rank in range(size)
+            RankMember(ModelShard.of(config, rank, size), self.memory, max_wait_ms, nap_ns) for rank in range(size)
         ]
         self.backends = []
         for rank, member in enumerate(self.members):

@@ -34,6 +34,7 @@ from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.ranks.rank_weights import shard_layer
 from pillion.errors import ConfigError
 from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.language.isa import LANES
@@ -203,7 +204,7 @@ class MatrixPacker:
 
     def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
         """Packs all tensors of a layer whose linear layers are plain."""
-        weights = self.shard.cut(whole, operations)
+        weights = shard_layer(whole, operations, self.shard)
         gated = [one for one in operations if isinstance(one, Mlp | Experts)]
         apart = {tensor.name for one in gated for tensor in (one.gate_up, one.down)}
         for tensor in tensors_of(operations):

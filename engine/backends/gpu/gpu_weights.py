@@ -43,6 +43,7 @@ from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.ranks.rank_weights import shard_layer
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.products.fp8_product import Fp8Matrix, fp8_matrix
 from pillion.kernels.gpu.products.gpu_packing import BITS, SCALES, SHIFTS, PackedKind, PackedMatrix, can_pack, pack
@@ -320,7 +321,7 @@ def _layer_tensors(
             if isinstance(down, QuantizedMatrix) and down.order is not None:
                 mine = shard.inner(len(down.order))
                 yield INNER_VALUES, down.order[mine.start : mine.stop].int()
-    weights = shard.cut(whole, operations)
+    weights = shard_layer(whole, operations, shard)
     for tensor in tensors_of(operations):
         name = tensor.name
         match tensor.role:

@@ -23,7 +23,7 @@ from lab.benchmarks.gpu.shapes import shape_of
 from lab.benchmarks.gpu.step import decode_steps
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import parse_config
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 
 RANKS = 2
 # Rows of sums; streams and their context in steps; then how often each is measured.
@@ -56,7 +56,7 @@ def run(bench: Bench) -> None:
 def _measured(bench: Bench, rank: int, rendezvous: int) -> list[tuple[int, float]]:
     """Returns what both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
     shape = shape_of(bench.smoke)
-    shard = RankShard.of(parse_config(shape.config()), rank, RANKS)
+    shard = ModelShard.of(parse_config(shape.config()), rank, RANKS)
     group = GpuRankGroup.join(shard, rendezvous, bench.device, own_device=False)
     all_rows, _, _, count, _, _ = SMOKE if bench.smoke else (SUM_ROWS, STREAMS, CONTEXT, SUMS, STEPS, WARM)
     found = []

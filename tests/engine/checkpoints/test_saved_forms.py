@@ -28,8 +28,9 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import FAMILIES as ROWS
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.quantized.quantizer import quantize_folder
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.ranks.rank_weights import shard_layer
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import plain
 from pillion.kernels.torch.torch_linear import Linear
@@ -196,7 +197,7 @@ def test_ranks_of_experts_either_way_round_have_the_same_shares(tmp_path: pathli
             config = load_config(folder)
             with open_checkpoint(folder, config) as checkpoint:
                 whole = load_layer(checkpoint, config, torch.float32, 1, Linear.plain)
-            share = RankShard.of(config, rank, 2).cut(whole, layers_of(config)[1])
+            share = shard_layer(whole, layers_of(config)[1], ModelShard.of(config, rank, 2))
             experts = (share[name] for name in ("experts.gate_up", "experts.down"))
             shares.append([plain(linear.weight, torch.float32) for linears in experts for linear in linears])
         assert len(shares[0]) == 8

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.layer_operations import Entries, Share
 from pillion.engine.models.model_config import LayerHeads, LinearConfig, ModelConfig, MoeConfig
-from pillion.engine.models.model_shard import whole_model
-from pillion.engine.ranks.rank_shard import UNIT, RankShard
+from pillion.engine.models.model_shard import UNIT, ModelShard, whole_model
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from tests.support.families import FAMILIES, make_model
@@ -27,8 +26,8 @@ def shaped(config: ModelConfig, heads: int, kv_heads: int, inner: int = 1536, to
     return replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, vocab_size=tokens)
 
 
-def shards(config: ModelConfig, size: int) -> list[RankShard]:
-    return [RankShard.of(config, rank, size) for rank in range(size)]
+def shards(config: ModelConfig, size: int) -> list[ModelShard]:
+    return [ModelShard.of(config, rank, size) for rank in range(size)]
 
 
 @given(st.data())
@@ -101,7 +100,7 @@ def test_heads_with_states_and_their_channels_belong_to_ranks(config: ModelConfi
 def test_states_that_do_not_divide_are_refused(config: ModelConfig, shape: dict[str, int], words: str) -> None:
     linear = LinearConfig(layers=(True,), taps=3, attends=(True,), **shape)
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size 4 .*{words}"):
-        RankShard.of(replace(shaped(config, 8, 8), hidden_size=144, num_layers=1, linear=linear), 0, 4)
+        ModelShard.of(replace(shaped(config, 8, 8), hidden_size=144, num_layers=1, linear=linear), 0, 4)
 
 
 def test_three_kv_heads_are_shared_unequally_by_two(config: ModelConfig) -> None:
@@ -126,25 +125,24 @@ def test_layers_with_other_numbers_of_kv_heads(config: ModelConfig) -> None:
                 LayerHeads(max(1, count // size), 32 if count == 2 else 16)
             ] * size
     with pytest.raises(ConfigError, match="size 3 does not fit 16 heads over 2 KV heads, as some layers of"):
-        RankShard.of(mixed, 0, 3)
+        ModelShard.of(mixed, 0, 3)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 4), (9, 3, 6), (4, 1, 3), (4, 2, 8)])
 def test_shapes_that_do_not_divide_are_refused(config: ModelConfig, heads: int, kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size} does not fit {heads} heads"):
-        RankShard.of(shaped(config, heads, kv_heads), 0, size)
+        ModelShard.of(shaped(config, heads, kv_heads), 0, size)
 
 
 def test_narrow_mlps_are_refused(config: ModelConfig) -> None:
     moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=32, normalize=True, layers=(True,) * 2)
     narrow = replace(shaped(config, 8, 8), moe=moe, num_layers=2)
     with pytest.raises(ConfigError, match="too much to share 32 values in units of 32"):
-        RankShard.of(narrow, 0, 2)
+        ModelShard.of(narrow, 0, 2)
 
 
 def test_one_process_has_the_model(config: ModelConfig) -> None:
-    shard, (alone,) = whole_model(config), shards(config, 1)
+    shard = whole_model(config)
     assert shard.whole
-    assert shard.local(config) is config
-    assert alone.local(config) == config
-    assert (shard.rank, shard.size, shard.kv_heads, shard.name) == (0, 1, alone.kv_heads, alone.name)
+    assert shard.local(config) == config
+    assert (shard.rank, shard.size, len(shard.kv_heads), shard.name) == (0, 1, config.num_kv_heads, "")

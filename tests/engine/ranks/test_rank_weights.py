@@ -13,7 +13,7 @@ from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.engine.models.layers import GATED, RmsNorm
-from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.rank_weights import inner_values, shard_layer
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_inputs
 from pillion.kernels.torch.torch_linear import Linear
@@ -103,7 +103,7 @@ def test_all_ranks_together_do_what_the_layer_does(size, order):
     attended = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(6))
     outputs, inner, seen = torch.zeros(7, HIDDEN), torch.zeros(7, HIDDEN), []
     for rank in range(size):
-        shard = RankShard.of(CONFIG, rank, size)
+        shard = ModelShard.of(CONFIG, rank, size)
         share = shard_layer(layer, OPERATIONS, shard)
         heads = [*shard.heads, *(12 + head for head in shard.kv_heads), *(15 + head for head in shard.kv_heads)]
         found = widened(share["qkv"])(rows).view(7, -1, HEAD_DIM)
@@ -133,11 +133,11 @@ def test_whole_experts_of_a_rank():
             weights[tensor.name] = tuple(matrices) if tensor.experts else matrices[0]
         else:
             weights[tensor.name] = torch.randn(tensor.shape)
-    shares = [replace(RankShard.of(config, rank, 2), whole_experts=True) for rank in range(2)]
+    shares = [replace(ModelShard.of(config, rank, 2), whole_experts=True) for rank in range(2)]
     found = [shard_layer(weights, layer, shard) for shard in shares]
     for name in ("experts.gate_up", "experts.down"):
         assert [len(share[name]) for share in found] == [3, 2]
         assert all(one is other for one, other in zip(found[0][name] + found[1][name], weights[name], strict=True))
     assert [share["shared.down"].weight.shape[1] for share in found] == [64, 32]
     assert [shard.local(config).moe.intermediate_size for shard in shares] == [48, 48]
-    assert len({shard.name for shard in (*shares, RankShard.of(config, 0, 2))}) == 3
+    assert len({shard.name for shard in (*shares, ModelShard.of(config, 0, 2))}) == 3
