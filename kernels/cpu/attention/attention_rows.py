@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
 from pillion.kernels.cpu.attention.eight_bits import FLOAT_FACTORS, widen_to_floats, widen_to_pairs
@@ -113,14 +114,14 @@ class AttentionShape:
 class PoolLines:
     """Multiplies the pool's lines of keys and values by rows in the thread's scratch memory.
 
-    Where the processor multiplies pairs, rows are kept in bfloat16; elsewhere keys and values are widened when they are
-    loaded, and rows are kept in float32.
+    Where the processor multiplies pairs, rows are kept in bfloat16; elsewhere, and for ``wide`` lines, keys and values
+    are widened when they are loaded, and rows are kept in float32.
     """
 
-    def __init__(self, k: Kernel, shape: AttentionShape) -> None:
+    def __init__(self, k: Kernel, shape: AttentionShape, *, wide: bool = False) -> None:
         self._k = k
         self._shape = shape
-        self.bf16_rows = shape.bf16 and k.isa.bf16_dot != ""
+        self.bf16_rows = shape.bf16 and k.isa.bf16_dot != "" and not wide
         self.scaled = shape.codes != ""
         # One line of the pool is multiplied with this many bytes of a row.
         self.step_bytes = line_values(shape.kind) * (2 if self.bf16_rows else 4)
@@ -432,7 +433,7 @@ def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums
     Lanes are tokens here, so a sum is one vector for each value, whose lanes are added up behind the last group.
     """
     k = groups.pool.k
-    each = line_values(shape.kind)
+    pool, each = PoolLines(k, shape, wide=True), line_values(shape.kind)
     lines = shape.latents // each
     width = max(count for count in (1, 2, 4, 8) if lines % count == 0 and (count == 1 or rows * count * each <= most))
     totals = _Sums(k, rows, width * each, SCORE_BYTES)
@@ -440,15 +441,7 @@ def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums
         totals.clear()
         with k.range(groups.count) as group:
             key, weight = groups.at(group) + line * VECTOR_BYTES, weights + group * VECTOR_BYTES
-            loaded: list[Vec] = []
-            for i in range(width):
-                if shape.codes:
-                    loaded += widen_to_floats(k, key + i * VECTOR_BYTES, shape.codes)
-                elif shape.bf16:
-                    pairs = k.load_pairs(key + i * VECTOR_BYTES)
-                    loaded += [k.low(pairs), k.high(pairs)]
-                else:
-                    loaded.append(k.load(key + i * VECTOR_BYTES))
+            loaded: list[Any] = [value for i in range(width) for value in pool.load(key + i * VECTOR_BYTES)]
             for row, sums_of_row in enumerate(totals.rows):
                 factor = k.load(weight + row * SCORE_BYTES)
                 for total, value in zip(sums_of_row, loaded, strict=True):
@@ -493,7 +486,7 @@ def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
     multiplied here: applied earlier, it would have cost small weights some bits."""
     k = sums.k
     # Rows of latents are widened to float32 on every processor.
-    factor = FLOAT_FACTORS[shape.codes] if shape.latents and shape.codes else PoolLines(k, shape).factor
+    factor = PoolLines(k, shape, wide=shape.latents > 0).factor
     share = k.vector(factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
     with k.range(shape.value_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share

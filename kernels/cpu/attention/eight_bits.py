@@ -38,15 +38,11 @@ _LINE_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 
 def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
     """Returns the scale of a row, in all lanes."""
-    b = k.builder
-    # The bits are compared as integers: those of a NaN are larger than those of any number.
-    sizes = [b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF)) for value in row]
-    largest = sizes[0]
-    for size in sizes[1:]:
-        largest = b.select(b.icmp_signed(">", size, largest), size, largest)
-    lane = b.call(k.function("llvm.vector.reduce.smax.v16i32", I32, [VI]), [largest])
-    scale = Vec(k, b.bitcast(k.splat(lane), VF)) / MAX_CODES[kind]
-    return k.larger(k.vector(MIN_SCALE), scale)
+    largest = k.vector(0.0)
+    for value in row:
+        largest = k.larger_size(largest, value)
+    # A NaN stays one, and is larger than every number there.
+    return k.larger(k.vector(MIN_SCALE), k.largest_size(largest) / MAX_CODES[kind])
 
 
 def encode(k: Kernel, value: Vec, kind: str) -> Any:
@@ -54,9 +50,8 @@ def encode(k: Kernel, value: Vec, kind: str) -> Any:
     even."""
     b, most = k.builder, MAX_CODES[kind]
     if kind == "int8":
-        bounded = k.smaller(k.larger(value, -most), most)
-        whole = b.call(k.function("llvm.rint.v16f32", VF, [VF]), [bounded.ir])
-        return b.trunc(b.fptosi(whole, VI), _CODES)
+        whole = k.rounded(k.smaller(k.larger(value, -most), most))
+        return b.trunc(k.whole_lanes(whole).ir, _CODES)
     bits = b.bitcast(value.ir, VI)
     size = k.smaller(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
     kept = b.bitcast(size.ir, VI)
