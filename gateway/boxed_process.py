@@ -26,6 +26,7 @@ import msgspec
 
 from pillion.errors import Overloaded
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES
+from pillion.tasks import end_tasks
 
 T = TypeVar("T")
 
@@ -148,9 +149,7 @@ class BoxedProcess:
 
     async def aclose(self) -> None:
         """Ends the process, and the job that it runs; the next job would start another one."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await end_tasks(self._running)
         await self._kill()
 
     async def _kill(self) -> None:

@@ -30,6 +30,7 @@ from pillion.gateway.retentions.retentions import Retentions
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.net.watched import WATCH_INTERVAL_S
+from pillion.tasks import end_tasks
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -130,9 +131,7 @@ class GatewayServer:
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Drains the gateway: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         try:
             await self._registry.leave(self.component_id)
         except PillionError as error:

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from pillion.gateway.batches.batch_records import BatchError, BatchRecord
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
+from pillion.tasks import OwnTasks, end_tasks
 
 log = logging.getLogger("pillion.gateway.batches")
 
@@ -115,18 +116,18 @@ class BatchRunner:
         self._wake = asyncio.Event()
         self._full = False
         self._swept_s = -math.inf
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = OwnTasks()
         self._meters.watch(self._readings)
 
     def start(self) -> None:
         """Begins to look for batches and to run them."""
-        self._spawn(_for_ever(self._look, LOOK_MS / 1000), "batches")
-        self._spawn(_for_ever(self._feed, 0.0), "batch lines")
+        self._tasks.begin(_for_ever(self._look, LOOK_MS / 1000), "batches")
+        self._tasks.begin(_for_ever(self._feed, 0.0), "batch lines")
 
     async def stop(self) -> None:
         """Gives up all batches as they stand; other gateways go on with them. Clients can read files until
         ``close``."""
-        await _cancelled(self._tasks)
+        await end_tasks(*self._tasks)
 
     def close(self) -> None:
         """Ends the threads that read and write the folder. Idempotent."""
@@ -144,12 +145,6 @@ class BatchRunner:
             work.exception()
             raise
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _look(self) -> None:
         """Claims batches that no gateway has, and removes old files from the folder."""
         if time.monotonic() - self._swept_s >= SWEEP_MS / 1000:
@@ -166,7 +161,7 @@ class BatchRunner:
             held = await self.on_disk(claim, self.folder, record.id)
             if held is not None:
                 self._claimed[record.id] = held
-                self._spawn(self._run(held), record.id)
+                self._tasks.begin(self._run(held), record.id)
 
     def _unclaimed(self) -> list[BatchRecord]:
         """Returns the batches that might be claimed, the oldest first."""
@@ -233,7 +228,7 @@ class BatchRunner:
                     machine.tick(time.time(), cancel=cancel, tenant_known=known)
                     await self.on_disk(held.save, machine.record)
                 if machine.ending:
-                    await _cancelled(running.lines)
+                    await end_tasks(*running.lines)
                 results, running.results = running.results, []
                 if results:
                     await self.on_disk(held.append, results)
@@ -249,7 +244,7 @@ class BatchRunner:
                             await running.changed.wait()
         finally:
             self._running.remove(running)
-            await _cancelled(running.lines)
+            await end_tasks(*running.lines)
 
     async def _write_outputs(self, held: BatchClaim, machine: BatchMachine) -> None:
         machine.finalize(time.time())
@@ -347,11 +342,3 @@ async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None
             log.exception("batches are disturbed")
             await asyncio.sleep(LOOK_MS / 1000)
         await asyncio.sleep(pause_s)
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels tasks, and waits for their end."""
-    waiting = tuple(tasks)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)

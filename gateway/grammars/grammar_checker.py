@@ -18,6 +18,7 @@ from pillion.errors import FieldViolation, InvalidRequest, Unavailable
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar
 from pillion.rules.grammar_limits import PARSER_LIMITS
+from pillion.tasks import end_tasks
 from pillion.types import StructuredOutputs
 
 # The compilation of one grammar may take this much computing time; a schema of 80 KB takes 0.2 s.
@@ -109,9 +110,7 @@ class GrammarChecker:
 
     async def aclose(self) -> None:
         """Ends the process that checks grammars; the next grammar would start another one."""
-        for task in tuple(self._running.values()):
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await end_tasks(*self._running.values())
         await self._box.aclose()
 
 

@@ -29,6 +29,7 @@ from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import Index, PrefixHits
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.observability import telemetry
+from pillion.tasks import end_tasks
 from pillion.types import WORKERS
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.registry import ComponentRecord
@@ -162,9 +163,7 @@ class Cluster:
 
     async def aclose(self) -> None:
         """Ends the polling of the registry and all links."""
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        await end_tasks(self._poller)
         await self._waiters.aclose()
         await self._exchange.aclose()
         links = [link for links in self._links.values() for link in links.values()]

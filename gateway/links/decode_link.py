@@ -17,6 +17,7 @@ import grpc.aio
 from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.links.defects import Defects
 from pillion.net import rpc
+from pillion.tasks import end_tasks
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.v1.decode_pb2 import DecodeError, DecodeTimings, Sibling, Submit
@@ -140,8 +141,7 @@ class DecodeLink:
 
     async def aclose(self) -> None:
         """Ends the connection to the worker, which cancels what was submitted on it."""
-        self._upkeep.cancel()
-        await asyncio.gather(self._upkeep, return_exceptions=True)
+        await end_tasks(self._upkeep)
         await self._channel.close()
 
     def _send(self, command: decode_pb2.DecodeCommand) -> None:

@@ -24,6 +24,7 @@ from pillion.errors import Unavailable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
+from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
@@ -104,9 +105,7 @@ class LoadExchange:
         self._own.on_change = lambda component_id, grew: None
         if self._report is not None:
             self._report.cancel()
-        if self._teller is not None:
-            self._teller.cancel()
-            await asyncio.gather(self._teller, return_exceptions=True)
+        await end_tasks(self._teller)
         if self._shared is not None:
             if self._told:
                 with contextlib.suppress(Unavailable):

@@ -15,6 +15,7 @@ from pillion.errors import PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.tasks import end_tasks
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -54,8 +55,7 @@ class NodeLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._releasing
-        self._upkeep.cancel()
-        await asyncio.gather(self._upkeep, return_exceptions=True)
+        await end_tasks(self._upkeep)
         await self.client.aclose()
 
     async def _keep_session(self) -> None:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.defects import Defects
+from pillion.tasks import end_tasks
 
 LOOK_INTERVAL_S = 0.1
 
@@ -56,9 +57,7 @@ class OutageWaiters(Generic[T]):
 
     async def aclose(self) -> None:
         """Ends the task that looks for models; requests that still wait get no answer."""
-        if self._waker is not None:
-            self._waker.cancel()
-            await asyncio.gather(self._waker, return_exceptions=True)
+        await end_tasks(self._waker)
 
     async def _wake(self) -> None:
         while self._lines:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pillion.errors import Unavailable
 from pillion.net import rpc
 from pillion.observability import telemetry
+from pillion.tasks import end_tasks
 from pillion.v1 import prefill_pb2_grpc
 from pillion.v1.prefill_pb2 import DESCRIPTOR, ChunkAck, RunPrefillRequest
 from pillion.wire.common import hello_to_pb
@@ -80,8 +81,7 @@ class PrefillLink:
 
     async def aclose(self) -> None:
         """Cancels the prefill ranges under way, whose iterations raise Unavailable."""
-        self._upkeep.cancel()
-        await asyncio.gather(self._upkeep, return_exceptions=True)
+        await end_tasks(self._upkeep)
         # Closing the channel alone would leave these calls waiting for a worker that is paused and never answers.
         for call in tuple(self._calls):
             call.cancel()

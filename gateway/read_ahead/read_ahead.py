@@ -27,6 +27,7 @@ from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.component_calls import chain_of
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES, state_page
+from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
@@ -64,9 +65,7 @@ class ReadAhead:
         """Ends all reading ahead; nodes release what was pinned for it."""
         self._line.clear()
         self._most = 0
-        for task in self._reading:
-            task.cancel()
-        await asyncio.gather(*self._reading, return_exceptions=True)
+        await end_tasks(*self._reading)
 
     def _begin(self) -> None:
         while self._line and len(self._reading) < self._most:

@@ -19,6 +19,7 @@ from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.retentions.kv_hints import read_hints
 from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps, until_used
 from pillion.kvstore.hashing import split_hashes
+from pillion.tasks import OwnTasks, end_tasks
 from pillion.types import GenerateRequest
 from pillion.v1.kvnode_pb2 import RetainChainRequest, WorthStep
 
@@ -38,7 +39,7 @@ class Retentions:
         self.gaps = TurnGaps()
         self.dropped = 0
         self._cluster = cluster
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = OwnTasks()
 
     def ended(self, runner: RequestRunner, request: GenerateRequest, tenant: Tenant) -> None:
         """Learns from a request that has ended, and says what is to become of its KV."""
@@ -66,15 +67,11 @@ class Retentions:
             asked.until_ms = max(1, round(wish.until_s * 1000))
         else:
             asked.shared_blocks = wish.shared_blocks
-        call = asyncio.create_task(self._tell(text.node_id, asked), name="retention")
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls.begin(self._tell(text.node_id, asked), "retention")
 
     async def stop(self) -> None:
         """Ends the calls that are under way."""
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await end_tasks(*self._calls)
 
     async def _tell(self, node_id: str, asked: RetainChainRequest) -> None:
         try:

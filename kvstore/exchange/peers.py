@@ -25,6 +25,7 @@ from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeSession, call_unary, typed
 from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape, DataPlane, node_id_of
 from pillion.kvstore.memory.memory import CUDA, HOST
+from pillion.tasks import end_tasks
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
 from pillion.v1.kvplane_pb2 import MeetReply, MeetRequest, PinBlocksReply, PinBlocksRequest, ReadBlocksRequest
@@ -312,9 +313,7 @@ class Peers:
     async def aclose(self) -> None:
         """Ends the connections to all peers. Idempotent."""
         self._closed = True
-        for task in list(self._meeting.values()):
-            task.cancel()
-        await asyncio.gather(*self._meeting.values(), return_exceptions=True)
+        await end_tasks(*self._meeting.values())
         for node_id in list(self._peers):
             self.drop(node_id)
         await asyncio.gather(*self._closing, return_exceptions=True)

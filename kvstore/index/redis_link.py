@@ -26,6 +26,7 @@ from redis.exceptions import ClusterDownError, MovedError, NoScriptError, RedisE
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, connect, parse
+from pillion.tasks import end_tasks
 
 OPEN_MS = 500
 # A failed call that was given less time than this, because an earlier one had used the time up, does not show that the
@@ -183,9 +184,7 @@ class ClusterLink(RedisLink):
         self._discovered_s = 0.0
 
     async def aclose(self) -> None:
-        if self._discovery is not None:
-            self._discovery.cancel()
-            await asyncio.gather(self._discovery, return_exceptions=True)
+        await end_tasks(self._discovery)
         await super().aclose()
 
     async def call_each(

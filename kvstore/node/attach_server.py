@@ -31,6 +31,7 @@ from collections.abc import Awaitable, Callable
 
 from pillion.errors import Overloaded, PillionError
 from pillion.net.private_socket import listen_private
+from pillion.tasks import OwnTasks, end_tasks
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -93,7 +94,7 @@ class AttachServer:
         self._answering = answering
         self._server: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = OwnTasks()
 
     def start(self) -> None:
         """Listens and accepts connections. Raises ConfigError if the path cannot be used."""
@@ -103,10 +104,7 @@ class AttachServer:
 
     async def stop(self) -> None:
         """Ends all connections, by which workers learn that the node is gone."""
-        tasks = [task for task in (self._accepting, *self._connections) if task is not None]
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait([self._accepting])
+        await end_tasks(self._accepting)
         # The socket is removed first, because a worker that looks for the node's next life at once must not find this
         # one.
         if self._server is not None:
@@ -114,9 +112,7 @@ class AttachServer:
             self._server = None
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._connections)
 
     async def _accept(self, server: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -129,9 +125,7 @@ class AttachServer:
                 await asyncio.sleep(0.1)
                 continue
             sock.setblocking(False)
-            task = asyncio.create_task(self._serve(sock), name="attach")
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._connections.begin(self._serve(sock), "attach")
 
     async def _serve(self, sock: socket.socket) -> None:
         epoch, peer = 0, PeerProcess(sock)

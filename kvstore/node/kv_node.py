@@ -37,6 +37,7 @@ from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
+from pillion.tasks import end_tasks
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.attach import AttachedShard, AttachHello, AttachReply
@@ -144,9 +145,7 @@ class KVNode:
         self._stopping.set()
         self.pool.followers.close()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         await self._directory.leave()
         await self._attach.stop()
         server, self._server = self._server, None

@@ -17,6 +17,7 @@ from typing import Any
 from pillion.client.client_requests import sampling_of
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.errors import Cancelled, Overloaded, PillionError
+from pillion.tasks import end_tasks
 from pillion.types import Delta, GenerateRequest, SamplingParams, Value
 
 DEFAULT_CONCURRENCY = 32
@@ -136,9 +137,7 @@ async def run_batch_async(
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
     return [result for result in results if result is not None]
 
 

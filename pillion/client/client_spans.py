@@ -7,19 +7,19 @@ Where neither the program nor the OTEL_* variables ask for spans, the API's no-o
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
 from opentelemetry import trace
 
 from pillion.observability import telemetry
+from pillion.tasks import OwnTasks
 from pillion.types import GenerateRequest
 
 # A span shows at most this much of a model's name, because the caller may send any text.
 MAX_NAME_CHARS = 100
-# These tasks end a span with its call; the event loop itself keeps only weak references to tasks.
-_ending: set[asyncio.Task[None]] = set()
+# These tasks end a span with its call.
+_ending = OwnTasks()
 _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
 
@@ -43,9 +43,7 @@ def end_with(span: trace.Span, call: Any) -> None:
 def end_with_async(span: trace.Span, call: grpc.aio.Call) -> None:
     """Ends the trace span ``span`` when the asyncio ``call`` ends."""
     if span.is_recording():
-        task = asyncio.create_task(_end_after(span, call), name="client span")
-        _ending.add(task)
-        task.add_done_callback(_ending.discard)
+        _ending.begin(_end_after(span, call), "client span")
 
 
 async def _end_after(span: trace.Span, call: grpc.aio.Call) -> None:

@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from pillion.loadgen.figures import OK, Record, Run
 from pillion.loadgen.load import LoadSession, Turn, text_of
 from pillion.loadgen.target import AnswerRequest, LoadTarget, Message, TargetError, TokenCounts
+from pillion.tasks import end_tasks
 
 STALL_PERIOD_S = 0.05
 NO_CAP = 1 << 20
@@ -58,9 +59,7 @@ class LoadDriver:
             await (self._open() if self.concurrency is None else self._closed(self.concurrency))
             duration_s, cpu_s = self._now(), time.process_time() - cpu
         finally:
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await end_tasks(watching)
         turns = sum(len(session.turns) for session in self.sessions)
         records = tuple(sorted(self._records, key=lambda record: (record.due_s, record.session, record.turn)))
         return Run(records, duration_s, cpu_s, tuple(stalls), turns - len(records))

@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from pillion.errors import DeadlineExceeded, PillionError, Unavailable
+from pillion.tasks import OwnTasks, end_tasks
 from pillion.wire.errors import as_pillion_error, to_status
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -35,7 +36,7 @@ class InProcessServer:
     def __init__(self, address: str) -> None:
         self.address = address
         self.handlers: dict[str, Any] = {}
-        self._streams: set[asyncio.Task[None]] = set()
+        self.streams = OwnTasks()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """Does nothing: generated code registers each method too."""
@@ -53,18 +54,9 @@ class InProcessServer:
         """Makes the server take no more calls, gives streams ``grace_s`` seconds to finish, then cancels them.
         Idempotent."""
         _servers.pop(self.address, None)
-        if self._streams:
-            await asyncio.wait(self._streams, timeout=grace_s)
-            for task in self._streams:
-                task.cancel()
-            await asyncio.gather(*self._streams, return_exceptions=True)
-
-    def spawn(self, stream: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs the handler of a stream until the handler ends or the server stops."""
-        task = asyncio.create_task(stream)
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
-        return task
+        if self.streams:
+            await asyncio.wait(self.streams, timeout=grace_s)
+            await end_tasks(*self.streams)
 
 
 class InProcessChannel:
@@ -139,7 +131,7 @@ class InProcessChannel:
             stream.end(error)
             return stream
         work = stream.run(server.handlers[method], method, request, timeout_s, InProcessContext(metadata))
-        stream.task = server.spawn(work)
+        stream.task = server.streams.begin(work, method)
         self._streams.add(stream)
         stream.task.add_done_callback(lambda _: self._streams.discard(stream))
         return stream

@@ -38,6 +38,7 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, OfflineFlags,
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
 from pillion.rules.weighted_limit import WeightedLimit
+from pillion.tasks import end_tasks
 from pillion.types import GenerateRequest
 from pillion.wire.registry import ComponentRecord
 
@@ -308,10 +309,10 @@ class OfflineThread:
     async def _end(self) -> None:
         # First the calls that callers wait for are ended, and a start that is still running; the stack then ends what
         # that had started.
-        await _cancel(list(self._runs))
+        await end_tasks(*self._runs)
         self._cluster = None
         await self._stack.aclose()
-        await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+        await end_tasks(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -322,12 +323,6 @@ class OfflineThread:
         finally:
             asyncio.set_event_loop(None)
             self._loop.close()
-
-
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 _LIVE: weakref.WeakSet[OfflineThread] = weakref.WeakSet()

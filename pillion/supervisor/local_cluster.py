@@ -45,6 +45,7 @@ from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.standbys.fork_server import ForkServer
 from pillion.supervisor.start_lines import tell_model
 from pillion.supervisor.supervisor import FAILED, PROBE_INTERVAL_MS, ProcessSpec, Supervisor
+from pillion.tasks import end_tasks
 
 PREPARE_STOP_GRACE_S = 2.0
 # A worker's first heartbeat, and the gateway's next look at the registry, take a moment, and longer on a busy machine.
@@ -142,9 +143,7 @@ class LocalCluster:
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         fences = asyncio.create_task(watching, name="fences")
         telling = asyncio.create_task(tell_down(self.supervisor.down, redis_url, self.flags), name="what is down")
-        self._ending.push_async_callback(lambda: asyncio.gather(fences, telling, return_exceptions=True))
-        self._ending.callback(fences.cancel)
-        self._ending.callback(telling.cancel)
+        self._ending.push_async_callback(end_tasks, fences, telling)
         return self.supervisor
 
     async def stop(self) -> None:

@@ -36,6 +36,7 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.standbys.standby import Successor
+from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.supervisor")
 
@@ -199,9 +200,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stops all components, highest level first. Returns when every process is gone; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         waiting = [component.successor for component in self._components if component.successor]
         for successor in waiting:
             successor.close()

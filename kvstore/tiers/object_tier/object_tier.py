@@ -41,6 +41,7 @@ from pillion.kvstore.tiers.object_tier.object_store import (
     ObjectStoreFailure,
 )
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
+from pillion.tasks import OwnTasks
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -80,7 +81,7 @@ class ObjectTier(MediumTier):
         self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
         self._queued_bytes = 0
         self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
-        self._work: set[asyncio.Task[None]] = set()
+        self._work = OwnTasks()
         # The first has the running lists, by segment and the name that they begin after; the second has blocks that no
         # listed object had, and until when that counts.
         self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
@@ -130,9 +131,7 @@ class ObjectTier(MediumTier):
             names, size = [name for name, _ in run], self._layout.block_bytes
             for name, begin in zip(names, range(HEADER_BYTES, len(data), size), strict=True):
                 self._coming[name.hash] = name, memoryview(data)[begin : begin + size]
-            task = asyncio.create_task(self._put(names, data), name="writing an object")
-            self._work.add(task)
-            task.add_done_callback(self._work.discard)
+            self._work.begin(self._put(names, data), "writing an object")
 
     async def _put(self, names: Sequence[BlockName], data: bytearray) -> None:
         run, failure = RunName.of(names), ""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
 from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.standbys.fork_server_main import FORK, READY, component_words, order_of
+from pillion.tasks import OwnTasks, end_tasks
 
 PROGRAM = "pillion.supervisor.standbys.fork_server_main"
 # The imports of a fork server take seconds, and up to this long where others use the cores.
@@ -70,7 +71,7 @@ class ForkServer:
         # The event is set when the first server is ready, or when it is certain that there will be none.
         self._decided = asyncio.Event()
         # These tasks wait for the ends of forks that were given up.
-        self._burials: set[asyncio.Task[None]] = set()
+        self._burials = OwnTasks()
 
     def start(self) -> None:
         """Begins to start the server. From now on the kernel makes orphans among this process's descendants children of
@@ -104,10 +105,7 @@ class ForkServer:
 
     async def stop(self) -> None:
         """Ends the server; components go on. Forks that were given up have been waited for then. Idempotent."""
-        upkeep, self._upkeep = self._upkeep, None
-        if upkeep is not None:
-            upkeep.cancel()
-            await asyncio.gather(upkeep, return_exceptions=True)
+        await end_tasks(self._upkeep)
         self._decided.set()
         # The server is gone, so the connections of processes that it has not forked have ended.
         await asyncio.gather(*self._burials, return_exceptions=True)
@@ -181,9 +179,7 @@ class ForkServer:
             finally:
                 if child is None:
                     burial = _bury(socket.socket(fileno=connection.detach()), server, number)
-                    task = asyncio.create_task(burial, name="a fork that is given up")
-                    self._burials.add(task)
-                    task.add_done_callback(self._burials.discard)
+                    self._burials.begin(burial, "a fork that is given up")
             with contextlib.suppress(OSError):
                 # A fork that has died meanwhile is handled like any other child that died.
                 await asyncio.get_running_loop().sock_sendall(connection, order_of(argv, environ))

@@ -1,0 +1,27 @@
+"""Begins and ends tasks of asyncio that run beside what their owner does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class OwnTasks(set[asyncio.Task[Any]]):
+    """Holds tasks until they end. The event loop itself keeps only weak references to tasks."""
+
+    def begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Begins a task."""
+        task = asyncio.create_task(work, name=name)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+
+async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancels tasks, and returns when they have ended, with or without an error. None stands for a task that was not
+    begun."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
