@@ -104,6 +104,7 @@ from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.rules.priority import queue_order
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
+from pillion.tasks import at_most
 from pillion.types import AnswerSoFar, ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, TenantUsage, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
 
@@ -572,9 +573,7 @@ class Gateway:
         adapter = await adapters.load(name, path, in_place=in_place, model=model)
         # All machines get the adapter's files before the first request; what is not there in time follows in the
         # background.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SPREAD_TIMEOUT_S):
-                await adapters.spread()
+        await at_most(SPREAD_TIMEOUT_S, adapters.spread())
         return _described(replace(self._models[adapter.parent], adapter=adapter))
 
     async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import contextlib
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class OwnTasks(set[asyncio.Task[Any]]):
@@ -25,3 +28,11 @@ async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def at_most(wait_s: float, awaited: Awaitable[T]) -> T | None:
+    """Awaits something for so many seconds, and cancels it then. Returns what it gave; None where the time was over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            return await awaited
+    return None

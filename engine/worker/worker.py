@@ -52,6 +52,7 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters, Reading
+from pillion.tasks import at_most
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -460,9 +461,7 @@ class Worker:
         for seq_id in tuple(self.epoch.listeners):
             self.epoch.cancel(seq_id)
         if not self.epoch.over:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                    await self.epoch.settled()
+            await at_most(DRAIN_TIMEOUT_S, self.epoch.settled())
         await self.epoch.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())

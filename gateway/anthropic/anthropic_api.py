@@ -21,6 +21,7 @@ from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint, ids_before, shared_tokens
 from pillion.gateway.prefix_pins.prefix_pins import EPHEMERAL_WAIT_S, PrefixPins
 from pillion.kvstore.hashing import HASH_BYTES
+from pillion.tasks import at_most
 
 _EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -96,9 +97,7 @@ class _MarkedCall:
         self.begun(call, asked, entry)
         found: list[tuple[int, ...] | BaseException | None] = []
         if self._counting is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(EPHEMERAL_WAIT_S):
-                    found = await asyncio.shield(self._counting)
+            found = await at_most(EPHEMERAL_WAIT_S, asyncio.shield(self._counting)) or []
         return tuple(_tokens_before(ids, prompt) for ids in found if not isinstance(ids, BaseException))
 
     async def new_writer(

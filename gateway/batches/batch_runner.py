@@ -10,7 +10,6 @@ and by each batch's machine. What is under way when the gateway ends has no resu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -36,7 +35,7 @@ from pillion.gateway.batches.batch_records import BatchError, BatchRecord
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
-from pillion.tasks import OwnTasks, end_tasks
+from pillion.tasks import OwnTasks, at_most, end_tasks
 
 log = logging.getLogger("pillion.gateway.batches")
 
@@ -239,9 +238,7 @@ class BatchRunner:
                     raise running.failure
                 self._wake.set()
                 if not machine.may_finish:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_MS / 1000):
-                            await running.changed.wait()
+                    await at_most(LOOK_MS / 1000, running.changed.wait())
         finally:
             self._running.remove(running)
             await end_tasks(*running.lines)

@@ -8,14 +8,13 @@ Releases are sent in batches, in the background, until the node took them or the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from pillion.errors import PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.tasks import end_tasks
+from pillion.tasks import at_most, end_tasks
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -52,9 +51,7 @@ class NodeLink:
     async def aclose(self) -> None:
         """Sends the releases that wait, then ends the session."""
         if self._releasing is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._releasing
+            await at_most(1.0, self._releasing)
         await end_tasks(self._upkeep)
         await self.client.aclose()
 

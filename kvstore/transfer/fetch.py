@@ -34,6 +34,7 @@ from pillion.kvstore.ledger.ledger import FETCH, Ledger
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
 from pillion.kvstore.tiers.tiers import Tier, load_into
+from pillion.tasks import at_most
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 
@@ -197,9 +198,7 @@ class Fetcher:
                 return at
             coming = self._coming.get(fetch.hashes[at])
             if coming is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await coming.wait()
+                await at_most(left_s, coming.wait())
                 continue
             if not await self._bring_some(fetch, at):
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
