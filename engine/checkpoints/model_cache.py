@@ -10,7 +10,6 @@ $PILLION_CACHE or ~/.cache/pillion
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from typing import IO
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 from pillion.host.adapter_folders import cache_root
+from pillion.host.locks import try_lock
 
 # Raise this when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and older
 # results stay on the disk.
@@ -123,7 +123,7 @@ class ModelCache:
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with self._lock_file(target) as file:
             reported = False
-            while not _try_lock(file):
+            while not try_lock(file):
                 if time.monotonic() > give_up:
                     raise ConfigError(f"another process has been making {target} for too long")
                 if not reported:
@@ -137,7 +137,7 @@ class ModelCache:
         locked."""
         for draft in folder.glob("*" + DRAFT_SUFFIX):
             with self._lock_file(draft.with_suffix("")) as file:
-                if _try_lock(file):
+                if try_lock(file):
                     if draft.is_dir():
                         shutil.rmtree(draft, ignore_errors=True)
                     else:
@@ -169,15 +169,6 @@ class ModelCache:
             raise ConfigError(
                 f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
             ) from None
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    """Locks an open file until it is closed, unless another process, or another place in this one, has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -32,6 +31,7 @@ import msgspec
 
 from pillion.errors import ConfigError, Conflict, FieldViolation, InvalidRequest, NotFound, Overloaded
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_WINDOW_S, BatchRecord, FileRecord
+from pillion.host.locks import try_lock
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # The folder holds at most this many files, of all tenants, because a list has to look through them.
@@ -364,12 +364,9 @@ class BatchFolder:
         or the end of the process, gives the lock back."""
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(self.of_batch(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-            else:
+            if try_lock(lock):
                 return lock
+            os.close(lock)
         return None
 
     def _remove_file(self, name: str) -> None:

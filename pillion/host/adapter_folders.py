@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -21,6 +20,8 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from pillion.host.locks import try_lock
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
@@ -106,11 +107,6 @@ def _locked(draft: Path) -> Iterator[bool]:
     """Holds a draft's lock, which ends with this process. Yields False where another process holds the lock."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)

@@ -9,6 +9,7 @@ that can take the lock knows that the directory has no owner, and removes it: th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from pillion.errors import ConfigError
+from pillion.host.locks import try_lock
 
 PREFIX = "pillion-"
 LOCK = "lock"
@@ -67,28 +69,24 @@ def sweep(base: Path) -> list[Path]:
     """Removes directories under ``base`` whose supervisor is dead, and returns them. Other users' directories stay."""
     removed = []
     for path in base.glob(PREFIX + "*"):
-        try:
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
-            # The lock file is opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
-            with open(path / LOCK, "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), _lock_of(path) as lock:
+            if try_lock(lock):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
-        except OSError:
-            continue
     return removed
 
 
 def is_supervised(path: Path) -> bool:
     """Returns whether ``path`` is the directory of a supervisor of this user that lives."""
-    try:
-        if not path.name.startswith(PREFIX) or path.is_symlink() or path.stat().st_uid != os.getuid():
-            return False
-        with open(path / LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    if path.name.startswith(PREFIX):
+        with contextlib.suppress(OSError), _lock_of(path) as lock:
+            return not try_lock(lock)
     return False
+
+
+def _lock_of(path: Path) -> IO[bytes]:
+    """Opens the lock file of one of this user's directories. Raises OSError for any other."""
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} is not this user's")
+    # The file is opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
+    return open(path / LOCK, "rb")
