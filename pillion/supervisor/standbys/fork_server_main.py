@@ -35,8 +35,7 @@ READY, FORK = b"r", b"f"
 # A fork gets this many descriptors: the component's end of a connection, its standard input, and its standard output
 # and error.
 DESCRIPTORS = 3
-# An order is JSON, preceded by its length in this many bytes.
-LENGTH_BYTES = 4
+# An order is a line of JSON, of at most this many bytes.
 MAX_ORDER_BYTES = 8 * 2**20
 # The process between a fork and the server ends at once, and the fork checks this often whether it has.
 ORPHAN_POLL_MS = 1
@@ -51,19 +50,17 @@ def component_words(argv: Sequence[str]) -> list[str] | None:
 
 def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Encodes the order that a fork gets: the command line that it stands for, and its whole environment."""
-    data = json.dumps([[*argv], {**environ}]).encode()
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+    return json.dumps([[*argv], {**environ}]).encode() + b"\n"
 
 
 def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
     """Reads the order that :func:`order_of` has encoded; returns None where the connection ends before its end. Raises
     OSError where the connection breaks."""
     with connection.makefile("rb") as stream:
-        size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
-        data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
-    if not size or len(data) < size:
+        line = stream.readline(MAX_ORDER_BYTES)
+    if not line.endswith(b"\n"):
         return None
-    argv, environ = json.loads(data)
+    argv, environ = json.loads(line)
     return argv, environ
 
 
@@ -136,7 +133,15 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
     os.setsid()
     connection_fd, stdin, output = descriptors
     with socket.socket(fileno=connection_fd) as connection:
-        argv, environ = _order(connection)
+        # The supervisor may not want this process any more, and then ends the connection.
+        try:
+            connection.sendall(b"%d\n" % os.getpid())
+            order = order_from(connection)
+        except OSError:
+            order = None
+    if order is None:
+        os._exit(0)
+    argv, environ = order
     take_over(argv, environ, stdin, output)
     return argv[3:]
 
@@ -152,19 +157,6 @@ def take_over(argv: Sequence[str], environ: Mapping[str, str], stdin: int, outpu
     os.environ.update(environ)
     sys.orig_argv = [*argv]
     show_title(waits=STANDBY_VARIABLE in environ)
-
-
-def _order(connection: socket.socket) -> tuple[list[str], dict[str, str]]:
-    """Sends this process's id to the supervisor and waits for its order. Ends the process where the supervisor does not
-    want it."""
-    try:
-        connection.sendall(b"%d\n" % os.getpid())
-        order = order_from(connection)
-    except OSError:
-        os._exit(0)
-    if order is None:
-        os._exit(0)
-    return order
 
 
 if __name__ == "__main__":

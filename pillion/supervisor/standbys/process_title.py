@@ -8,6 +8,7 @@ component's own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
 WAITING_NAME = "pillion-standby"
 # These words stand before the command line of a fork that stands by, whether it waits already or not.
 WAITING_TITLE = "standby:"
+_NAME = Path("/proc/self/comm")
 
 
 def find_title() -> None:
@@ -26,7 +28,7 @@ def find_title() -> None:
     # The import stands here because offline use imports this package without what servers need.
     from setproctitle import getproctitle, setthreadtitle
 
-    name = _program()
+    name = program_name()
     getproctitle()
     setthreadtitle(name)
 
@@ -36,13 +38,17 @@ def show_title(*, waits: bool) -> None:
     as it is."""
     from setproctitle import setproctitle, setthreadtitle
 
-    name, title = _program(), " ".join(sys.orig_argv)
+    name, title = program_name(), " ".join(sys.orig_argv)
     setproctitle(f"{WAITING_TITLE} {title}" if waits else title)
     setthreadtitle(name)
 
 
-def _program() -> str:
-    """Returns the name of this process's program, over which setproctitle writes the title. Only Linux forks
-    components."""
-    comm = Path("/proc/self/comm")
-    return comm.read_text(encoding="utf-8").strip() if comm.exists() else Path(sys.executable).name
+def program_name() -> str:
+    """Returns the name of this process's program, over which setproctitle writes the title."""
+    return _NAME.read_text(encoding="utf-8").strip() if _NAME.exists() else Path(sys.executable).name
+
+
+def name_program(name: str) -> None:
+    """Gives this process's program another name, where the process table has such names: on Linux alone."""
+    with contextlib.suppress(OSError):
+        _NAME.write_text(name, encoding="utf-8")

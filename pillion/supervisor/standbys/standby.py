@@ -28,12 +28,18 @@ from typing import Any
 
 from pillion.config import WorkerFlags
 from pillion.supervisor.child_process import ChildProcess, Launch
-from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, WAITING_NAME, show_title
+from pillion.supervisor.standbys.process_title import (
+    STANDBY_VARIABLE,
+    WAITING_NAME,
+    name_program,
+    program_name,
+    show_title,
+)
 
 READY, BEGIN = b"r", b"b"
 # A worker that computes on a GPU imports this module for its model.
 GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
-# These are the last lines of the standby's output, which are shown when it takes over.
+# So many of the last lines of an output are kept that is not shown at once: a standby's until it takes over.
 MAX_KEPT_LINES = 20
 
 
@@ -42,7 +48,7 @@ class Standby:
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor: socket.socket | None = supervisor
-        self._own_name = _comm()
+        self._own_name = program_name()
         self._held_s = 0.0
 
     @classmethod
@@ -66,7 +72,7 @@ class Standby:
         supervisor, began_s = self._supervisor, time.monotonic()
         if supervisor is None:
             return self._held_s
-        _comm(WAITING_NAME)
+        name_program(WAITING_NAME)
         try:
             # The turn may have come already, and then nobody reads this line any more.
             with contextlib.suppress(BrokenPipeError):
@@ -79,7 +85,7 @@ class Standby:
             os._exit(0)
         supervisor.close()
         self._supervisor = None
-        _comm(self._own_name)
+        name_program(self._own_name)
         self._held_s = time.monotonic() - began_s
         return self._held_s
 
@@ -108,17 +114,15 @@ class Standby:
 class Successor:
     """Represents a standby as its supervisor sees it: a started process that waits, or will wait, for its turn."""
 
-    def __init__(self, child: ChildProcess, connection: socket.socket, output: _KeptOutput) -> None:
+    def __init__(
+        self, child: ChildProcess, reader: asyncio.StreamReader, connection: asyncio.StreamWriter, output: _KeptOutput
+    ) -> None:
         self._child = child
         self._connection = connection
         self._output = output
-        self._over = False
         # wait() kills what the process leaves behind while the id of its group is still its own.
         self._ended = asyncio.create_task(child.wait())
-        self._reading = asyncio.create_task(self._read())
-        # The descriptor is closed when the event loop has ceased to watch it, because its number may then belong to
-        # another file.
-        self._reading.add_done_callback(self._read_ended)
+        self._waits = asyncio.create_task(_says_ready(reader))
 
     @classmethod
     async def start(
@@ -127,14 +131,14 @@ class Successor:
         """Starts the process by ``launch``. Raises OSError."""
         ours, theirs = socket.socketpair()
         output = _KeptOutput()
-        try:
-            with theirs:
+        with theirs:
+            reader, connection = await asyncio.open_unix_connection(sock=ours)
+            try:
                 child = await launch(argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno())
-        except BaseException:
-            ours.close()
-            raise
-        ours.setblocking(False)
-        return cls(child, ours, output)
+            except BaseException:
+                connection.close()
+                raise
+        return cls(child, reader, connection, output)
 
     @property
     def pid(self) -> int:
@@ -150,13 +154,7 @@ class Successor:
 
     async def ready(self) -> bool:
         """Returns when the process waits for its turn, or, with False, when it has ended."""
-        await asyncio.wait({self._reading})
-        return not self._reading.cancelled() and self._reading.result()
-
-    async def _read(self) -> bool:
-        with contextlib.suppress(OSError):
-            return await asyncio.get_running_loop().sock_recv(self._connection, 1) == READY
-        return False
+        return await asyncio.shield(self._waits)
 
     def output(self) -> tuple[str, ...]:
         """Returns the last lines of the standby's output."""
@@ -168,9 +166,8 @@ class Successor:
         if not self.running:
             self.close()
             return None
-        with contextlib.suppress(OSError):
-            self._connection.send(BEGIN)
-        self._end()
+        self._connection.write(BEGIN)
+        self._connection.close()
         self._output.show(show)
         return self._child
 
@@ -178,22 +175,17 @@ class Successor:
         """Kills the standby's process, which holds nothing. Idempotent."""
         if self.running:
             self._child.kill()
-        self._end()
-
-    def _read_ended(self, reading: asyncio.Task[bool]) -> None:
-        if self._over:
-            self._connection.close()
-
-    def _end(self) -> None:
-        self._over = True
-        if self._reading.done():
-            self._connection.close()
-        else:
-            self._reading.cancel()
+        self._connection.close()
 
     async def wait(self) -> None:
         """Returns when the standby's process has ended."""
         await asyncio.wait({self._ended})
+
+
+async def _says_ready(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(OSError):
+        return await reader.read(1) == READY
+    return False
 
 
 class _KeptOutput:
@@ -211,16 +203,3 @@ class _KeptOutput:
         self._show = show
         for line in self._lines:
             show(line)
-
-
-def _comm(name: str = "") -> str:
-    """Returns this process's name in the process table, which is set to ``name`` where one is given; "" where there is
-    none."""
-    try:
-        with open("/proc/self/comm", "r+" if name else "r", encoding="utf-8") as comm:
-            if not name:
-                return comm.read().strip()
-            comm.write(name)
-    except OSError:
-        pass
-    return ""
