@@ -140,16 +140,12 @@ class PrefillRun:
 
 def check_range(prefill_range: RunPrefillRequest, worker: Worker) -> None:
     """Check a prefill range before anything is done for it. Raises InvalidRequest with every violation."""
-    violations = tuple(
-        _violations(prefill_range, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
-    )
-    if violations:
+    if violations := tuple(_violations(prefill_range, worker)):
         raise InvalidRequest.of(*violations)
 
 
-def _violations(
-    prefill_range: RunPrefillRequest, block_size: int, vocab_size: int, max_model_len: int
-) -> Iterator[FieldViolation]:
+def _violations(prefill_range: RunPrefillRequest, worker: Worker) -> Iterator[FieldViolation]:
+    block_size, vocab_size = worker.block_size, worker.model.backend.vocab_size
     total = len(prefill_range.token_ids)
     split = prefill_range.start_tokens + total
     if not total or total % block_size:
@@ -160,8 +156,9 @@ def _violations(
         yield FieldViolation(
             "start_tokens", f"{prefill_range.start_tokens} is no multiple of the block size {block_size}"
         )
-    if split >= max_model_len:
-        yield FieldViolation("token_ids", f"the prefill range ends at {split}, the model's end is {max_model_len}")
+    if split >= worker.max_model_len:
+        text = f"the prefill range ends at {split}, the model's end is {worker.max_model_len}"
+        yield FieldViolation("token_ids", text)
     if any(count == 0 or count % block_size for count in prefill_range.chunk_tokens):
         yield FieldViolation("chunk_tokens", f"each must be a multiple of the block size {block_size}")
     elif sum(prefill_range.chunk_tokens) != total:

@@ -124,6 +124,11 @@ def one_fault(
     return {"point": point.name, "pauses_s": pauses, "first_tokens_s": first_tokens, "milestones_s": reached}
 
 
+def first_tokens_of(load: StreamLoad) -> list[float]:
+    """How long the first tokens of all streams took so far, but for those that began together with the load."""
+    return [one.token_s[0] - one.asked_s for one in load.streams[load.count :] if one.token_s]
+
+
 def faults_of(
     cluster: ServedCluster, board: FaultBoard, load: StreamLoad, role: str, number: signal.Signals, args: Any
 ) -> list[dict[str, Any]]:
@@ -210,7 +215,7 @@ def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
             load = StreamLoad(cluster.target, args.prompt_tokens, args.answer_tokens)
             try:
                 time.sleep(UNDISTURBED_S)
-                undisturbed = spread(load.first_tokens_s())
+                undisturbed = spread(first_tokens_of(load))
                 for role, number in CASES:
                     if number is signal.SIGSTOP and workers == 1:
                         # Nobody could go on with its streams.

@@ -71,13 +71,6 @@ def run_list(reach: dict[str, Any]) -> None:
     table_console(TABLE_WIDTH).print(table)
 
 
-def run_drop(reach: dict[str, Any], name: str) -> None:
-    """Ends a prefix pin. Raises PillionError."""
-    with Client(**reach) as client:
-        client.drop_prefix(name)
-    print(f"dropped: {name}")
-
-
 def read_prompts(path: Path) -> list[FilePrompt]:
     """Reads a file of prompts. Raises ConfigError, naming the line."""
     try:

@@ -75,6 +75,8 @@ def cache_list(**values: Any) -> None:
 @talks_to_gateway
 def cache_drop(name: str, **values: Any) -> None:
     """End your own pin NAME. Its blocks stay in memory until they have to go."""
-    from pillion.cli.cache import run_drop
+    from pillion.client.client import Client
 
-    run_drop(pop_reach(values), name)
+    with Client(**pop_reach(values)) as client:
+        client.drop_prefix(name)
+    print(f"dropped: {name}")

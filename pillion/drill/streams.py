@@ -59,11 +59,6 @@ class StreamLoad:
         for thread in self._threads:
             thread.start()
 
-    def first_tokens_s(self) -> list[float]:
-        """Returns how long the first tokens of all streams took so far, but for those that began together with the
-        load."""
-        return [one.token_s[0] - one.asked_s for one in self.streams[self.count :] if one.token_s]
-
     def close(self) -> None:
         """Ends all streams."""
         self._over.set()

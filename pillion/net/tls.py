@@ -88,10 +88,6 @@ class Identity:
                     log.info("read %s again", self._files.cert)
             return self._loaded
 
-    def fresh_context(self) -> ssl.SSLContext:
-        """Makes a new TLS context of the files as they are now. Raises ConfigError."""
-        return _context(self._files)
-
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
     """Makes the identity that three flags name; returns None where all are empty. Raises ConfigError."""
@@ -113,14 +109,14 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
-    """Makes the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
+    """Returns the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = identity.current().context
 
-    outer = identity.fresh_context()
-    outer.sni_callback = choose
-    return outer
+    first = identity.current().context
+    first.sni_callback = choose
+    return first
 
 
 def client_context(

@@ -208,8 +208,7 @@ class LLM:
 
         Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
         """
-        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
-        requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
+        requests = _texts(prompts, lora, priority)
         vectors, cut_tokens = self._thread.cluster.vectors, truncate_prompt_tokens
         asked = vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
         found = self._waited(asked)
@@ -268,8 +267,7 @@ class LLM:
 
         Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
         """
-        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
-        requests = [replace(request, model=lora, priority=priority or 0) for request in requests]
+        requests = _texts(prompts, lora, priority)
         vectors = self._thread.cluster.vectors
         found = self._waited(vectors.classify(requests, activated=use_activation, cut_tokens=truncate_prompt_tokens))
         return [
@@ -310,14 +308,13 @@ class LLM:
         self._need_adapters()
         gateway = self._thread.cluster.gateway
         folder = str(Path(path).expanduser().resolve())
-        work = self._thread.submit(gateway.load_adapter(None, name, folder, in_place=in_place))
-        found: ModelInfo = work.result()
+        found: ModelInfo = self._waited(gateway.load_adapter(None, name, folder, in_place=in_place))
         return found
 
     def unload_adapter(self, name: str) -> None:
         """Takes the name of an adapter away; calls that run with it go on. Raises NotFound."""
         self._need_adapters()
-        self._thread.submit(self._thread.cluster.gateway.unload_adapter(None, name)).result()
+        self._waited(self._thread.cluster.gateway.unload_adapter(None, name))
 
     def status(self) -> ClusterStatus:
         """Gives the components, their load, and totals, as :meth:`pillion.Client.status` does. Raises PillionError."""
@@ -498,23 +495,25 @@ def _listed(prompts: Any) -> Sequence[Any]:
     return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
+def _texts(prompts: Any, lora: str, priority: int | None) -> list[GenerateRequest]:
+    """Makes the requests of texts that end with a vector."""
+    requests = (_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts)))
+    return [replace(request, model=lora, priority=priority or 0) for request in requests]
+
+
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """Makes the request of one prompt. Raises InvalidRequest, which names ``where``."""
-    if not isinstance(prompt, Mapping):
-        return _prompt_request(prompt, where)
-    unknown = sorted(set(prompt) - _PROMPT_KEYS)
-    if unknown:
-        raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
-    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-    if (ids is None) == (text is None):
-        raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
-    whole = list(ids) if ids is not None else str(text)
-    return _prompt_request(whole, where, cache_salt=prompt.get("cache_salt") or "")
-
-
-def _prompt_request(prompt: Any, where: str, **options: Any) -> GenerateRequest:
+    cache_salt = ""
+    if isinstance(prompt, Mapping):
+        unknown = sorted(set(prompt) - _PROMPT_KEYS)
+        if unknown:
+            raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
+        ids, text, cache_salt = prompt.get("prompt_token_ids"), prompt.get("prompt"), prompt.get("cache_salt") or ""
+        if (ids is None) == (text is None):
+            raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
+        prompt = list(ids) if ids is not None else str(text)
     try:
-        return prompt_request(prompt, **options)
+        return prompt_request(prompt, cache_salt=cache_salt)
     except InvalidRequest as error:
         raise respelled(error, where) from None
 

@@ -315,14 +315,9 @@ class OfflineThread:
         await end_tasks(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        finally:
-            asyncio.set_event_loop(None)
-            self._loop.close()
+        # The runner ends generators and threads of the loop, and closes it.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
 
 
 _LIVE: weakref.WeakSet[OfflineThread] = weakref.WeakSet()

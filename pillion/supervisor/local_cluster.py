@@ -40,7 +40,7 @@ from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs, probe_address
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
-from pillion.supervisor.preflight import check_cluster, wait_for_redis
+from pillion.supervisor.preflight import bind_port, check_files, wait_for_redis
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.standbys.fork_server import ForkServer
 from pillion.supervisor.start_lines import tell_model
@@ -90,7 +90,11 @@ class LocalCluster:
         from pillion.engine.checkpoints.model_files import folder_of
 
         settled = resolved(self.flags)
-        check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
+        check_files(settled)
+        components = settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers
+        for number in range(components if settled.metrics_port else 0):
+            port = settled.metrics_port + number
+            bind_port(settled.metrics_host, "metrics_host", "metrics_port", port).close()
         self.flags = self._ports.hold(settled)
         if settled.redis_url:
             await wait_for_redis(settled.redis_url, self.notices)

@@ -17,7 +17,6 @@ from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.cli.flags import option_name
-from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.net import tls
 from pillion.net.addresses import listening_host
@@ -92,14 +91,6 @@ def _check_folder(field: str, path: str) -> None:
         raise ConfigError(f"{option_name(field)} {path}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{option_name(field)} {path}: this user may not write there")
-
-
-def check_cluster(flags: ServeFlags, components: int) -> None:
-    """Raises ConfigError for a folder, Redis or port that a cluster of so many components could not use, except the
-    public ports."""
-    check_files(flags)
-    for port in range(flags.metrics_port, flags.metrics_port + components if flags.metrics_port else 0):
-        bind_port(flags.metrics_host, "metrics_host", "metrics_port", port).close()
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:

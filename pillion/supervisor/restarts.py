@@ -17,7 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-# A component whose configuration is wrong ends with this exit status; starting it again at once cannot help.
+# A component ends with this status where its flags, or the files that they name, are of no use; starting it again at
+# once cannot help.
 EXIT_CONFIG = 2
 
 

@@ -21,7 +21,6 @@ on the cluster goes on with what lives as long as that serves, and tries what fl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import signal
@@ -29,14 +28,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
-from pillion.supervisor.restarts import RestartPolicy
-from pillion.supervisor.standbys.standby import Successor
-from pillion.tasks import end_tasks
+from pillion.supervisor.restarts import EXIT_CONFIG, RestartPolicy
+from pillion.supervisor.standbys.standby import MAX_KEPT_LINES, Successor
+from pillion.tasks import at_most, end_tasks
 
 log = logging.getLogger("pillion.supervisor")
 
@@ -62,10 +60,6 @@ BEHIND_S = 30.0
 DEFECT_DELAY_S = 1.0
 # A command of Pillion's that fails ends with one line, which begins like this.
 FAILED = "pillion: "
-# A component ends with this status where its flags, or the files that they name, are of no use.
-EXIT_REFUSED = 2
-# This many of the last lines of a quiet component's output are kept.
-MAX_KEPT_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +171,9 @@ class Supervisor:
             asyncio.create_task(self._never_ending(component, self._tend), name=component.spec.component_id)
             for component in self._components
         ]
-        ready = asyncio.create_task(self._ready(lambda component: True))
-        waits: set[asyncio.Future[Any]] = {ready, self._failure}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
+        ready = asyncio.create_task(self._ready(lambda component: True), name="ready")
+        self._tasks.append(ready)
+        await asyncio.wait((ready, self._failure), return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
             raise (ConfigError if self._refused else Unavailable)(self._failure.result())
         self._was_ready = True
@@ -262,7 +253,7 @@ class Supervisor:
                 if not self._was_ready:
                     return self._fail(ended)
             if not self._was_ready:
-                self._refused = code == EXIT_REFUSED and bool(component.failed)
+                self._refused = code == EXIT_CONFIG and bool(component.failed)
                 why = f"{name} cannot start: {component.failed}"
                 return self._fail(why if component.failed else f"{ended} before it was ready")
             self._end_dependents(name)
@@ -391,11 +382,8 @@ class Supervisor:
                 self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
             return
         component.unaided = ""
-        waits = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._start_timeout_s):
-                waits = await successor.ready()
-        if not waits and component.successor is successor:
+        waits = await at_most(self._start_timeout_s, successor.ready())
+        if waits is False and component.successor is successor:
             self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
             for line in successor.output():
                 self._notices.component(spec.component_id, line)
