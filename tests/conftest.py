@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -141,8 +142,10 @@ COMPUTATIONS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws from torch without a generator does not depend on the tests before it in its process."""
+    """What a test draws from torch without a generator, and which of our lines it finds in the log, do not depend on
+    the tests before it in its process: commands that they ran in it have set the level."""
     torch.manual_seed(0)
+    logging.getLogger("pillion").setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
