@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -41,7 +41,10 @@ TILE_REGISTERS = 255
 # may spill so many bytes, once for each part: a hundredth of their instructions.
 LARGE_TILE_SPILL_BYTES = 80
 # The same for tiles of experts with sums of groups beside those of all, mostly once for each tile.
-GROUP_SUM_SPILL_BYTES = 40
+GROUP_SUM_SPILL_BYTES = 80
+# Products of keys in float32 are exact, without tensor cores, so that a thread holds rows of both sides. They are for
+# comparisons.
+EXACT_KEYS_SPILL_BYTES = 4504
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
 _PLACES = {"PAGES": 238, "SLOT_VALUES": 98304}
@@ -184,8 +187,6 @@ def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict
     return BuildSpec(
         name=f"latents_parts_{('decode', 'chunk')[place]}{name}",
         kernel=latent_attention._attend_latent_parts,
-        # What is spilled is outside the loop over keys.
-        max_spill_bytes=8 if fp8 and arch < _ARCH else 0,
         signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32",
         constants=constants,
         architectures=(arch,),
@@ -868,7 +869,8 @@ def state_specs() -> list[BuildSpec]:
         # Both kernels have as many arguments of each type.
         arguments = [f"*{dtype}:16", *["*fp32:16"] * 4, *["*i32:16"] * 7]
         constants, _ = gpu_delta_rule.solve_constants(delta, _ARCH)
-        specs.append(_tile(f"delta_solve-{name}", gpu_delta_rule._solve, arguments, constants))
+        solve = _tile(f"delta_solve-{name}", gpu_delta_rule._solve, arguments, constants)
+        specs.append(replace(solve, max_spill_bytes=EXACT_KEYS_SPILL_BYTES if dtype == "fp32" else 0))
         constants, _ = gpu_delta_rule.delta_constants(delta, dtype == "fp32", _ARCH)
         specs.append(_tile(f"delta_rule-{name}", gpu_delta_rule._delta_rule, arguments, constants))
     for name, dtype, space in (

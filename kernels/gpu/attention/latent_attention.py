@@ -103,7 +103,8 @@ def _attend_latents(
     """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
     mine = record + starts_at + tl.program_id(0)
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
-    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+    # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
+    for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
         table, row, rows, shift, _, begin, end, partial = _words(record, at)
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)
@@ -158,7 +159,8 @@ def _attend_latent_parts(
     own = own_at + tl.program_id(0) * BLOCK_M
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
-    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+    # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
+    for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
         item = record + at
         table, row, rows, shift, _, begin, end, _ = _words(record, at)
         packed = row + tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
