@@ -132,8 +132,10 @@ def _attend(
     start, stop = _early(
         record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
     )
-    # What the compiler would take out of this loop fills registers during the one over keys; narrower heads have them.
-    for at in tl.range(start, stop, _WORDS, disable_licm=BLOCK_D > 128):
+    # What the compiler would take out of this loop fills registers during the one over keys. With heads of 128 and in
+    # float32 it does not, and registers are spilled if it stays.
+    STAYS: tl.constexpr = BLOCK_D != 128 and queries.dtype.element_ty != tl.float32
+    for at in tl.range(start, stop, _WORDS, disable_licm=STAYS):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
         places = tl.arange(0, BLOCK_M)
         token, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
