@@ -40,7 +40,8 @@ TILE_REGISTERS = 255
 # Programs with tiles of 128 rows that add up the parts of a packed matrix hold up to three sums for each result, and
 # may spill so many bytes, once for each part: a hundredth of their instructions.
 LARGE_TILE_SPILL_BYTES = 80
-# The same for tiles of experts with sums of groups beside those of all, mostly once for each tile.
+# Tiles of experts that hold sums of groups beside those of all inputs may spill so many bytes, mostly once for each
+# tile; in groups of INT4 one pair of accesses stands in each turn of the loop.
 GROUP_SUM_SPILL_BYTES = 80
 # Products of keys in float32 are exact, without tensor cores, so that a thread holds rows of both sides. They are for
 # comparisons.
