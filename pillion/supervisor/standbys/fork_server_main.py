@@ -35,7 +35,9 @@ READY, FORK = b"r", b"f"
 # A fork gets this many descriptors: the component's end of a connection, its standard input, and its standard output
 # and error.
 DESCRIPTORS = 3
-# An order is a line of JSON, of at most this many bytes.
+# An order is JSON, preceded by its length in this many bytes. Tests that run two versions give it to the last release's
+# fork server, too.
+LENGTH_BYTES = 4
 MAX_ORDER_BYTES = 8 * 2**20
 # The process between a fork and the server ends at once, and the fork checks this often whether it has.
 ORPHAN_POLL_MS = 1
@@ -50,17 +52,19 @@ def component_words(argv: Sequence[str]) -> list[str] | None:
 
 def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Encodes the order that a fork gets: the command line that it stands for, and its whole environment."""
-    return json.dumps([[*argv], {**environ}]).encode() + b"\n"
+    data = json.dumps([[*argv], {**environ}]).encode()
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
     """Reads the order that :func:`order_of` has encoded; returns None where the connection ends before its end. Raises
     OSError where the connection breaks."""
     with connection.makefile("rb") as stream:
-        line = stream.readline(MAX_ORDER_BYTES)
-    if not line.endswith(b"\n"):
+        size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
+        data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
+    if not size or len(data) < size:
         return None
-    argv, environ = json.loads(line)
+    argv, environ = json.loads(data)
     return argv, environ
 
 
