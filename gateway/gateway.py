@@ -344,7 +344,7 @@ class Gateway:
         admitted = AdmittedRequest(
             asked=request,
             request_id=request_label(request.request_id),
-            # An older gateway, whose stream is resumed, made the ids of calls of the request's id.
+            # A stream that an older gateway began has no answer id: its tool calls were named by the request's id.
             answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
             model=model.limits.name,
             fingerprint=model.fingerprint,

@@ -1128,10 +1128,10 @@ _OTHER_TEXTS: dict[str, Collection[str]] = {
 TEXT_OF: dict[str, tuple[str, ...]] = {
     name: (DEFAULTS[name]["text_config"], *_OTHER_TEXTS.get(name, ())) for name in sorted(PICTURES & DEFAULTS.keys())
 }
-# Such text models are of a family in all but their name, with what holds for all of them. Pictures in a text move its
-# positions; a text without pictures has those of any text. This key, which is Pillion's own, says that matrices of
-# experts, where one tensor has all of them, have inputs as rows in published files, and outputs in those that
-# transformers 5 saves.
+# Text models of these types are of a family in all but their name, with the values beside it. Pictures in a text move
+# its positions; a text without pictures has those of any text. The key EITHER_WAY, which is Pillion's own, says that
+# matrices of experts, where one tensor has all of them, have inputs as rows in published files, and outputs in those
+# that transformers 5 saves.
 EITHER_WAY = "_experts_either_way"
 TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4_5_text": ("exaone4", {}),

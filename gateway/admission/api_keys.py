@@ -119,7 +119,7 @@ class KeyFile:
         ring = read_keys(self._path) if self._path else Keyring({}, ())
         if not self._plain:
             return ring
-        # Of a key that is there twice, the file's entry is found, because it comes last.
+        # A keyring finds a key's last entry, so a key of the flag that the file has, too, belongs to the file's tenant.
         return Keyring({PLAIN_TENANT: Tenant(name=PLAIN_TENANT)} | ring.tenants, self._plain + ring.keys)
 
     def refresh(self) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
-import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.body_reading import parse
-from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, write_list
 from pillion.gateway.pooling.vectors import LabelledTexts
 from pillion.types import GenerateRequest
 
@@ -45,13 +43,4 @@ def write_labels(answer_id: str, found: LabelledTexts) -> bytes:
         }
         for n, values in enumerate(found.values)
     ]
-    return msgspec.json.encode(
-        {
-            "id": answer_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": found.model,
-            "data": data,
-            "usage": {**usage_of(found.usage), "completion_tokens": 0},
-        }
-    )
+    return write_list(answer_id, found.model, data, found.usage)

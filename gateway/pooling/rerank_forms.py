@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.pooling.pair_forms import TextPair
-from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
+from pillion.gateway.pooling.text_bodies import TextsBody, write_list
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import ScoredPairs
 from pillion.types import GenerateRequest
@@ -198,12 +197,4 @@ def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes
 def write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     """Writes a score for each pair."""
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
-    answer = {
-        "id": answer_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": found.model,
-        "data": data,
-        "usage": {**usage_of(found.usage), "completion_tokens": 0},
-    }
-    return msgspec.json.encode(answer)
+    return write_list(answer_id, found.model, data, found.usage)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,19 @@ def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapp
         for prompt in prompts.values()
     ]
     return {f"inputs[{n}]": field for n, field in enumerate(prompts)}, requests
+
+
+def write_list(answer_id: str, model: str, data: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+    """Writes an answer as vLLM does: a list with an id, a time, and the usage with no tokens of an answer."""
+    answer = {
+        "id": answer_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": {**usage_of(usage), "completion_tokens": 0},
+    }
+    return msgspec.json.encode(answer)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
