@@ -17,7 +17,6 @@ from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.ranks.rank_loading import load_shard, loading_order, whole_prompt_tokens, worker_label
 from pillion.engine.stages.stage_shares import StagePlace
@@ -160,7 +159,7 @@ def _share(
     share = core_share(flags) if place.rank == 0 else None
     share = replace(share, borrows=False) if share is not None else None
     tell_of_kernels(model, threads, share)
-    if rank_memory is None or not isinstance(shard, ModelShard):
+    if rank_memory is None:
         return CpuStageBackend(model, threads, cores, share, link)
     return CpuStageRankBackend(model, threads, cores, share, link, RankMember(shard, rank_memory, STEP_SILENCE_MS))
 

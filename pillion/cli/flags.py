@@ -162,7 +162,7 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
 
 
 class FlagCommand(click.Command):
-    """Runs a command; it refuses unknown variables of the environment, and whose errors say which variable or line of a
+    """Runs a command. It refuses unknown variables of the environment, and its errors say which variable or line of a
     file set a flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -39,7 +39,7 @@ from pillion.supervisor.standbys.process_title import (
 READY, BEGIN = b"r", b"b"
 # A worker that computes on a GPU imports this module for its model.
 GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
-# So many of the last lines of an output are kept that is not shown at once: a standby's until it takes over.
+# This many of the last lines are kept of an output that is not shown at once, such as a standby's until it takes over.
 MAX_KEPT_LINES = 20
 
 
