@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 # Blocks are moved in the largest of these types of words whose size divides a block; a thread moves two words of 8
@@ -86,4 +86,4 @@ def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, b
 def _constants(block_bytes: int, word: int, arch: int) -> dict[str, int]:
     use = tuned("blocks", arch)
     words, block = block_bytes // word, use["part_words"]
-    return {"PARTS": triton.cdiv(words, block), "WORDS": words, "BLOCK": block, "num_warps": use["num_warps"]}
+    return {"PARTS": cdiv(words, block), "WORDS": words, "BLOCK": block, "num_warps": use["num_warps"]}

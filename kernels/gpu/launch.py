@@ -19,6 +19,7 @@ INTERPRETED_ARCH = 90
 INTERPRETED_PROCESSORS = 4
 
 
+@cache
 def interpreting() -> bool:
     """Returns whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,6 +34,17 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def cdiv(total: int, size: int) -> int:
+    """Returns how many parts of ``size`` it takes to cover ``total``. Triton's function of this name is one for
+    kernels, and takes several microseconds on the host."""
+    return -(-total // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """Returns the least power of two that is at least ``number``, which is 1 or more."""
+    return 1 << (number - 1).bit_length()
+
+
 def processors_of(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
@@ -40,10 +52,11 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def check(fits: bool, words: str) -> None:
-    """Raises Internal with ``words`` if a launcher was called wrongly, which only a defect can do."""
+def check(fits: bool, words: str, *values: object) -> None:
+    """Raises Internal if a launcher was called wrongly, which only a defect can do. ``words`` are formatted with
+    ``values`` only then, because this runs some twenty times for each launch."""
     if not fits:
-        raise Internal(words)
+        raise Internal(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
 
 def check_tensor(
@@ -54,16 +67,19 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raises Internal unless ``tensor`` is contiguous and has this shape (None: any size), type and device."""
-    types = dtypes if isinstance(dtypes, tuple) else (dtypes,)
-    sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(shape) and all(want in (None, have) for want, have in zip(shape, sizes, strict=True))
-    check(fits, f"{name} is {list(sizes)}, not {list(shape)}")
-    check(tensor.dtype in types, f"{name} is of {tensor.dtype}, not one of {types}")
-    check(tensor.is_contiguous(), f"{name} is not contiguous")
-    check(device is None or tensor.device == device, f"{name} is on {tensor.device}, not on {device}")
+    sizes, dtype = tensor.shape, tensor.dtype
+    fits = len(sizes) == len(shape)
+    for want, have in zip(shape, sizes, strict=False):
+        fits = fits and want in (None, have)
+    check(fits, "{} is {}, not {}", name, sizes, list(shape))
+    fits = dtype in dtypes if isinstance(dtypes, tuple) else dtype == dtypes
+    check(fits, "{} is of {}, not {}", name, dtype, dtypes)
+    check(tensor.is_contiguous(), "{} is not contiguous", name)
+    if device is not None:
+        check(tensor.device == device, "{} is on {}, not on {}", name, tensor.device, device)
 
 
 def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
     """Raises Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
     owner has mapped for this one; what is launched runs on the current device, wherever a pool is."""
-    check(pool.device.type == device.type, f"pool is on {pool.device}, not on {device}")
+    check(pool.device.type == device.type, "pool is on {}, not on {}", pool.device, device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.state_places import (
     READS,
@@ -94,7 +94,7 @@ def convolve(
     """
     tokens, channels = out.shape
     check_tensor("taps", taps, (channels, None), torch.float32, x.device)
-    check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), f"x is {list(x.shape)}")
+    check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), "x is {}", x.shape)
     check(x.stride(1) == 1, "x has no contiguous rows")
     check_tensor("out", out, (tokens, channels), x.dtype, x.device)
     if bias is not None:
@@ -102,7 +102,7 @@ def convolve(
     step.check(tokens)
     check_places(places, pieces_of_inputs(channels), step)
     constants = convolution_constants(taps.shape[1], gated, bias is not None, arch_of(x.device))
-    _convolve[(tokens, triton.cdiv(channels, constants["BLOCK"]))](
+    _convolve[(tokens, cdiv(channels, constants["BLOCK"]))](
         *(x, taps, taps if bias is None else bias, out, step.pool, step.owners, step.starts, step.slots, places),
         *(channels, x.stride(0), out.stride(0)),
         **step.constants,

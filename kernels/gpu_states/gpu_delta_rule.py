@@ -28,7 +28,7 @@ import triton.language as tl
 
 from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, wide_dot
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
@@ -87,8 +87,8 @@ class DeltaShape:
 
     def check(self) -> None:
         """Raises Internal for a shape that no model has."""
-        check(self.key_dim > 0 and self.heads % self.key_heads == 0, f"{self} does not fit together")
-        check(not self.by_rows or self.heads == self.key_heads, f"{self} has heads that share factors")
+        check(self.key_dim > 0 and self.heads % self.key_heads == 0, "{} does not fit together", self)
+        check(not self.by_rows or self.heads == self.key_heads, "{} has heads that share factors", self)
 
 
 @triton.jit
@@ -341,7 +341,7 @@ def forget_factors(
     check_tensor("decay", decay, (shape.heads,), torch.float32, made.device)
     check_tensor("shift", shift, (values,), torch.float32, made.device)
     constants = factor_constants(shape, arch_of(made.device))
-    parts = triton.cdiv(values, constants["BLOCK"])
+    parts = cdiv(values, constants["BLOCK"])
     _forget_factors[(len(made) * parts,)](made, decay, shift, out, values, parts, **constants)
 
 
@@ -372,7 +372,7 @@ def delta_rule(
     check_tensor("forgets", forgets, (tokens, shape.factors), torch.float32, device)
     check_tensor("out", out, (tokens, shape.heads * shape.head_dim), torch.float32, device)
     check_tensor("solved", solved, (None,), torch.float32, device)
-    check(len(solved) >= shape.solved_values(tokens, len(step.slots)), f"solved has {len(solved)} values")
+    check(len(solved) >= shape.solved_values(tokens, len(step.slots)), "solved has {} values", len(solved))
     step.check(tokens)
     check_places(places, shape.pieces, step)
     check_places(sides, shape.sides, step)
@@ -403,8 +403,8 @@ def prepare_constants(shape: DeltaShape, arch: int) -> dict[str, int]:
         "DOUBLED": shape.doubled,
         "BY_ROWS": shape.by_rows,
         # A head is normed in place, so no two threads may have the same value.
-        "BLOCK": max(32 * use["num_warps"], int(triton.next_power_of_2(shape.key_dim))),
-        "HEAD_BLOCK": int(triton.next_power_of_2(shape.heads)),
+        "BLOCK": max(32 * use["num_warps"], next_power_of_2(shape.key_dim)),
+        "HEAD_BLOCK": next_power_of_2(shape.heads),
         "num_warps": use["num_warps"],
     }
 
@@ -444,5 +444,5 @@ def _chunk_constants(shape: DeltaShape) -> dict[str, int]:
         "MIXED": shape.mixed,
         "BY_ROWS": shape.by_rows,
         "CHUNK": CHUNK,
-        "BLOCK": int(triton.next_power_of_2(shape.key_dim)),
+        "BLOCK": next_power_of_2(shape.key_dim),
     }

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 
@@ -58,13 +58,13 @@ def norm_gated(
     check_tensor("x", x, (None, None), torch.float32)
     (tokens, values), device = x.shape, x.device
     width, rest = divmod(values, groups)
-    check(rest == 0 and 0 < width <= MAX_GROUP_VALUES, f"{values} values in {groups} groups")
+    check(rest == 0 and 0 < width <= MAX_GROUP_VALUES, "{} values in {} groups", values, groups)
     check_tensor("out", out, (tokens, values), DTYPES, device)
-    check(tuple(gates.shape) == (tokens, values) and gates.dtype == out.dtype, f"gates are {list(gates.shape)}")
+    check(tuple(gates.shape) == (tokens, values) and gates.dtype == out.dtype, "gates are {}", gates.shape)
     check(gates.stride(1) == 1 and gates.device == device, "gates have no contiguous rows, or are elsewhere")
     if weight is not None:
         check_tensor("weight", weight, (None,), torch.float32, device)
-        check(len(weight) in (width, values), f"weight has {len(weight)} values, not {width} or {values}")
+        check(len(weight) in (width, values), "weight has {} values, not {} or {}", len(weight), width, values)
     own = weight is not None and len(weight) == values
     flags = {"OWN_WEIGHTS": own, "GATE_FIRST": gate_first, "NORMED": weight is not None, "SIGMOID": sigmoid}
     _norm_gated[(tokens * groups,)](
@@ -76,6 +76,6 @@ def norm_gated(
 
 def gate_constants(width: int, arch: int) -> dict[str, int]:
     """Returns the constants of the kernel for groups of so many values."""
-    block = int(triton.next_power_of_2(width))
+    block = next_power_of_2(width)
     use = tuned("norm_gated", arch, columns=block)
     return {"BLOCK": block, "num_warps": use["num_warps"]}

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, wide_dot
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
@@ -232,9 +232,9 @@ def state_space(
     """
     tokens, device = len(mixed), mixed.device
     fits = shape.heads % shape.groups == 0 and 0 < shape.state_dim <= MOST_STATE
-    check(fits, f"{shape} does not fit together")
+    check(fits, "{} does not fit together", shape)
     check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
-    check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in DTYPES, f"steps are {list(steps.shape)}")
+    check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in DTYPES, "steps are {}", steps.shape)
     check(steps.stride(1) == 1 and steps.device == device, "steps have no contiguous rows, or are elsewhere")
     for name, vector in (("decay", decay), ("shift", shift), ("skip", skip)):
         check_tensor(name, vector, (shape.heads,), torch.float32, device)
@@ -255,7 +255,7 @@ def state_space(
 def space_constants(shape: SpaceShape, exact: bool, arch: int) -> tuple[dict[str, int], int]:
     """Returns the kernel's constants, and how many programs a multiprocessor gets. ``exact``: whether products are
     exact, as in float32 models."""
-    whole = int(triton.next_power_of_2(shape.state_dim))
+    whole = next_power_of_2(shape.state_dim)
     use = tuned("state_space", arch, exact=int(exact), state_dim=whole)
     return {
         "HEADS": shape.heads,

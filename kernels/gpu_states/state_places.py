@@ -78,9 +78,9 @@ class StepOfStates:
         """Raises Internal for misshapen tensors, and for a step of fewer rows than ``tokens``."""
         device = self.owners.device
         check_tensor("pool", self.pool, (None, None), torch.float32)
-        check(self.pool.device.type == device.type, f"pool is on {self.pool.device}, not on {device}")
+        check(self.pool.device.type == device.type, "pool is on {}, not on {}", self.pool.device, device)
         check_tensor("owners", self.owners, (None,), torch.int32, device)
-        check(0 < tokens <= len(self.owners), f"{tokens} rows of {len(self.owners)}")
+        check(0 < tokens <= len(self.owners), "{} rows of {}", tokens, len(self.owners))
         check_tensor("slots", self.slots, (None, SIDES, None), torch.int32, device)
         check_tensor("starts", self.starts, (len(self.slots) + 1,), torch.int32, device)
         check_tensor("count", self.count, (1,), torch.int32, device)
@@ -113,7 +113,7 @@ def pieces_of_inputs(channels: int) -> int:
 
 def columns_of(values: int) -> int:
     """Returns the number of pieces of a matrix whose heads have so many values. Raises Internal for no whole number."""
-    check(values > 0 and values % PIECE_COLUMNS == 0, f"{values} values are no pieces of {PIECE_COLUMNS} columns")
+    check(values > 0 and values % PIECE_COLUMNS == 0, "{} values are no pieces of {} columns", values, PIECE_COLUMNS)
     return values // PIECE_COLUMNS
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool_device, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -199,14 +199,14 @@ def kv_write(
     check_pool_device(pool, qkv.device)
     layers, pool_heads = pool.shape[1], pool.shape[3]
     mine = range(pool_heads) if kv_heads is None else kv_heads
-    check(0 <= mine.start < mine.stop <= pool_heads, f"heads {mine.start} to {mine.stop} of {pool_heads}")
+    check(0 <= mine.start < mine.stop <= pool_heads, "heads {} to {} of {}", mine.start, mine.stop, pool_heads)
     head_dim, rest = divmod(width, heads + 2 * len(mine))
-    check(rest == 0 and head_dim % 2 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"{width} columns are no {heads} heads")
+    check(rest == 0 and head_dim % 2 == 0 and 0 < head_dim <= MAX_HEAD_DIM, "{} columns are no {} heads", width, heads)
     block_size, rest = divmod(pool.shape[4], head_dim + KV_SCALE_BYTES) if is_fp8 else (pool.shape[4], 0)
-    check(rest == 0 and block_size * head_dim % 4 == 0, f"{pool.shape[4]} bytes are no piece of {head_dim} values")
-    check(is_fp8 or pool.shape[-1] == head_dim, f"pool has {pool.shape[-1]} values a head, not {head_dim}")
+    check(rest == 0 and block_size * head_dim % 4 == 0, "{} bytes are no piece of {} values", pool.shape[4], head_dim)
+    check(is_fp8 or pool.shape[-1] == head_dim, "pool has {} values a head, not {}", pool.shape[-1], head_dim)
     check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)
-    check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
+    check(tokens > 0 and 0 <= layer < layers, "{} tokens in layer {} of {}", tokens, layer, layers)
     if norm is not None:
         check_tensor("norm", norm.weight, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
     if rotary is not None:
@@ -219,7 +219,7 @@ def kv_write(
     constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
     scales = pool.view(torch.float32) if is_fp8 else pool
-    _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
+    _kv_write[(tokens, cdiv(visited, constants["TILE"]))](
         qkv,
         weight,
         *(rotary or (qkv, qkv, rows)),
@@ -239,7 +239,7 @@ def _constants(
     """Returns the kernel's constants. Tiles are so large that each thread has a value: queries are written in place, so
     no two threads may read the same one."""
     use = tuned("kv_write", arch)
-    block = triton.next_power_of_2(head_dim // 2)
+    block = next_power_of_2(head_dim // 2)
     shape = {"HEADS": heads, "KV_HEADS": len(kv_heads), "POOL_HEADS": pool_heads, "FIRST_HEAD": kv_heads.start}
     shape |= {"HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
     tile = {"TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}

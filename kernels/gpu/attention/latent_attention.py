@@ -32,6 +32,7 @@ from pillion.kernels.gpu.launch import (
     check_pool_device,
     check_tensor,
     interpreting,
+    next_power_of_2,
     processors_of,
 )
 from pillion.kernels.gpu.tuned import tuned
@@ -229,7 +230,7 @@ class LatentAttention:
             device: what computes; None: the device of the pool.
         """
         check_widths(rank, rotary)
-        check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+        check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
         self._pool, self._dtype, self._device = pool, dtype, device or pool.device
         check_pool_device(pool, self._device)
         piece = (block_size * (rank + rotary + LATENT_SCALES * KV_SCALE_BYTES),) if fp8 else (block_size, rank + rotary)
@@ -279,7 +280,7 @@ class LatentAttention:
         Raises Internal for misshapen tensors.
         """
         heads, planner = self._heads, self.planner
-        check(0 <= layer < self._layers, f"layer {layer} of {self._layers}")
+        check(0 <= layer < self._layers, "layer {} of {}", layer, self._layers)
         check_tensor("queries", queries, (None, heads, self._rank + self._rotary), self._dtype, self._device)
         check_tensor("out", out, (len(queries), heads * self._rank), self._dtype, self._device)
         check_tensor("record", record, (None,), torch.int32, self._device)
@@ -308,12 +309,12 @@ def widths_fit(rank: int, rotary: int) -> bool:
 
 def check_widths(rank: int, rotary: int) -> None:
     """Raises Internal for rows over which the kernels cannot attend."""
-    check(widths_fit(rank, rotary), f"rows of {rank} latents and {rotary} rotated values")
+    check(widths_fit(rank, rotary), "rows of {} latents and {} rotated values", rank, rotary)
 
 
 def _padded(width: int) -> int:
     """Returns the power of two that so many values fill in registers."""
-    return int(triton.next_power_of_2(width))
+    return next_power_of_2(width)
 
 
 def _constants(

@@ -17,7 +17,7 @@ import triton.language as tl
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.attention.latent_attention import LATENT_SCALES, check_widths
-from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool_device, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -127,21 +127,21 @@ def latent_write(
     check_tensor("weight", weight, (rank,), torch.float32 if wide else kind, device)
     check_tensor("projected", projected, (tokens, None, None), kind, device)
     heads, still = projected.shape[1], projected.shape[2] - turned
-    check(still >= 0, f"queries have {projected.shape[2]} values, of which {turned} are rotated")
+    check(still >= 0, "queries have {} values, of which {} are rotated", projected.shape[2], turned)
     check_tensor("queries", queries, (tokens, heads, width), kind, device)
     is_fp8 = pool.dtype == torch.uint8
     check_tensor("pool", pool, (None, None, 1, 1, None, *([] if is_fp8 else [width])), torch.uint8 if is_fp8 else kind)
     check_pool_device(pool, device)
     layers, (block_size, rest) = pool.shape[1], divmod(pool.shape[4], width + _SCALES) if is_fp8 else (pool.shape[4], 0)
-    check(rest == 0, f"{pool.shape[4]} bytes are no rows of {width} values")
+    check(rest == 0, "{} bytes are no rows of {} values", pool.shape[4], width)
     check_tensor("rows", rows, (tokens,), torch.int32, device)
-    check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
+    check(tokens > 0 and 0 <= layer < layers, "{} tokens in layer {} of {}", tokens, layer, layers)
     check_tensor("cos", rotary.cos, (None, turned // 2), DTYPES, device)
     check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, device)
     check_tensor("positions", rotary.positions, (tokens,), torch.int32, device)
     constants = _constants(heads, rank, turned, still, layers, block_size, arch_of(device))
     scales = pool.view(torch.float32) if is_fp8 else pool
-    _latent_write[(tokens, 1 + triton.cdiv(heads, constants["TILE"]))](
+    _latent_write[(tokens, 1 + cdiv(heads, constants["TILE"]))](
         *(latents, weight, projected, queries, *rotary, rows, pool, scales, layer, eps),
         WIDE=wide,
         FP8=is_fp8,
@@ -153,7 +153,7 @@ def _constants(
     heads: int, rank: int, rotary: int, still: int, layers: int, block_size: int, arch: int
 ) -> dict[str, int]:
     use = tuned("kv_write", arch)
-    half = int(triton.next_power_of_2(rotary // 2))
+    half = next_power_of_2(rotary // 2)
     shape = {"HEADS": heads, "RANK": rank, "ROTARY": rotary, "STILL": still, "LAYERS": layers, "BLOCK_SIZE": block_size}
-    blocks = {"BLOCK": int(triton.next_power_of_2(rank)), "BLOCK_HALF": half}
+    blocks = {"BLOCK": next_power_of_2(rank), "BLOCK_HALF": half}
     return {**shape, **blocks, "TILE": use["tile_values"] // half, "num_warps": use["num_warps"]}

@@ -19,7 +19,6 @@ import math
 from typing import Literal
 
 import torch
-import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
@@ -33,6 +32,7 @@ from pillion.kernels.gpu.launch import (
     check_pool_device,
     check_tensor,
     interpreting,
+    next_power_of_2,
     processors_of,
 )
 from pillion.kernels.gpu.tuned import tuned
@@ -53,7 +53,7 @@ HALF_BYTES = 2
 
 def padded_head_dim(head_dim: int) -> int:
     """Returns the power of two that a head fills in registers."""
-    return int(triton.next_power_of_2(head_dim))
+    return next_power_of_2(head_dim)
 
 
 def decode_tile_rows(rows: int, width: int) -> int:
@@ -62,7 +62,7 @@ def decode_tile_rows(rows: int, width: int) -> int:
     With heads of 256, registers suffice for 32 rows.
     """
     most = MOST_DECODE_ROWS if width < WIDE_HEAD_DIM else MOST_DECODE_ROWS // 2
-    return min(max(int(triton.next_power_of_2(rows)), LEAST_DECODE_ROWS), most)
+    return min(max(next_power_of_2(rows), LEAST_DECODE_ROWS), most)
 
 
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
@@ -195,20 +195,20 @@ class PagedAttention:
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
-        check(0 <= layer < self._layers, f"layer {layer} of {self._layers}")
-        check(window in self.planner.windows, f"nothing is planned for a window of {window}")
-        check(shape[1:] == (heads, width), f"queries are {list(shape)}, not [T, {heads}, {width}]")
+        check(0 <= layer < self._layers, "layer {} of {}", layer, self._layers)
+        check(window in self.planner.windows, "nothing is planned for a window of {}", window)
+        check(shape[1:] == (heads, width), "queries are {}, not [T, {}, {}]", shape, heads, width)
         check(queries.stride()[1:] == (width, 1), "a row of queries is not contiguous")
-        check(queries.dtype == self._dtype and queries.device == self._device, f"queries are of {queries.dtype}")
+        check(queries.dtype == self._dtype and queries.device == self._device, "queries are of {}", queries.dtype)
         check_tensor("out", out, (shape[0], heads * width), self._dtype, self._device)
         check_tensor("record", record, (None,), torch.int32, self._device)
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
     """Raises Internal for numbers or sizes of heads for which the kernels cannot compute attention."""
-    check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
-    check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
-    check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+    check(num_heads % num_kv_heads == 0, "{} heads over {} KV heads", num_heads, num_kv_heads)
+    check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
+    check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
 
 
 def _check_pool(
@@ -226,7 +226,7 @@ def _check_pool(
     piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
     check_tensor("pool", pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8)
     fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
-    check(fits, f"KV heads {kv_heads.start} to {kv_heads.stop} of {pool.shape[3]}")
+    check(fits, "KV heads {} to {} of {}", kv_heads.start, kv_heads.stop, pool.shape[3])
 
 
 def _attend_constants(

@@ -61,9 +61,10 @@ class PairAdapters:
     def check(self, experts: int, inputs: int, outputs: int, like: torch.Tensor) -> None:
         """Raises Internal unless these are adapters of a product of that shape, of the type of ``like``."""
         layer, ranks = self.layer, len(self.layer.ends) * self.layer.rank
-        check((layer.experts, layer.inputs, layer.outputs) == (experts, inputs, outputs), f"{layer} is another layer's")
-        check(len(layer.ends) <= 2 and layer.ends[-1] == outputs, f"slices end at {layer.ends}")
-        check(padded_rank(layer.rank) == layer.rank, f"the kernels need ranks of 16, 32, 64 ..., not {layer.rank}")
+        shape = layer.experts, layer.inputs, layer.outputs
+        check(shape == (experts, inputs, outputs), "{} is another layer's", layer)
+        check(len(layer.ends) <= 2 and layer.ends[-1] == outputs, "slices end at {}", layer.ends)
+        check(padded_rank(layer.rank) == layer.rank, "the kernels need ranks of 16, 32, 64 ..., not {}", layer.rank)
         check_tensor("slots", self.slots, (None, None), like.dtype, like.device)
         check_tensor("row_slots", self.row_slots, (None,), torch.int32, like.device)
         check_tensor("shrunk", self.shrunk, (None, ranks), like.dtype, like.device)
@@ -168,7 +169,7 @@ def shrink_pairs(
     those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedProduct`, which has checked them."""
     layer = adapters.layer
     assert order is not None, "adapters are those of pairs, which have no order"
-    check(len(adapters.shrunk) >= len(order), f"shrunk rows are {len(adapters.shrunk)}, for {len(order)} pairs")
+    check(len(adapters.shrunk) >= len(order), "shrunk rows are {}, for {} pairs", len(adapters.shrunk), len(order))
     constants = shrink_constants(layer, tile_rows, rows.element_size(), arch)
     blocks = constants["RANKS"] // constants["BLOCK_RANKS"]
     # A pointer of its own, for offsets may exceed 32 bits, which would need another kernel.

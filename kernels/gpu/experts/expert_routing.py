@@ -27,7 +27,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,12 +77,12 @@ class RouteOptions:
     @property
     def group_columns(self) -> int:
         """Returns the columns of a group in the kernel's tile, a power of 2."""
-        return int(triton.next_power_of_2(self.experts // self.groups))
+        return next_power_of_2(self.experts // self.groups)
 
     @property
     def columns(self) -> int:
         """Returns the columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
-        return max(ROWS, self.group_columns * int(triton.next_power_of_2(self.groups)))
+        return max(ROWS, self.group_columns * next_power_of_2(self.groups))
 
 
 @triton.jit
@@ -362,8 +362,8 @@ def _route(
 
 def parts_of(hidden: int) -> tuple[int, int]:
     """Returns into how many parts a router's inputs are cut, and how many inputs a part has."""
-    depth = triton.cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
-    return triton.cdiv(hidden, depth), depth
+    depth = cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
+    return cdiv(hidden, depth), depth
 
 
 class ExpertRouter:
@@ -374,7 +374,7 @@ class ExpertRouter:
 
     def __init__(self, columns: int, hidden: int, max_rows: int, device: torch.device) -> None:
         """Reserves the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
-        tiles = triton.cdiv(max_rows, ROWS)
+        tiles = cdiv(max_rows, ROWS)
         shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
         # Each row has a place for the gate's product, too.
         self._parts = torch.zeros(max(tiles, shared) * ROWS * (columns + 1), dtype=torch.float32, device=device)
@@ -422,11 +422,11 @@ class ExpertRouter:
         if gate is not None:
             check_tensor("gate", gate, (1, hidden), rows.dtype, rows.device)
             check(how.always > 0, "a gate needs experts that every row has")
-        check(tokens > 0 and how.experts <= MAX_EXPERTS, f"{tokens} rows and {how.experts} experts")
-        check(how.per_token <= how.experts // how.groups * how.kept_groups, f"{how} has too few experts left")
+        check(tokens > 0 and how.experts <= MAX_EXPERTS, "{} rows and {} experts", tokens, how.experts)
+        check(how.per_token <= how.experts // how.groups * how.kept_groups, "{} has too few experts left", how)
         constants = route_constants(how, hidden, tokens, rows.element_size(), arch_of(rows.device))
         optional = {"BIAS": bias, "CHOICE_BIAS": choice_bias, "FACTORS": factors, "ADDED": added, "GATE": gate}
-        tiles, shared = triton.cdiv(tokens, ROWS), constants["SHARED"]
+        tiles, shared = cdiv(tokens, ROWS), constants["SHARED"]
         parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"] + (gate is not None)
         needed = tiles * ROWS * (how.columns + 1) * (parts if shared else 1)
         check(needed <= len(self._parts), "more rows than the workspace holds")
@@ -453,9 +453,9 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "KEPT_GROUPS": how.kept_groups,
         "GROUP_BEST": how.group_best,
         "PER_TOKEN": how.per_token,
-        "PLACES": int(triton.next_power_of_2(how.per_token)),
+        "PLACES": next_power_of_2(how.per_token),
         "ALWAYS": how.always,
-        "MORE": int(triton.next_power_of_2(max(1, how.always))),
+        "MORE": next_power_of_2(max(1, how.always)),
         "SIGMOID": how.sigmoid,
         "NORMALIZE": how.normalize,
         "EXACT": how.exact,

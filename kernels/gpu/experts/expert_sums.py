@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 
@@ -82,7 +82,7 @@ def add_up(results: PairResults, out: torch.Tensor) -> None:
     check(tokens > 0 and hidden > 0, "no rows to add up")
     results.check(tokens, hidden, out)
     constants = sum_constants(results.scores.shape[1], arch_of(out.device))
-    parts = triton.cdiv(hidden, constants["BLOCK"])
+    parts = cdiv(hidden, constants["BLOCK"])
     beside = results.beside is not None
     _add_up[(tokens * parts,)](*results.pointers, out, hidden, parts, BESIDE=beside, **constants)
 

@@ -34,7 +34,7 @@ from pillion.kernels.gpu.experts.expert_adapters import (
     shrink_pairs,
     slots_of,
 )
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, processors_of
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, processors_of
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
@@ -236,7 +236,7 @@ class GroupedProduct:
         check_tensor("rows", rows, (None, inputs), self._dtype, weights.device)
         check_tensor("out", out, (None, width), rows.dtype, rows.device)
         _check_tiles(rows, order, tiles, count, scatter, tile_rows)
-        check(packed is not None or weights.dtype == rows.dtype, f"matrices are of {weights.dtype}")
+        check(packed is not None or weights.dtype == rows.dtype, "matrices are of {}", weights.dtype)
         if bias is not None:
             check_tensor("bias", bias, (len(weights), outputs), rows.dtype, rows.device)
         if adapters is not None:
@@ -246,7 +246,7 @@ class GroupedProduct:
         constants, programs = _constants(kind, ordered, activation, gated, tile_rows, rows.dtype, self._arch)
         constants |= expand_constants(None if adapters is None else adapters.layer)
         made = constants["BLOCK_N"] // (2 if gated else 1)
-        items = len(tiles) * triton.cdiv(width, made)
+        items = len(tiles) * cdiv(width, made)
         alpha, limit = activation if isinstance(activation, tuple) else (0.0, 0.0)
         scales = weights if packed is None else packed.scales
         parts = {} if packed is None else packed.parts
@@ -275,7 +275,7 @@ def _check_tiles(
     check(order is not None or not scatter, "a result is scattered by an order, and there is none")
     if order is not None:
         check_tensor("order", order, (None,), torch.int32, rows.device)
-    check(tile_rows in ROW_TILES, f"a tile has one of {ROW_TILES} rows, not {tile_rows}")
+    check(tile_rows in ROW_TILES, "a tile has one of {} rows, not {}", ROW_TILES, tile_rows)
 
 
 def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
     else:
         check_tensor("matrix", matrix, (None, None, None), _TYPES)
         _, outputs, inputs = matrix.shape
-    check(not gated or outputs % 2 == 0, f"{outputs} outputs are not gates and as many values")
+    check(not gated or outputs % 2 == 0, "{} outputs are not gates and as many values", outputs)
     return inputs, outputs // 2 if gated else outputs
 
 
@@ -301,7 +301,7 @@ def _constants(
     """Returns the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
     matrices, or the number of inputs of plain ones; ``ordered`` says whether the former have an order of inputs."""
     name = _CLAMPED if isinstance(activation, tuple) else activation or ""
-    check(name in ("", _CLAMPED, *ACTIVATIONS), f"activation {activation!r} is not known")
+    check(name in ("", _CLAMPED, *ACTIVATIONS), "activation {!r} is not known", activation)
     check(bool(name) or not gated, "gates need an activation")
     check(gated or name != _CLAMPED, "a clamped SwiGLU needs gates")
     use = _tuned(kind if isinstance(kind, PackedKind) else None, tile_rows, dtype, arch)

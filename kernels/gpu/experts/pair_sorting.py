@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 from pillion.kernels.gpu.tuned import tuned
 
@@ -134,7 +134,7 @@ class PairSorter:
     def __init__(self, experts: int, max_pairs: int, device: torch.device) -> None:
         """Reserves the workspace for at most ``max_pairs`` pairs of at most ``experts`` experts."""
         self._experts, self._columns = experts, _columns(experts)
-        blocks = 0 if max_pairs <= FEW_PAIRS else triton.cdiv(max_pairs, BLOCK_PAIRS) + 1
+        blocks = 0 if max_pairs <= FEW_PAIRS else cdiv(max_pairs, BLOCK_PAIRS) + 1
         self._counts = torch.zeros(blocks * self._columns, dtype=torch.int32, device=device)
 
     def __call__(
@@ -148,8 +148,8 @@ class PairSorter:
         check_tensor("order", order, (pairs,), torch.int32, chosen.device)
         check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, chosen.device)
         check_tensor("count", count, (1,), torch.int32, chosen.device)
-        check(pairs > 0 and tile_rows > 0, f"{pairs} pairs in tiles of {tile_rows} rows")
-        check(len(tiles) >= most_tiles(self._experts, pairs, tile_rows), f"{len(tiles)} tiles are too few")
+        check(pairs > 0 and tile_rows > 0, "{} pairs in tiles of {} rows", pairs, tile_rows)
+        check(len(tiles) >= most_tiles(self._experts, pairs, tile_rows), "{} tiles are too few", len(tiles))
         arch = arch_of(chosen.device)
         use = tuned("sort_pairs", arch)
         sizes = {"EXPERTS": self._columns, "COMPARED": COMPARED}
@@ -157,7 +157,7 @@ class PairSorter:
             sizes |= {"PAIRS": FEW_PAIRS, "num_warps": use["few_warps"], **dependent(arch)}
             _sort_few[(1,)](chosen, order, tiles, count, pairs, tile_rows, **sizes)
             return
-        blocks, warps = triton.cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
+        blocks, warps = cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
         check((blocks + 1) * self._columns <= len(self._counts), "more pairs than the workspace holds")
         own = {"EXPERTS": self._columns, "BLOCK_PAIRS": BLOCK_PAIRS, "num_warps": warps}
         _count[(blocks,)](chosen, self._counts, pairs, **own)
@@ -170,7 +170,7 @@ class PairSorter:
 
 def _columns(experts: int) -> int:
     """Returns the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
-    return max(32, int(triton.next_power_of_2(experts)))
+    return max(32, next_power_of_2(experts))
 
 
 def _summed(columns: int) -> int:

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3, encode, scale_of
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, interpreting
 from pillion.kernels.gpu.products.quantized_product import _sum
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
@@ -204,7 +204,7 @@ class Fp8Product:
         (outputs, inputs), count = matrix.codes.shape, len(rows)
         check_tensor("rows", rows, (None, inputs), self._dtype, matrix.codes.device)
         check_tensor("out", out, (count, outputs), self._dtype, rows.device)
-        check(count > 0 and count * inputs <= len(self._codes), f"{count} rows of {inputs} are no work that fits")
+        check(count > 0 and count * inputs <= len(self._codes), "{} rows of {} are no work that fits", count, inputs)
         if bias is not None:
             check_tensor("bias", bias, (outputs,), self._dtype, rows.device)
         codes, scales = self._round(rows, matrix.in_blocks)
@@ -224,7 +224,7 @@ class Fp8Product:
         blocks = -(-inputs // BLOCK) if in_blocks else 1
         codes, scales = self._codes[: count * inputs].view(count, inputs), self._scales[: count * blocks]
         use = tuned("fp8_rows", self._arch)
-        parts = triton.cdiv(inputs, use["block"]) if in_blocks else 1
+        parts = cdiv(inputs, use["block"]) if in_blocks else 1
         _round_rows[(count, parts)](
             rows, codes, scales, count, inputs, IN_BLOCKS=in_blocks, WIDE=use["block"], num_warps=use["num_warps"]
         )
@@ -243,7 +243,7 @@ class Fp8Product:
         shared = count <= SHARED_ROWS
         splits = splits_of(outputs, inputs) if shared else 1
         shared = splits > 1
-        tiles = triton.cdiv(outputs, constants["BLOCK_N"]) * triton.cdiv(count, constants["BLOCK_T"])
+        tiles = cdiv(outputs, constants["BLOCK_N"]) * cdiv(count, constants["BLOCK_T"])
         none = codes if bias is None else bias
         _product[(tiles, splits)](
             codes,
@@ -256,14 +256,14 @@ class Fp8Product:
             inputs,
             outputs,
             matrix.scales.stride(0),
-            triton.cdiv(triton.cdiv(inputs, BLOCK), splits) * BLOCK,
+            cdiv(cdiv(inputs, BLOCK), splits) * BLOCK,
             ADDED=bias is not None and not shared,
             SHARED=shared,
             **constants,
         )
         if shared:
             use = tuned("quantized_sum", self._arch)
-            _sum[(triton.cdiv(outputs, use["block"]), count)](
+            _sum[(cdiv(outputs, use["block"]), count)](
                 self._partials,
                 none,
                 out,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check
+from pillion.kernels.gpu.launch import arch_of, cdiv, check
 from pillion.kernels.gpu.tuned import tuned
 
 
@@ -56,12 +56,12 @@ def head_product(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) 
     count, heads, inputs = rows.shape
     outputs = matrices.shape[1]
     fits = tuple(matrices.shape) == (heads, outputs, inputs) and tuple(out.shape) == (count, heads, outputs)
-    check(fits and count > 0, f"{list(rows.shape)} times {list(matrices.shape)} into {list(out.shape)}")
+    check(fits and count > 0, "{} times {} into {}", rows.shape, matrices.shape, out.shape)
     check(rows.stride(2) == 1 and out.stride(2) == 1, "the values of a head are not contiguous")
-    check(rows.dtype == matrices.dtype == out.dtype, f"{rows.dtype} times {matrices.dtype} into {out.dtype}")
-    check(rows.device == matrices.device == out.device, f"matrices are on {matrices.device}, not on {rows.device}")
+    check(rows.dtype == matrices.dtype == out.dtype, "{} times {} into {}", rows.dtype, matrices.dtype, out.dtype)
+    check(rows.device == matrices.device == out.device, "matrices are on {}, not on {}", matrices.device, rows.device)
     constants = _constants(rows.element_size(), arch_of(rows.device))
-    tiles = triton.cdiv(count, constants["BLOCK_T"]) * triton.cdiv(outputs, constants["BLOCK_N"])
+    tiles = cdiv(count, constants["BLOCK_T"]) * cdiv(outputs, constants["BLOCK_N"])
     _head_product[(tiles, heads)](
         rows,
         matrices,

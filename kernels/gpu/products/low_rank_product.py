@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import check, check_tensor
+from pillion.kernels.gpu.launch import cdiv, check, check_tensor, next_power_of_2
 
 # A run has this many rows, the least that tensor cores multiply.
 RUN_ROWS = 16
@@ -152,9 +152,9 @@ def add_low_rank(
     check_tensor("runs", record.runs, (None, RUN_WORDS), torch.int32, x.device)
     check_tensor("shrunk", shrunk, (None, None), slots.dtype, x.device)
     ranks = len(layer.ends) * layer.rank
-    check(len(shrunk) >= len(x) and shrunk.shape[1] >= ranks, f"shrunk is {list(shrunk.shape)}")
-    check(all(end % layer.block_outputs == 0 for end in layer.ends[:-1]), f"slices end at {layer.ends}")
-    check(layer.rank % RANK_MULTIPLE == 0 and layer.ends[-1] == layer.outputs, f"{layer} does not fit together")
+    check(len(shrunk) >= len(x) and shrunk.shape[1] >= ranks, "shrunk is {}", shrunk.shape)
+    check(all(end % layer.block_outputs == 0 for end in layer.ends[:-1]), "slices end at {}", layer.ends)
+    check(layer.rank % RANK_MULTIPLE == 0 and layer.ends[-1] == layer.outputs, "{} does not fit together", layer)
     if not len(record.runs):
         return
     slot_values, width = slots.shape[1], shrunk.shape[1]
@@ -165,7 +165,7 @@ def add_low_rank(
     )
     ends = (*layer.ends[:-1], layer.outputs, layer.outputs)
     constants = _expand_constants(layer, slots.element_size())
-    _expand[(len(record.runs), triton.cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
+    _expand[(len(record.runs), cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
         shrunk, slots[0, layer.b_at :], record.runs, record.rows, out, layer.outputs, width, slot_values, ends[0],
         ends[1], **constants,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def _shrink_constants() -> dict[str, int]:
 
 
 def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
-    check(padded_rank(layer.rank) == layer.rank, f"the kernels need ranks of 16, 32, 64 ..., not {layer.rank}")
+    check(padded_rank(layer.rank) == layer.rank, "the kernels need ranks of 16, 32, 64 ..., not {}", layer.rank)
     ranks = min(layer.rank, 64)
     # Weights of float32 take more registers than those of 16 bits, so that fewer outputs fit into a tile.
     outputs = min(layer.block_outputs, 128 if item_bytes == 2 else max(RUN_ROWS, 2048 // ranks))
@@ -191,4 +191,4 @@ def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
 
 def padded_rank(max_rank: int) -> int:
     """Returns the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
-    return max(RANK_MULTIPLE, int(triton.next_power_of_2(max_rank)))
+    return max(RANK_MULTIPLE, next_power_of_2(max_rank))

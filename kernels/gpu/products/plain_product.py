@@ -27,7 +27,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, prefetch, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -183,7 +183,7 @@ class PlainProduct:
         outputs, inputs = weight.shape
         check_tensor("rows", rows, (None, inputs), self._dtype, weight.device)
         check_tensor("out", out, (count, outputs), (self._dtype, torch.float32), weight.device)
-        check(count > 0 and inputs > 0 and outputs > 0, f"{count} rows by a matrix {list(weight.shape)}")
+        check(count > 0 and inputs > 0 and outputs > 0, "{} rows by a matrix {}", count, weight.shape)
         if bias is not None:
             check_tensor("bias", bias, (outputs,), self._dtype, weight.device)
         constants = _constants(inputs, outputs, count, self._dtype.itemsize, self._arch)
@@ -191,8 +191,8 @@ class PlainProduct:
         tiles = -(-outputs // constants["BLOCK_N"]) * -(-count // constants["BLOCK_T"])
         if shared:
             cells = tiles * splits * constants["BLOCK_N"] * constants["BLOCK_T"]
-            check(cells <= len(self._partials), f"{cells} sums of parts are more than the workspace holds")
-            check(tiles <= len(self._tickets), f"{tiles} tiles are more than there are tickets")
+            check(cells <= len(self._partials), "{} sums of parts are more than the workspace holds", cells)
+            check(tiles <= len(self._tickets), "{} tiles are more than there are tickets", tiles)
         _product[(tiles, splits if shared else 1)](
             rows,
             weight,
@@ -203,7 +203,7 @@ class PlainProduct:
             count,
             inputs,
             outputs,
-            triton.cdiv(triton.cdiv(inputs, UNIT_INPUTS), splits) * UNIT_INPUTS,
+            cdiv(cdiv(inputs, UNIT_INPUTS), splits) * UNIT_INPUTS,
             ADDED=bias is not None,
             **constants,
         )

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, prefetch, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.products.gpu_packing import BITS, COLUMNS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.tuned import tuned
@@ -177,7 +177,7 @@ class QuantizedProduct:
         shared, splits = constants["SHARED"], constants["SPLITS"]
         if shared:
             check(splits * count * kind.outputs <= len(self._partials), "more parts than the workspace holds")
-        tiles = triton.cdiv(kind.outputs, constants["BLOCK_N"]) * triton.cdiv(count, constants["BLOCK_T"])
+        tiles = cdiv(kind.outputs, constants["BLOCK_N"]) * cdiv(count, constants["BLOCK_T"])
         _product[(tiles, splits if shared else 1)](
             rows,
             matrix.words,
@@ -197,7 +197,7 @@ class QuantizedProduct:
         )
         if shared:
             use = tuned("quantized_sum", self._arch)
-            _sum[(triton.cdiv(kind.outputs, use["block"]), count)](
+            _sum[(cdiv(kind.outputs, use["block"]), count)](
                 self._partials,
                 rows if bias is None else bias,
                 out,

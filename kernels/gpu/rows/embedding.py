@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 
@@ -79,7 +79,7 @@ def embed(
     check(len(ids) > 0, "no tokens to embed")
     tile = _tile(arch_of(ids.device))
     hidden = table.shape[1]
-    grid = (len(ids), triton.cdiv(hidden, tile["BLOCK"]))
+    grid = (len(ids), cdiv(hidden, tile["BLOCK"]))
     share = {"FIRST": 0, "TOKENS": 0} if tokens is None else {"FIRST": tokens.start, "TOKENS": len(tokens)}
     _embed[grid](ids, sampled, table, out, hidden, scale, **share, SCALED=scale != 1.0, **tile)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
@@ -62,11 +62,11 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     check_tensor("gate_up", gate_up, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, inner = len(gate_up), out.shape[-1]
     has_gate = gate_up.shape[1] == 2 * inner
-    check((has_gate or gate_up.shape[1] == inner) and inner > 0 and tokens > 0, f"gate_up is {list(gate_up.shape)}")
+    check((has_gate or gate_up.shape[1] == inner) and inner > 0 and tokens > 0, "gate_up is {}", gate_up.shape)
     check_tensor("out", out, (tokens, inner), gate_up.dtype, gate_up.device)
-    check(activation in ACTIVATIONS, f"activation {activation!r} is not known")
+    check(activation in ACTIVATIONS, "activation {!r} is not known", activation)
     constants = _constants(activation, has_gate, arch_of(gate_up.device))
-    parts = triton.cdiv(inner, constants["BLOCK"])
+    parts = cdiv(inner, constants["BLOCK"])
     _gated[(tokens * parts,)](gate_up, out, inner, parts, **constants)
 
 

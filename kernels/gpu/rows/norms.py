@@ -21,7 +21,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.experts.expert_sums import PairResults, weighed
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -161,7 +161,7 @@ def rms_norm(
     check(out.stride(1) == 1 and out.device == values.device, "out has no contiguous rows, or is elsewhere")
     _check_weight(weight, values, wide)
     tile = _row_tile(columns, arch_of(values.device))
-    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    grid = (cdiv(rows, tile["ROWS"]),)
     strides = values.stride(0), out.stride(0)
     flags = {"CENTERED": centered, "BIAS": bias is not None, "WIDE": wide}
     shift = values if bias is None else bias
@@ -208,15 +208,16 @@ def add_rms_norm(
     flags |= {"CENTERED": centered, "BIAS": bias is not None}
     mixed = found if isinstance(found, PairResults) else PairResults(found, residual, residual)
     flags |= {"EXPERTS": mixed.scores.shape[1] if whole is None else 0, "BESIDE": mixed.beside is not None}
-    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    grid = (cdiv(rows, tile["ROWS"]),)
     _add_rms_norm[grid](residual, *mixed.pointers, *optional, rows, columns, scale, eps, **flags, **tile)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:
-    check(tensor.ndim == 2 and tensor.dtype in DTYPES, f"{name} is {tensor.ndim}-dimensional and of {tensor.dtype}")
+    check(tensor.ndim == 2, "{} has {} dimensions", name, tensor.ndim)
+    check(tensor.dtype in DTYPES, "{} is of {}", name, tensor.dtype)
     rows, columns = tensor.shape
-    check(rows > 0 and 0 < columns <= MAX_COLUMNS, f"{name} is {list(tensor.shape)}")
-    check(tensor.stride(1) == 1, f"{name} has no contiguous rows")
+    check(rows > 0 and 0 < columns <= MAX_COLUMNS, "{} is {}", name, tensor.shape)
+    check(tensor.stride(1) == 1, "{} has no contiguous rows", name)
     return rows, columns
 
 
@@ -230,6 +231,6 @@ def _check_bias(bias: torch.Tensor | None, values: torch.Tensor) -> None:
 
 
 def _row_tile(columns: int, arch: int) -> dict[str, int]:
-    block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
+    block = max(next_power_of_2(columns), _MIN_TILE_COLUMNS)
     use = tuned("norms", arch, columns=block)
     return {"ROWS": use["rows"], "BLOCK": block, "num_warps": use["num_warps"], **dependent(arch)}

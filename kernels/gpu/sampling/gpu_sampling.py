@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.sampling.sampling_cuts import cut_among, gather, lower_bound, mass_above
 from pillion.kernels.gpu.sampling.sampling_device import (
     FIELDS,
@@ -212,7 +212,7 @@ def choose(logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratc
     rows, vocab = logits.shape
     check_tensor("record", record, (rows, RECORD_FIELDS), torch.int32, logits.device)
     check_tensor("out", out, (rows,), torch.int32, logits.device)
-    check(0 < rows <= len(scratch.report), f"{rows} rows, of at most {len(scratch.report)}")
+    check(0 < rows <= len(scratch.report), "{} rows, of at most {}", rows, len(scratch.report))
     arch, sizes = arch_of(logits.device), (vocab, scratch.num_slices, scratch.num_groups)
     found = scratch.report, scratch.maxima, scratch.masses
     survey = _survey_constants(arch, scratch.slice_groups)
@@ -229,8 +229,8 @@ def _survey_constants(arch: int, slice_groups: int) -> dict[str, int]:
 def _settle_constants(arch: int, slices: int, groups: int) -> dict[str, int]:
     use = tuned("sample_settle", arch)
     return {
-        "SLICES": triton.next_power_of_2(slices),
-        "GROUPS": triton.next_power_of_2(groups),
+        "SLICES": next_power_of_2(slices),
+        "GROUPS": next_power_of_2(groups),
         "GATHERED": use["gathered_groups"],
         "RACED": use["raced_groups"],
         "BLOCK": use["block"],

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check
+from pillion.kernels.gpu.launch import arch_of, cdiv, check
 from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
@@ -38,11 +38,11 @@ class SamplerScratch:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocates scratch memory for a vocabulary. Raises Internal for one that is too large."""
-        check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
+        check(0 < vocab_size <= MAX_VOCAB_TOKENS, "{} tokens are no vocabulary", vocab_size)
         self.vocab_size = vocab_size
         self.slice_groups = tuned("sample_survey", arch_of(device))["slice_groups"]
-        self.num_groups = triton.cdiv(vocab_size, GROUP_TOKENS)
-        self.num_slices = triton.cdiv(self.num_groups, self.slice_groups)
+        self.num_groups = cdiv(vocab_size, GROUP_TOKENS)
+        self.num_slices = cdiv(self.num_groups, self.slice_groups)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(max_rows, *shape, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
@@ -52,7 +52,7 @@ def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
     if count == 0:
         return
     constants = _constants(arch_of(logits.device))
-    _edit[(triton.cdiv(count, constants["BLOCK"]),)](logits, edits, count, rows, vocab, **constants)
+    _edit[(cdiv(count, constants["BLOCK"]),)](logits, edits, count, rows, vocab, **constants)
 
 
 def _constants(arch: int) -> dict[str, int]:

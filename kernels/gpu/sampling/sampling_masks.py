@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check_tensor
+from pillion.kernels.gpu.launch import arch_of, cdiv, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 TOKENS_PER_WORD = 32
@@ -42,13 +42,13 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -
     """
     check_tensor("logits", logits, (None, None), torch.float32)
     count, vocab = logits.shape
-    words = triton.cdiv(vocab, TOKENS_PER_WORD)
+    words = cdiv(vocab, TOKENS_PER_WORD)
     check_tensor("masks", masks, (len(rows), words), torch.int32, logits.device)
     check_tensor("rows", rows, (None,), torch.int32, logits.device)
     if not len(rows):
         return
     constants = _constants(arch_of(logits.device))
-    _mask[(len(rows), triton.cdiv(vocab, constants["BLOCK"]))](logits, masks, rows, count, vocab, words, **constants)
+    _mask[(len(rows), cdiv(vocab, constants["BLOCK"]))](logits, masks, rows, count, vocab, words, **constants)
 
 
 def _constants(arch: int) -> dict[str, int]:
