@@ -200,7 +200,7 @@ def options(family: ModelFamily) -> str:
     if experts.shared_gate:
         said.append("a gated shared expert")
     if experts.sum_norm:
-        said.append("a norm of all experts' sum (not on GPUs)")
+        said.append("a norm of all experts' sum")
     if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):

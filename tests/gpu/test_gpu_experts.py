@@ -17,8 +17,10 @@ from pillion.engine.backends.gpu import gpu_experts
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.shared_experts import JoinedExperts, join_operations, join_weights
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models import families
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
     ClampedSwiglu,
     Entries,
@@ -26,6 +28,7 @@ from pillion.engine.models.layer_operations import (
     Keep,
     LayerTensor,
     Mlp,
+    Norm,
     Role,
     Share,
     matrix,
@@ -38,6 +41,7 @@ from pillion.kernels.torch.torch_linear import Linear
 from tests.gpu.test_backend import close
 from tests.support.families import FAMILIES, mixed, tokens_of
 from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order
+from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 HIDDEN, INNER, EXPERTS, ROWS = 40, 24, 5, 21
@@ -225,6 +229,33 @@ def test_families_with_experts(family, tmp_path):
     close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
     found = driver.step((one, text[25:]), (two, other), sample=range(10))
     close(found, torch.cat((wanted[25:], beside)))
+
+
+def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):
+    """Of experts and the MLP beside them in both orders, each normed before or not, and as one mixture."""
+    family = families.FAMILIES["afmoe"]
+
+    def layer(config, index):
+        whole = family.layer(config, index)
+        weights = (one.weight for one in whole if isinstance(one, Norm))
+        norms = [AddUp(replace(one, name=f"of_sums.{place}")) for place, one in enumerate(weights)]
+        match list(whole):
+            case [*before, Keep() as keep, mixed, AddUp() as add, again, beside, AddUp(), after] if index == 1:
+                return *before, keep, beside, norms[0], again, mixed, norms[1], after
+            case [*before, Keep() as keep, mixed, AddUp() as add, again, beside, AddUp(), after] if index == 2:
+                return *before, keep, mixed, add, again, beside, norms[0], after
+        return whole
+
+    monkeypatch.setitem(families.FAMILIES, "afmoe", replace(family, layer=layer))
+    _, flags = make_family(tmp_path / "model", "afmoe", hidden_size=32, intermediate_size=32)
+    prepared, text = prepare(flags), tokens_of(19, 2)
+    found = []
+    for kind in (GpuDriver, BackendDriver):
+        driver = kind(prepared, num_slots=8)
+        one, two = driver.sequences.add(2)
+        first = driver.step((one, text[:17]), (two, text[:3]), sample=[3, 17])
+        found.append(torch.cat((first, driver.step((two, text[3:4]), (one, text[17:])))).cpu())
+    close(*found)
 
 
 def shared(name: str, joined: int, gated: bool, shard: ModelShard = WHOLE, rows: int = ROWS):

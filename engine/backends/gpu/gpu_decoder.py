@@ -39,6 +39,7 @@ from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
     Attend,
     AttendLatents,
@@ -82,8 +83,9 @@ class _LayerStep:
         residual: the residual stream.
         rows, kept: what the last operation made of it, and rows that operations keep for later ones.
         count: int32 [1], how many of the rows are not padding.
-        results: what experts have found of the rows, where the sum into the residual stream adds it up.
+        results: what experts have found of the rows, where the sum that comes next adds it up.
         gate: what multiplies attention's results, where a layer has such a gate.
+        added_up: the sum of the layer's operations that add up rows; None before the first of them.
         mixers: how many of the layer's operations that write keys and values, or states, are still to run.
         ended: whether nothing has to be computed any more, because no row is sampled.
     """
@@ -94,6 +96,7 @@ class _LayerStep:
     results: PairResults | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
     gate: torch.Tensor | None = None
+    added_up: torch.Tensor | None = None
     mixers: int = 0
     ended: bool = False
 
@@ -167,7 +170,7 @@ class GpuDecoder:
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
         """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
-        step.mixers = sum(isinstance(operation, _MIXERS) for operation in layer.operations)
+        step.mixers, step.added_up = sum(isinstance(operation, _MIXERS) for operation in layer.operations), None
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
 
@@ -175,29 +178,13 @@ class GpuDecoder:
         """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
         rotation of heads where keys and values are written."""
         model = self._model
-        operations = layer.operations
         head_norm: HeadNorm | None = None
         rotary: Rotary | None = None
-        for place, operation in enumerate(operations):
+        for place, operation in enumerate(layer.operations):
             match operation:
-                case Norm():
-                    # A sum into the residual stream also computes the norm after it.
-                    if place and not isinstance(operations[place - 1], AddToResidual):
-                        step.rows = self._normed(step.residual, _norm_of(layer, operation))
-                case Keep():
-                    step.kept.append(step.rows)
-                case Again():
-                    step.rows = step.kept.pop()
-                case Multiply(matrix):
-                    out = self._room(matrix, len(step.rows))
-                    step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
-                case KeepGate(values):
-                    self._keep_gate(step, values.size)
                 case NormHeads(weight):
                     vectors, turned = layer.norms[weight.name].weight, rotary is not None
                     head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=turned, centred=weight.by_head)
-                case NormProjections(queries, keys):
-                    self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
                 case Rotate(rope):
                     rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
                 case GrowQueries():
@@ -205,23 +192,48 @@ class GpuDecoder:
                     self._grow(step.rows)
                 case Attend():
                     self._run_attention(index, layer, operation, step, head_norm, rotary, shape)
-                case AttendLatents():
-                    self._run_latents(index, layer, operation, step, shape)
-                case ShortConvolution() | DeltaRule() | StateSpace():
-                    assert self._states is not None
-                    step.rows = self._states.run(index, operation, step.rows)
-                    self._go_on(index, step, shape)
-                case Gate():
-                    assert step.gate is not None
-                    step.rows, step.gate = step.rows.mul_(step.gate.sigmoid()), None
-                case Mlp():
-                    step.rows = self._gated(index, layer, operation, step.rows, shape)
-                case Experts():
-                    self._mix(index, layer, operation, place, step, shape)
-                case AddToResidual():
-                    self._add_to_residual(index, layer, operation, place, step)
+                case _:
+                    self._run_operation(index, layer, operation, place, step, shape)
             if step.ended:
                 return
+
+    def _run_operation(
+        self, index: int, layer: GpuLayer, operation: LayerOperation, place: int, step: _LayerStep, shape: StepShape
+    ) -> None:
+        """Runs an operation of a layer that is no part of attention over keys and values, number ``place``."""
+        match operation:
+            case Norm():
+                # A sum into the residual stream also computes the norm after it.
+                if place and not isinstance(layer.operations[place - 1], AddToResidual):
+                    step.rows = self._normed(step.residual, _norm_of(layer, operation))
+            case Keep():
+                step.kept.append(step.rows)
+            case Again():
+                step.rows = step.kept.pop()
+            case Multiply(matrix):
+                out = self._room(matrix, len(step.rows))
+                step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
+            case KeepGate(values):
+                self._keep_gate(step, values.size)
+            case NormProjections(queries, keys):
+                self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
+            case AttendLatents():
+                self._run_latents(index, layer, operation, step, shape)
+            case ShortConvolution() | DeltaRule() | StateSpace():
+                assert self._states is not None
+                step.rows = self._states.run(index, operation, step.rows)
+                self._go_on(index, step, shape)
+            case Gate():
+                assert step.gate is not None
+                step.rows, step.gate = step.rows.mul_(step.gate.sigmoid()), None
+            case Mlp():
+                step.rows = self._gated(index, layer, operation, step.rows, shape)
+            case Experts():
+                self._mix(index, layer, operation, place, step, shape)
+            case AddUp():
+                self._add_up(layer, operation, step)
+            case AddToResidual():
+                self._add_to_residual(index, layer, operation, place, step)
 
     def _room(self, matrix: LayerTensor, count: int) -> torch.Tensor:
         """Returns the buffer for the products of so many rows with a matrix."""
@@ -270,12 +282,30 @@ class GpuDecoder:
         """Adds the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
         it."""
         operations = layer.operations
-        self._sum(step.rows)
+        # A sum of rows is the same on every rank.
+        if not isinstance(operations[place - 1], AddUp):
+            self._sum(step.rows)
         following = operations[place + 1] if place + 1 < len(operations) else None
         by = _norm_of(layer, following) if following is not None else self._following.get(index)
         post = None if operation.norm is None else layer.norms[operation.norm.name].weight
         found = step.rows if step.results is None else step.results
         step.rows, step.results = self._add(step.residual, found, post, by, operation.scale), None
+
+    def _add_up(self, layer: GpuLayer, operation: AddUp, step: _LayerStep) -> None:
+        """Adds the rows to the sum of the layer, from which ``step`` goes on. Ranks have parts of the rows, whose norm
+        is that of all."""
+        norm = None if operation.norm is None else layer.norms[operation.norm.name]
+        self._sum(step.rows)
+        if step.added_up is None:
+            step.added_up = self._model.added_up[: len(step.rows)]
+            if norm is None:
+                step.added_up.copy_(step.rows)
+            else:
+                self._normed(step.rows, norm, step.added_up)
+        else:
+            found = step.rows if step.results is None else step.results
+            self._add(step.added_up, found, None if norm is None else norm.weight, None, 1.0)
+        step.rows, step.results = step.added_up, None
 
     def _is_last(self, index: int, shape: StepShape) -> bool:
         """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
@@ -451,11 +481,12 @@ class GpuDecoder:
     def _mix(
         self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Computes a mixture of experts. Its sums are the residual stream's, where they go there next, and no sums over
-        ranks come before."""
+        """Computes a mixture of experts. Its sums are those of the residual stream or of the layer, where they go there
+        next, and no sums over ranks come before."""
         assert self._experts is not None
+        sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddUp)
         following = layer.operations[place + 1 : place + 2]
-        summed = self._model.ranks is not None or not any(isinstance(one, AddToResidual) for one in following)
+        summed = self._model.ranks is not None or not any(isinstance(one, sums) for one in following)
         adapters = None
         if shape.adapters:
             assert self._model.adapters is not None
@@ -473,14 +504,15 @@ class GpuDecoder:
         else:
             step.rows = found
 
-    def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
-        """Norms the residual stream; where a model has no norm, the stream itself is returned."""
+    def _normed(self, values: torch.Tensor, norm: GpuNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Norms rows, those of the residual stream into the buffer for them; where a model has no norm there, the rows
+        themselves are returned."""
         if norm is None:
-            return residual
+            return values
         model, weights = self._model, self._model.weights
-        out = model.normed[: len(residual)]
+        out = model.normed[: len(values)] if out is None else out
         rms_norm(
-            residual,
+            values,
             norm.weight,
             out,
             model.config.rms_norm_eps,

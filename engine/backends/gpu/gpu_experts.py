@@ -101,8 +101,9 @@ class GpuExperts:
             scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
         )
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
-        own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
-        self._sort = PairSorter(own, pairs, model.device)
+        # The process has so many experts of the layer that has the most.
+        self._own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
+        self._sort = PairSorter(self._own, pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
 
     def run(
@@ -184,7 +185,7 @@ class GpuExperts:
         gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
         self._choose(layer, how, rows, count, first, own, gate, added, scores, chosen)
         size = min(tile_rows_of(whole, pairs), *(self._most_rows(layer, tensor) for tensor in (how.gate_up, how.down)))
-        order, capacity = buffers.order[:pairs], most_tiles(len(own), pairs, size)
+        order, capacity = buffers.order[:pairs], most_tiles(self._own, pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
         self._sort(chosen, order, tiles, buffers.count, size)
         if how.scaled_inputs:

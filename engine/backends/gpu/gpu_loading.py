@@ -32,8 +32,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, AddUp
+from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -190,7 +189,6 @@ def check_operations(config: ModelConfig) -> None:
         "attention in chunks": config.chunked and any(config.sliding_windows),
         "embeddings for each layer": config.token_inputs is not None,
         "layers that differ in their KV heads": config.layer_heads or config.kv_sources,
-        "norms of sums": any(isinstance(one, AddUp) for layer in layers_of(config) for one in layer),
     }
     for what, wanted in wants.items():
         if wanted:

@@ -15,6 +15,7 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
+    AddUp,
     Attend,
     Experts,
     KeepGate,
@@ -185,16 +186,23 @@ class GpuModel:
         kind = dtype if narrow else torch.float32
         self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
+        self._make_rows()
+
+    def _make_rows(self) -> None:
+        """Makes the buffers of a step's rows."""
+        config = self.config
+        every = [operation for layer in self.layers.values() for operation in layer.operations]
         heads = config.num_heads + (2 * config.num_kv_heads if config.latents is None else 0)
 
         def rows(width: int) -> torch.Tensor:
-            return torch.zeros(max_tokens, width, dtype=dtype, device=device)
+            return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
 
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
+        self.added_up = rows(config.hidden_size if any(isinstance(one, AddUp) for one in every) else 0)
         self.latents = _LatentBuffers.of(config, rows)
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.value_dim)
         # A product may make gates of attention's results in front of queries, keys and values.
-        gates = max((one.values.size for layer in every for one in layer if isinstance(one, KeepGate)), default=0)
+        gates = max((one.values.size for one in every if isinstance(one, KeepGate)), default=0)
         self.gated_qkv = rows(gates + heads * config.head_dim) if gates else self.qkv
         inner = max(config.widest_mlp, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)

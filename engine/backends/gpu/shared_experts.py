@@ -1,6 +1,7 @@
 """Joins the mixture of experts of a layer with the MLP that all rows pass beside it (shared experts) into one sum.
 
     Keep, Experts, AddToResidual, Again, Mlp, AddToResidual  -->  JoinedExperts, AddToResidual
+    Keep, Experts, AddUp, Again, Mlp, AddUp  -->  JoinedExperts
 
 An MLP whose inner width is some times an expert's is as many experts, which every row chooses, with a score of 1 or
 that of the MLP's gate. Where its matrices are like the experts', they follow these in one stack: the products of
@@ -22,6 +23,7 @@ import torch
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
     Experts,
     Keep,
@@ -70,13 +72,15 @@ def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) ->
             case [
                 Keep(),
                 Experts() as mixed,
-                AddToResidual() as once,
+                AddToResidual() | AddUp() as once,
                 Again(),
                 Mlp() as beside,
-                AddToResidual() as add,
+                AddToResidual() | AddUp() as add,
             ] if once == add and add.norm is None and not (mixed.scaled_inputs and beside.row_gate is not None):
                 own = {field.name: getattr(mixed, field.name) for field in fields(Experts)}
-                found += JoinedExperts(**own, beside=beside, joined=joined(mixed, beside)), add
+                found.append(JoinedExperts(**own, beside=beside, joined=joined(mixed, beside)))
+                if isinstance(add, AddToResidual):
+                    found.append(add)
                 del left[:6]
             case _:
                 found.append(left.pop(0))
