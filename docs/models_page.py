@@ -187,7 +187,7 @@ def options(family: ModelFamily) -> str:
     }
     said += [text for text, holds in texts.items() if holds]
     if "attention_chunk_size" in family.defaults:
-        said.append("attention in chunks of positions (not on GPUs)")
+        said.append("attention in chunks of positions")
     if "kv_lora_rank" in family.defaults:
         said.append("MLA")
     experts, projections = layer.get("experts", ExpertNames()), layer.get("projections", Projections())

@@ -244,6 +244,9 @@ def paged_attention_specs() -> list[BuildSpec]:
         ("_rank_fp8", "bf16", "fp8_e4m3", {"KV_HEADS": 4}),
         ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
         ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
+        # A window below 0 is one of chunks of positions.
+        ("_llama4", "bf16", "plain", {"GROUP": 5, "WINDOW": -8192}),
+        ("_llama4_fp8", "bf16", "fp8_e4m3", {"GROUP": 5, "WINDOW": -8192}),
     ]
     specs = [
         _paged_attention_spec(kernel, name, arch, dtype, kv, {**llama, **other})
@@ -251,7 +254,7 @@ def paged_attention_specs() -> list[BuildSpec]:
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
     ]
-    parted = ("", "_fp16", "_fp8", "_fp32", "_64", "_sinks", "_256", "_256_fp8", "_256_window_softcap")
+    parted = ("", "_fp16", "_fp8", "_fp32", "_64", "_sinks", "_256", "_256_fp8", "_256_window_softcap", "_llama4")
     specs += [
         _parted_attention_spec(place, name, arch, dtype, kv, {**llama, **other})
         for name, dtype, kv, other in cases
@@ -282,6 +285,7 @@ def overlapped_attention_specs() -> list[BuildSpec]:
         ("_fp16", "fp16", 128, 3, {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
         ("_sinks", "bf16", 128, 3, {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 128, "SINKS": True}),
         ("_window_softcap", "bf16", 128, 2, {"WINDOW": 4096, "SOFTCAP": True}),
+        ("_llama4", "bf16", 128, 3, {"GROUP": 5, "WINDOW": -8192}),
         ("_256", "bf16", 64, 2, {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
     ]
     use = tuned("attention_chunk", 90, head_dim=128, kv="plain", bytes=2)
@@ -319,7 +323,7 @@ def _paged_attention_spec(
     kernel: str, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
 ) -> BuildSpec:
     constants, _ = paged_attention._attend_constants(
-        kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0
+        kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] != 0
     )
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
     most = paged_attention.WIDE_SPILL_BYTES if constants["EDGES"] else paged_attention.WIDE_DECODE_SPILL_BYTES
@@ -338,7 +342,7 @@ def _parted_attention_spec(
     place: int, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
 ) -> BuildSpec:
     """Describes attention in parts, of decodes (``place`` 0) or of chunks (1)."""
-    windowed, keys = shape["WINDOW"] > 0, 131072
+    windowed, keys = shape["WINDOW"] != 0, 131072
     each = paged_attention._parted_constants(arch, shape, kv, 4 if dtype == "fp32" else 2, windowed, keys, 132)
     constants, _ = each[:2][place]
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")

@@ -96,7 +96,7 @@ def owner_of(record, planner, window, chunk, partial):
     group=st.sampled_from([1, 3, 4]),
     decode=CUT,
     chunk=CUT,
-    windows=st.sampled_from([(0,), (0, 5), (30, 1)]),
+    windows=st.sampled_from([(0,), (0, 5), (30, 1), (0, -5), (-30, -1)]),
 )
 @settings(max_examples=examples(150))
 def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, chunk, windows):
@@ -119,10 +119,12 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
                 if tiling.part_keys and item[PARTIAL] >= 0:
                     assert item[END] <= (item[BEGIN] // tiling.part_keys + 1) * tiling.part_keys
                 assert 0 < item[ROWS] <= tiling.rows
+                lowest = lowest_key(item[ROW] // group + item[SHIFT], window)
+                assert item[BEGIN] >= lowest // KEYS * KEYS
                 for row in range(item[ROW], item[ROW] + item[ROWS]):
                     position = row // group + item[SHIFT]
                     for key in range(item[BEGIN], min(item[END], position + 1)):
-                        if not window or key > position - window:
+                        if key >= lowest_key(position, window):
                             slot = record[item[TABLE] + key // BLOCK_SIZE]
                             met[int(row), int(item[HEAD]), int(key), int(slot)] += 1
                 if item[PARTIAL] >= 0:
@@ -142,6 +144,13 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
         assert met == wanted(batch, kv_heads, group, window)
 
 
+def lowest_key(position, window):
+    """Returns the first key that a row at a position sees."""
+    if not window:
+        return 0
+    return position // -window * -window if window < 0 else max(0, position - window + 1)
+
+
 def wanted(batch, kv_heads, group, window):
     """Lists the keys that :func:`lab.testbed.attention_reference.paged_attention` reads."""
     found = Counter()
@@ -149,7 +158,7 @@ def wanted(batch, kv_heads, group, window):
         begin, end = batch.query_starts[sequence : sequence + 2].tolist()
         for token in range(begin, end):
             position = context - end + token
-            for key in range(max(0, position - window + 1) if window else 0, position + 1):
+            for key in range(lowest_key(position, window), position + 1):
                 slot = int(batch.block_tables[sequence, key // BLOCK_SIZE])
                 for head in range(kv_heads):
                     for row in range(token * group, (token + 1) * group):

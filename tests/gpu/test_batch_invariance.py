@@ -125,6 +125,7 @@ def random_steps(seed: int):
 CASES = {
     "heads": AttendedTexts.paged,
     "window": lambda: AttendedTexts.paged(WINDOW),
+    "chunks of positions": lambda: AttendedTexts.paged(-WINDOW),
     "sinks": lambda: AttendedTexts.paged(sinks=True),
     "sinks in a window": lambda: AttendedTexts.paged(WINDOW, sinks=True),
     "latents": AttendedTexts.latents,
@@ -157,7 +158,7 @@ def test_parts_change_nothing_but_roundings(monkeypatch):
     """Rows are those of kernels that cut a text anywhere."""
     add_up_in_one_order(monkeypatch)
     parts = [(0, 139, 140), (1, 0, 30), (2, 4, 5)]
-    for options in ({}, {"window": WINDOW, "sinks": True}):
+    for options in ({}, {"window": WINDOW, "sinks": True}, {"window": -WINDOW}):
         found, wanted = (AttendedTexts.paged(**options, invariant=flag).step(*parts) for flag in (True, False))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, **rounded(torch.float32, 8))
@@ -231,9 +232,9 @@ def test_logits_of_a_text(head_dim, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "layers"), [("gpt-oss", 2), ("youtu", 1), ("mixtral", 1)])
+@pytest.mark.parametrize(("family", "layers"), [("gpt-oss", 2), ("youtu", 1), ("mixtral", 1), ("llama4", 2)])
 def test_logits_of_families(family, layers, tmp_path, monkeypatch):
-    """Sinks and windows in every other layer, latents, and experts."""
+    """Sinks and windows in every other layer, latents, experts, and attention in chunks of positions."""
     _, flags = make_model(tmp_path / "model", {**FAMILIES[family], "num_hidden_layers": layers})
     check_model(prepare(replace(flags, max_model_len=128)), tokens_of(73, 2), [40], monkeypatch)
 

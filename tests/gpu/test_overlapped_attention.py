@@ -29,6 +29,7 @@ SHAPES = {
     "heads of 64, sinks": (PagedShape(8, 64, 32, torch.bfloat16, sinks=True), 4),
     "heads of 256": (PagedShape(2, 256, 64, torch.float16), 2),
     "a window in tiles": (PagedShape(7, 64, 128, torch.float16, window=2 * KEYS), 2),
+    "chunks of positions": (PagedShape(5, 128, 16, torch.bfloat16, window=-(KEYS + 16)), 3),
     "a window, a cap, sinks": (PagedShape(1, 128, 16, torch.bfloat16, window=KEYS + 9, softcap=1.5, sinks=True), 3),
 }
 

@@ -39,7 +39,7 @@ def check(case: PagedCase, **more: object) -> None:
     head_dim=st.sampled_from([64, 80, 96, 128, 256]),
     block_size=st.sampled_from([16, 32, 64, 128]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    window=st.sampled_from([0, 1, 33, 128]),
+    window=st.sampled_from([0, 1, 33, 128, -1, -33, -128]),
     softcap=st.sampled_from([0.0, 1.5]),
     sinks=st.booleans(),
 )
@@ -54,11 +54,11 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, **shape):
     head_dim=st.sampled_from([64, 112, 128]),
     block_size=st.sampled_from([16, 64]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    window=st.sampled_from([0, 40]),
+    window=st.sampled_from([0, 40, -40]),
 )
 @settings(max_examples=examples(50 if NATIVE else 6), phases=UNSHRUNK)
-def test_float8_is_attended_by_its_codes_and_scales(parts, group, head_dim, block_size, dtype, window):
-    check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
+def test_float8_is_attended_by_its_codes_and_scales(parts, **shape):
+    check(PagedCase.of(PagedShape(**shape), parts, fp8=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,6 +99,18 @@ def test_who_joins_a_tile_changes_no_bit(parts):
     items[:] = items.reshape(-1, ITEM_WORDS)[::-1].ravel()
     plan.record[at : at + programs + 1] = starts[0] + starts[-1] - starts[::-1]
     assert torch.equal(case.run(attention, plan), found)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_see_the_keys_since_a_multiple_of_their_window(invariant, fp8):
+    """Chunks of a prompt end before a multiple, at it and behind it, and pass several, beside decodes at a multiple and
+    around it."""
+    decodes = [(before, 1) for before in (96, 95, 94)]
+    around = {-32: [(20, 12), (90, 7), (33, 31), (5, 70)], -128: [(250, 12)], -7: [(40, 30)], -1: [(70, 9)]}
+    for window, chunks in around.items():
+        shape = PagedShape(5, 64, 16, torch.float32, window=window)
+        check(PagedCase.of(shape, decodes + chunks, fp8=fp8), invariant=invariant)
 
 
 def test_layers_with_different_windows_have_plans_of_their_own():

@@ -34,7 +34,7 @@ INTERPRETED = ("olmo2", "mixtral", "llama-mqa-biases", "youtu", "afmoe")
 
 @pytest.mark.parametrize(
     ("family", "whole_experts"),
-    [*((name, False) for name in (SAME_AT_ANY_LENGTH if NATIVE else INTERPRETED)), ("gpt-oss", True)],
+    [*((name, False) for name in (SAME_AT_ANY_LENGTH if NATIVE else INTERPRETED)), ("gpt-oss", True), ("llama4", True)],
 )
 def test_families(team, family, whole_experts, tmp_path):
     """A chunk, and then a decode beside a chunk of another text, over one pool."""

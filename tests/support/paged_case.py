@@ -36,7 +36,7 @@ class PagedShape:
     block_size: int
     dtype: torch.dtype
     softcap: float = 0.0
-    window: int = 0
+    window: int = 0  # Below 0: of chunks of positions.
     sinks: bool = False
 
     @property
@@ -127,7 +127,8 @@ class PagedCase:
             LAYER,
             self.batch,
             scale=shape.head_dim**-0.5,
-            window=shape.window,
+            window=abs(shape.window),
+            chunked=shape.window < 0,
             softcap=shape.softcap,
             sinks=shape.sink_scores,
         )

@@ -60,7 +60,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
-from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.attention.paged_attention import PagedAttention, window_of
 from pillion.kernels.step import Bool, Float32, RowEdit, Sampled, SamplingRows, StateSlots, StepBatch, UInt32
 from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
@@ -170,7 +170,7 @@ def _part_rows(
             dtype=model.dtype,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            windows=tuple(sorted(set(config.sliding_windows))),
+            windows=tuple(sorted({window_of(tokens, config.chunked) for tokens in config.sliding_windows})),
             max_tokens=limits.max_tokens,
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),

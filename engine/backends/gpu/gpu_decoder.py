@@ -63,6 +63,7 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.layers import soft_cap
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.attention.latent_write import latent_write
+from pillion.kernels.gpu.attention.paged_attention import window_of
 from pillion.kernels.gpu.experts.expert_sums import PairResults
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.rows.embedding import embed
@@ -268,7 +269,7 @@ class GpuDecoder:
             part.write(place, qkv, self._record.rows[: len(qkv)], norm, rotary)
         if self._ends(index, step, shape):
             return
-        window = operation.window
+        window = window_of(operation.window, operation.chunked)
         sinks = None if operation.sinks is None else layer.matrices[operation.sinks.name]
         assert sinks is None or isinstance(sinks, torch.Tensor)
         step.rows = self._model.attended[: shape.tokens]

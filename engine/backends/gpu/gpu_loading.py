@@ -186,7 +186,6 @@ def check_operations(config: ModelConfig) -> None:
     wants = {
         "learned positions": config.learned_positions,
         config.activation: config.activation in ("gelu", "relu", "xielu"),
-        "attention in chunks": config.chunked and any(config.sliding_windows),
         "embeddings for each layer": config.token_inputs is not None,
         "layers that differ in their KV heads": config.layer_heads or config.kv_sources,
     }

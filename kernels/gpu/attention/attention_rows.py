@@ -66,6 +66,13 @@ def _capped(scores, softcap):
 
 
 @triton.jit
+def _lowest(positions, WINDOW: tl.constexpr):
+    """Returns the first keys that rows at ``positions`` see, or numbers below 0: those of their last WINDOW keys, or if
+    WINDOW is below 0, those at the last multiples of -WINDOW."""
+    return positions // -WINDOW * -WINDOW if WINDOW < 0 else positions - (WINDOW - 1)
+
+
+@triton.jit
 def _weighed(
     scores, top, total, positions, tokens, score_scale, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
@@ -77,7 +84,7 @@ def _weighed(
     if MASKED:
         seen = tokens[None, :] <= positions[:, None]
         if WINDOW:
-            seen &= tokens[None, :] > positions[:, None] - WINDOW
+            seen &= tokens[None, :] >= _lowest(positions, WINDOW)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
     if SOFTCAP:
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -97,7 +104,7 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
     row's window up to the first row's position."""
     whole_begin = begin
     if WINDOW:
-        lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)
+        lowest = tl.maximum(_lowest((row + rows - 1) // GROUP + shift, WINDOW), 0)
         whole_begin = tl.maximum(begin, tl.cdiv(lowest, BLOCK_N) * BLOCK_N)
         whole_begin = tl.minimum(whole_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
     whole_end = tl.minimum(row // GROUP + shift + 1, end) // BLOCK_N * BLOCK_N

@@ -295,8 +295,7 @@ class GpuAttentionPlanner:
         Returns items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1]; these starts; and merges
         [M, ITEM_WORDS]. A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it
         begins. Loads differ from the mean by less than 1 + unit_tiles, because a cut within a unit's overhead moves to
-        the unit's beginning. ``window``: tokens that a row sees, itself included; 0: all. Partial rows are numbered
-        from ``first_partial`` on.
+        the unit's beginning. ``window`` is one of the planner's. Partial rows are numbered from ``first_partial`` on.
         """
         if not len(sequences.counts):
             empty = np.zeros((0, ITEM_WORDS), np.int32)
@@ -351,8 +350,11 @@ class GpuAttentionPlanner:
         row = sequences.begins[which] * group + before
         count = np.minimum(rows[which] - before, tiling.rows)
         shift = (sequences.contexts - sequences.begins - sequences.counts)[which]
-        end = (row + count - 1) // group + shift + 1
-        lows = np.maximum(row // group + shift + 1 - window, 0) // tiling.keys if window else np.zeros_like(end)
+        first, end = row // group + shift, (row + count - 1) // group + shift + 1
+        lows = np.zeros_like(end)
+        if window:
+            # A tile's first row sees the lowest keys, also where its last one is in another chunk of positions.
+            lows = (first // -window * -window if window < 0 else np.maximum(first + 1 - window, 0)) // tiling.keys
         items = np.empty((len(which), ITEM_WORDS), np.int32)
         items[:, TABLE], items[:, ROW], items[:, ROWS] = sequences.tables[which], row, count
         items[:, SHIFT], items[:, END] = shift, end

@@ -70,6 +70,12 @@ def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
     return block_size * (head_dim + KV_SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
 
 
+def window_of(tokens: int, chunked: bool) -> int:
+    """Returns the window of layers whose queries see their last ``tokens`` tokens, themselves included: that number, or
+    0 for all tokens. For queries that see those since the last multiple of ``tokens`` it is -``tokens``."""
+    return -tokens if chunked else tokens
+
+
 class PagedAttention:
     """Computes attention over one pool for all layers of a model. It is called from the step loop's thread."""
 
@@ -105,7 +111,7 @@ class PagedAttention:
             dtype: of queries and results.
             scale: factor of the scores; positive.
             softcap: scaled scores become softcap * tanh(score / softcap); 0: no cap.
-            windows: the distinct sliding windows of the layers; 0: full attention.
+            windows: the distinct windows of the layers, as :func:`window_of` gives them.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
             first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
