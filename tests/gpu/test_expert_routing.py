@@ -29,6 +29,10 @@ CASES = {
     "one expert": RouteOptions(16, 1, False, sigmoid=True, exact=True),
     "groups": RouteOptions(12, 3, True, exact=True, groups=4, kept_groups=2),
     "groups by their best": RouteOptions(60, 4, False, groups=5, kept_groups=3, group_best=1, scale=16.0),
+    # Scores of 129 experts and more are several slabs, of which a group may have some, or a slab several groups.
+    "slabs": RouteOptions(300, 6, True, scale=0.5),
+    "groups in slabs": RouteOptions(256, 5, True, sigmoid=True, exact=True, groups=8, kept_groups=3),
+    "groups of slabs": RouteOptions(400, 4, True, exact=True, groups=2, kept_groups=1),
 }
 
 
@@ -78,7 +82,7 @@ def test_experts_are_those_of_the_decoder(name, dtype, factor, monkeypatch):
     torch.testing.assert_close(scores.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid", "groups"])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "groups", "groups in slabs"])
 def test_vectors_of_a_router(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
     how = CASES[name]
@@ -95,6 +99,16 @@ def test_vectors_of_a_router(name, monkeypatch):
     scores, _ = routed(half, router.half(), how, bias=bias.to(DEVICE))
     expected, _ = route(half.cpu(), router.half().cpu(), experts_of(how), RouterBiases(bias))
     torch.testing.assert_close(scores.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_best_of_a_group_may_be_slabs_apart():
+    how = CASES["groups of slabs"]
+    rows, router = torch.zeros(1, 16, device=DEVICE), torch.zeros(how.experts, 16, device=DEVICE)
+    choice = torch.zeros(how.experts)
+    # The first group has the greater sum of two, and the second one the greatest score.
+    choice[[0, 128]], choice[200] = 1.0, 1.5
+    _, chosen = routed(rows, router, how, choice_bias=choice.to(DEVICE))
+    assert chosen.tolist() == [[0, 128, 1, 2]]
 
 
 def test_a_rows_bits_depend_on_nothing_else(monkeypatch):

@@ -39,8 +39,13 @@ SHARED_ROWS = 256
 MOST_PARTS, PART_UNIT = 8, 128
 # A block of a product has at most this many experts.
 BLOCK_EXPERTS = 64
-# So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program.
+# So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program,
+# which has a warp for each row at most.
 WARPS_EXPERTS, MAX_EXPERTS = 256, 1024
+# Of a row's scores so many are a slab, which a warp's threads have four by four.
+SLAB_COLUMNS = tl.constexpr(128)
+# This key is below those of all scores. What is chosen has it, and what cannot be.
+_CHOSEN = tl.constexpr(-(2**31))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,73 +115,97 @@ def _part(rows, router, row, expert, begin, end, hidden, BLOCK_INPUTS: tl.conste
 
 
 @triton.jit
-def _best(values, place):
-    """Returns the greatest values along the last axis, and a mask of the first place of each. ``place`` counts along
-    that axis."""
-    best, at = tl.max(values, 2, return_indices=True)
-    return best, place == at[:, :, None]
+def _keys(values):
+    """Returns int32 numbers in the order of float32 ``values``; zeros of both signs have one. A warp finds the greatest
+    of its lanes' integers by one instruction, where floats and their places take ten exchanges."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _values(keys):
+    """Returns the float32 values that have these keys."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_best(keys, place):
+    """Returns for each row of keys [SLABS, ROWS, LANES] the first place of the greatest, and that key. ``place``
+    [SLABS, 1, LANES] numbers the keys of a row."""
+    best = tl.max(tl.max(keys, 0), 1)
+    places: tl.constexpr = keys.shape[0] * keys.shape[2]
+    return tl.min(tl.min(tl.where(keys == best[None, :, None], place, places), 0), 1), best
 
 
 @triton.jit
 def _of_best_groups(
-    choices, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    keys, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
-    """Returns scores [ROWS, COLUMNS] in which those of experts outside of a row's best groups are -inf."""
-    width: tl.constexpr = COLUMNS // GROUP_COLUMNS
-    grouped = tl.reshape(choices, (ROWS, width, GROUP_COLUMNS))
-    place = tl.arange(0, GROUP_COLUMNS)[None, None, :]
+    """Returns keys [SLABS, ROWS, LANES] in which those of experts outside of a row's best groups are _CHOSEN."""
+    slabs: tl.constexpr = keys.shape[0]
+    rows: tl.constexpr = keys.shape[1]
+    lanes: tl.constexpr = keys.shape[2]
+    # A group is a part of a slab's lanes, or several slabs.
+    inner: tl.constexpr = min(GROUP_COLUMNS, lanes)
+    deep: tl.constexpr = GROUP_COLUMNS // inner
+    grouped = tl.reshape(keys, (slabs // deep, deep, rows, lanes // inner, inner))
+    place = tl.arange(0, deep)[None, :, None, None, None] * inner + tl.arange(0, inner)[None, None, None, None, :]
     left = grouped
-    total = tl.zeros((ROWS, width), tl.float32)
-    for _ in tl.static_range(GROUP_BEST):
-        best, first = _best(left, place)
-        total += best
-        left = tl.where(first, float("-inf"), left)
-    group = tl.arange(0, width)[None, :]
-    total = tl.where(group < GROUPS, total, float("-inf"))
-    kept = group < 0
+    total = tl.zeros((slabs // deep, rows, lanes // inner), tl.float32)
+    for turn in tl.static_range(GROUP_BEST):
+        best = tl.max(tl.max(left, 4), 1)
+        total += _values(best)
+        if turn + 1 < GROUP_BEST:
+            here = left == best[:, None, :, :, None]
+            first = tl.min(tl.min(tl.where(here, place, GROUP_COLUMNS), 4), 1)
+            left = tl.where(place == first[:, None, :, :, None], _CHOSEN, left)
+    group = tl.arange(0, slabs // deep)[:, None, None] * (lanes // inner) + tl.arange(0, lanes // inner)[None, None, :]
+    totals = tl.where(group < GROUPS, _keys(total), _CHOSEN)
+    kept = totals != totals
     for _ in tl.static_range(KEPT_GROUPS):
-        _, at = tl.max(total, 1, return_indices=True)
-        here = group == at[:, None]
+        at, _ = _first_best(totals, group)
+        here = group == at[None, :, None]
         kept = kept | here
-        total = tl.where(here, float("-inf"), total)
-    kept = tl.broadcast_to(kept[:, :, None], grouped.shape)
-    return tl.reshape(tl.where(kept, grouped, float("-inf")), (ROWS, COLUMNS))
+        totals = tl.where(here, _CHOSEN, totals)
+    kept = tl.broadcast_to(kept[:, None, :, :, None], grouped.shape)
+    return tl.where(tl.reshape(kept, (slabs, rows, lanes)), keys, _CHOSEN)
 
 
 # fmt: off
 @triton.jit
 def _choose(
-    products, expert, real, choice_bias,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
-    PLACES: tl.constexpr, SIGMOID: tl.constexpr, CHOICE_BIAS: tl.constexpr,
+    products, column, expert, real, choice_bias,
+    GROUP_COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr, SIGMOID: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr,
 ):
     # fmt: on
-    """Returns the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [ROWS, COLUMNS] are -inf
-    where no expert is ``real``."""
-    column, place = tl.arange(0, COLUMNS)[None, :], tl.arange(0, PLACES)[None, :]
+    """Returns the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [SLABS, ROWS, LANES] are
+    -inf where no expert is ``real``."""
+    place = tl.arange(0, PLACES)[None, :]
     if SIGMOID:
         every = tl.sigmoid(products)
     else:
-        every = tl.exp(products - tl.max(products, 1)[:, None])
-        every = every / tl.sum(every, 1)[:, None]
+        every = tl.exp(products - tl.max(tl.max(products, 0), 1)[None, :, None])
+        every = every / tl.sum(tl.sum(every, 0), 1)[None, :, None]
     choices = every
     if CHOICE_BIAS:
         choices += tl.load(choice_bias + expert)
-    choices = tl.where(real, choices, float("-inf"))
+    keys = tl.where(real, _keys(choices), _CHOSEN)
     if GROUPS > 1:
-        choices = _of_best_groups(choices, ROWS, GROUPS, GROUP_COLUMNS, COLUMNS, KEPT_GROUPS, GROUP_BEST)
-    scores = tl.zeros((ROWS, PLACES), tl.float32)
-    numbers = tl.full((ROWS, PLACES), 0, tl.int32)
+        keys = _of_best_groups(keys, GROUPS, GROUP_COLUMNS, KEPT_GROUPS, GROUP_BEST)
+    scores = tl.zeros((products.shape[1], PLACES), tl.float32)
+    numbers = tl.full((products.shape[1], PLACES), 0, tl.int32)
     for turn in tl.static_range(PER_TOKEN):
-        best, at = tl.max(choices, 1, return_indices=True)
-        here = column == at[:, None]
-        score = tl.sum(tl.where(here, every, 0.0), 1) if CHOICE_BIAS else best
+        at, best = _first_best(keys, column)
+        here = column == at[None, :, None]
+        if CHOICE_BIAS:
+            # Scores are not negative, so that of the expert is the greatest beside zeros.
+            best = tl.max(tl.max(tl.where(here, _keys(every), 0), 0), 1)
         number = at // GROUP_COLUMNS * (EXPERTS // GROUPS) + at % GROUP_COLUMNS
-        scores = tl.where(place == turn, score[:, None], scores)
+        scores = tl.where(place == turn, _values(best)[:, None], scores)
         numbers = tl.where(place == turn, number[:, None], numbers)
-        choices = tl.where(here, float("-inf"), choices)
+        keys = tl.where(here, _CHOSEN, keys)
     return scores, numbers
 
 
@@ -260,23 +289,31 @@ def _settle(
 ):
     # fmt: on
     """Adds up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
-    column = tl.arange(0, COLUMNS)[None, :]
+    # A warp has whole rows, the lanes of all slabs, so that it finds their best experts on its own. What is loaded for
+    # all rows has their shape, too: from a load of fewer values the compiler would take another division.
+    lanes: tl.constexpr = min(COLUMNS, SLAB_COLUMNS)
+    slabs: tl.constexpr = COLUMNS // lanes
+    column = tl.arange(0, slabs)[:, None, None] * lanes + tl.arange(0, lanes)[None, None, :]
+    column = tl.broadcast_to(column, (slabs, row.shape[0], lanes))
     expert, real = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
-    counted = (row + first < tl.load(count))[:, None]
-    products = tl.zeros((row.shape[0], COLUMNS), tl.float32)
+    counted = row + first < tl.load(count)
+    shown = counted[None, :, None]
+    products = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
         # Other programs wrote them, so the processor's own cache may not be asked.
-        products += tl.load(mine[:, None] + part * plane + column, mask=counted, other=0.0, cache_modifier=".cg")
+        at = mine[None, :, None] + part * plane + column
+        products += tl.load(at, mask=shown, other=0.0, cache_modifier=".cg")
     kind: tl.constexpr = tl.float32 if EXACT else TYPE
     if BIAS:
         products += tl.load(bias + expert).to(kind).to(tl.float32)
     products = products.to(kind).to(tl.float32)
     if ADDED:
-        products += tl.load(added + row.to(tl.int64)[:, None] * EXPERTS + expert, mask=counted & real, other=0.0)
+        at = added + row.to(tl.int64)[None, :, None] * EXPERTS + expert
+        products += tl.load(at, mask=shown & real, other=0.0)
     products = tl.where(real, products, float("-inf"))
     found, numbers = _choose(
-        products, expert, real, choice_bias, row.shape[0], COLUMNS, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS,
-        GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, CHOICE_BIAS,
+        products, column, expert, real, choice_bias, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS, GROUP_BEST, PER_TOKEN,
+        PLACES, SIGMOID, CHOICE_BIAS,
     )  # fmt: skip
     if NORMALIZE:
         found = found / tl.sum(found, 1)[:, None]
@@ -286,8 +323,8 @@ def _settle(
     place = tl.arange(0, PLACES)[None, :]
     kept = (row < tokens)[:, None] & (place < PER_TOKEN)
     at = row.to(tl.int64)[:, None] * (PER_TOKEN + ALWAYS) + place
-    tl.store(scores + at, tl.where(counted, found, 0.0), mask=kept)
-    own = counted & (numbers >= own_begin) & (numbers < own_end)
+    tl.store(scores + at, tl.where(counted[:, None], found, 0.0), mask=kept)
+    own = counted[:, None] & (numbers >= own_begin) & (numbers < own_end)
     tl.store(chosen + at, tl.where(own, numbers - own_begin, -1), mask=kept)
 
 
@@ -466,7 +503,7 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "BLOCK_EXPERTS": min(BLOCK_EXPERTS, how.columns),
         "BLOCK_INPUTS": use["inputs"],
         # Scores of more experts need more threads, whose registers hold all parts of them.
-        "num_warps": use["num_warps"] * max(1, how.columns // WARPS_EXPERTS),
+        "num_warps": min(ROWS, use["num_warps"] * max(1, how.columns // WARPS_EXPERTS)),
         "num_stages": use["num_stages"],
         **dependent(arch),
     }
