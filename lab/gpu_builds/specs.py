@@ -96,6 +96,8 @@ def kv_write_specs() -> list[BuildSpec]:
         _kv_write_spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
         _kv_write_spec("head96-bf16", 32, 32, 96, "bf16", "bf16"),
         _kv_write_spec("head256-bf16", 8, 4, 256, "bf16", "bf16", norm=True),
+        _kv_write_spec("head512-bf16", 32, 4, 512, "bf16", "bf16", norm=True),
+        _kv_write_spec("head512-fp8", 32, 4, 512, "bf16", "u8", norm=True),
         _kv_write_spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
         _kv_write_spec("rank-bf16", 16, 4, 128, "bf16", "bf16", norm=True, pool_heads=8),
         _kv_write_spec("rank-fp8", 16, 4, 128, "bf16", "u8", pool_heads=8),
@@ -224,6 +226,8 @@ def paged_attention_specs() -> list[BuildSpec]:
         "SOFTCAP": False,
         "SINKS": False,
     }
+    # Layers of Gemma 4 that attend to everything.
+    wide = {"HEAD_DIM": 512, "GROUP": 8, "KV_HEADS": 4, "POOL_HEADS": 4}
     cases: list[tuple[str, str, paged_attention.PlainOrFloat8, dict[str, Any]]] = [
         ("", "bf16", "plain", {}),
         ("_fp16", "fp16", "plain", {}),
@@ -247,6 +251,11 @@ def paged_attention_specs() -> list[BuildSpec]:
         # A window below 0 is one of chunks of positions.
         ("_llama4", "bf16", "plain", {"GROUP": 5, "WINDOW": -8192}),
         ("_llama4_fp8", "bf16", "fp8_e4m3", {"GROUP": 5, "WINDOW": -8192}),
+        ("_512", "bf16", "plain", wide),
+        ("_512_fp16", "fp16", "plain", wide),
+        ("_512_fp8", "bf16", "fp8_e4m3", wide),
+        ("_512_fp32", "fp32", "plain", wide),
+        ("_512_window_softcap", "bf16", "plain", {**wide, "WINDOW": 4096, "SOFTCAP": True}),
     ]
     specs = [
         _paged_attention_spec(kernel, name, arch, dtype, kv, {**llama, **other})
@@ -254,7 +263,8 @@ def paged_attention_specs() -> list[BuildSpec]:
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
     ]
-    parted = ("", "_fp16", "_fp8", "_fp32", "_64", "_sinks", "_256", "_256_fp8", "_256_window_softcap", "_llama4")
+    parted = {"", "_fp16", "_fp8", "_fp32", "_64", "_sinks", "_256", "_256_fp8", "_256_window_softcap"}
+    parted |= {"_512", "_512_fp8", "_512_fp32", "_llama4"}
     specs += [
         _parted_attention_spec(place, name, arch, dtype, kv, {**llama, **other})
         for name, dtype, kv, other in cases
@@ -268,7 +278,7 @@ def paged_attention_specs() -> list[BuildSpec]:
             name="attention_parts_merge",
             kernel=parted_attention._merge_parts,
             signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants={**paged_attention._merge_constants(90, {**heads, "SINKS": False}, 64, 128), "PARTS": 8},
+            constants={**paged_attention.merge_constants(90, {**heads, "SINKS": False}, 64, 128), "PARTS": 8},
             max_registers=128,
         )
     )
@@ -301,7 +311,7 @@ def overlapped_attention_specs() -> list[BuildSpec]:
                     **other,
                     "BLOCK_M": use["rows"],
                     "BLOCK_N": keys,
-                    **paged_attention.joining("attention_chunk", 90),
+                    **paged_attention.joining("attention_chunk", 90, other.get("HEAD_DIM", 128)),
                     "num_warps": use["num_warps"],
                     "num_stages": buffers,
                     **dependent(90),
@@ -326,14 +336,13 @@ def _paged_attention_spec(
         kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] != 0
     )
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
-    most = paged_attention.WIDE_SPILL_BYTES if constants["EDGES"] else paged_attention.WIDE_DECODE_SPILL_BYTES
     wide = arch == _ARCH and constants["BLOCK_D"] == paged_attention.WIDE_HEAD_DIM
     return BuildSpec(
         name=f"{kernel}{name}",
         kernel=_attend,
         signature=_attention_signature(dtype, pool, scales),
         constants=constants,
-        max_spill_bytes=most if wide else 0,
+        max_spill_bytes=paged_attention.WIDE_SPILL_BYTES if wide and constants["FP8"] and constants["EDGES"] else 0,
         architectures=(arch,),
     )
 

@@ -132,7 +132,7 @@ CASES = {
 }
 if NATIVE:
     # Decodes and chunks have tiles of other rows and warps, whose bits only a device can compare.
-    for width in (64, 128, 256):
+    for width in (64, 128, 256, 512):
         CASES[f"heads of {width} in bfloat16"] = lambda width=width: AttendedTexts.paged(
             0, False, width, torch.bfloat16
         )
@@ -158,7 +158,7 @@ def test_parts_change_nothing_but_roundings(monkeypatch):
     """Rows are those of kernels that cut a text anywhere."""
     add_up_in_one_order(monkeypatch)
     parts = [(0, 139, 140), (1, 0, 30), (2, 4, 5)]
-    for options in ({}, {"window": WINDOW, "sinks": True}, {"window": -WINDOW}):
+    for options in ({}, {"window": WINDOW, "sinks": True}, {"window": -WINDOW}, {"width": 320}):
         found, wanted = (AttendedTexts.paged(**options, invariant=flag).step(*parts) for flag in (True, False))
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, **rounded(torch.float32, 8))

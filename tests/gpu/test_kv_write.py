@@ -49,7 +49,10 @@ def made_rows(tokens: int, block_size: int) -> torch.Tensor:
 
 
 SHAPES = st.tuples(
-    st.integers(1, 6), st.sampled_from([1, 3, 4, 9]), st.integers(1, 3), st.sampled_from([16, 64, 80, 96, 112, 256])
+    st.integers(1, 6),
+    st.sampled_from([1, 3, 4, 9]),
+    st.integers(1, 3),
+    st.sampled_from([16, 64, 80, 96, 112, 256, 512]),
 )
 
 
@@ -65,6 +68,7 @@ SHAPES = st.tuples(
 )
 @settings(max_examples=examples(40))
 @example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "centred", 1)
+@example((2, 4, 2, 512), 16, torch.bfloat16, torch.bfloat16, "wide", "wide", "rms", 1)
 def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, kind, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
@@ -99,6 +103,7 @@ def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype,
 
 @given(shape=SHAPES, block_size=st.sampled_from([2, 16]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 @settings(max_examples=examples(40))
+@example((2, 3, 1, 512), 16, torch.bfloat16, 1)
 def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape

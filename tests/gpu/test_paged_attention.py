@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
@@ -20,6 +20,8 @@ from tests.support.examples import examples
 SHORT = st.tuples(st.integers(0, 200), st.integers(1, 2))
 CHUNK = st.tuples(st.integers(0, 100), st.integers(3, 40))
 BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=3)
+# Decodes whose tiles many programs share, and chunks, of the widest heads.
+WIDE = {"parts": [(90, 1), (30, 20)], "group": 4, "head_dim": 512, "block_size": 16}
 # An example takes the interpreter seconds, so failing examples are not shrunk.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
@@ -44,6 +46,8 @@ def check(case: PagedCase, **more: object) -> None:
     sinks=st.booleans(),
 )
 @settings(max_examples=examples(100 if NATIVE else 10), phases=UNSHRUNK)
+@example(**WIDE, dtype=torch.bfloat16, window=33, softcap=1.5, sinks=True)
+@example(**{**WIDE, "head_dim": 320}, dtype=torch.float32, window=0, softcap=0.0, sinks=False)
 def test_ragged_batches_are_attended_like_plain_torch(parts, **shape):
     check(PagedCase.of(PagedShape(**shape), parts))
 
@@ -57,6 +61,7 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, **shape):
     window=st.sampled_from([0, 40, -40]),
 )
 @settings(max_examples=examples(50 if NATIVE else 6), phases=UNSHRUNK)
+@example(**WIDE, dtype=torch.bfloat16, window=0)
 def test_float8_is_attended_by_its_codes_and_scales(parts, **shape):
     check(PagedCase.of(PagedShape(**shape), parts, fp8=True))
 

@@ -171,7 +171,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
     head_dim, block_size = layout.head_dim, layout.block_size
     of_heads = layout.planes > 1
     if of_heads and (not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM):
-        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
+        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... {MOST_HEAD_DIM} values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
     if layout.state_bytes and layout.state_layout is None:

@@ -174,7 +174,7 @@ def _attend(
             )  # fmt: skip
 
         _end_item(
-            acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs, record,
-            counts_at, first_partial, tickets, sinks, tl.arange(0, JOINED), columns,
+            acc, top, total, record, at, places, columns, out, partials, partial_logs, counts_at, first_partial,
+            tickets, sinks, tl.arange(0, JOINED), columns,
             KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, JOINED, PARTS, SINKS,
         )  # fmt: skip

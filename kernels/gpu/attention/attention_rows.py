@@ -210,13 +210,20 @@ def _join_last(
 # fmt: off
 @triton.jit
 def _end_item(
-    acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs, record, counts_at,
-    first_partial, tickets, sinks, joined_places, joined_columns,
+    acc, top, total, record, at, places, columns, out, partials, partial_logs, counts_at, first_partial, tickets, sinks,
+    joined_places, joined_columns,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Stores an item's result, and joins the unit's parts if this is the last one of them."""
+    """Stores the result of the item at offset ``at`` of the record, and joins the unit's parts if this is the last one
+    of them."""
+    # The item is read again, because what the compiler knew of its rows before would fill registers in the loop over
+    # keys.
+    item = record + at
+    row, rows = tl.load(item + _ROW, volatile=True), tl.load(item + _ROWS, volatile=True)
+    head, partial = tl.load(item + _HEAD, volatile=True), tl.load(item + _PARTIAL, volatile=True)
+    token, _, heads = _rows_of(row, rows, 0, head, places, GROUP)
     _store(
         acc, top, total, token, heads, places, columns, rows, partial, out, partials, partial_logs,
         KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D,

@@ -31,7 +31,7 @@ from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 

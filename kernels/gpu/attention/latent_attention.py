@@ -19,11 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _join_last, _load, _store, _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _load, _whole, _words
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
-from pillion.kernels.gpu.attention.paged_attention import joining
+from pillion.kernels.gpu.attention.paged_attention import joining, merge_constants, merge_tiles, padded_head_dim
 from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_part, _merge_parts, in_parts
-from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import (
@@ -32,7 +31,6 @@ from pillion.kernels.gpu.launch import (
     check_pool_device,
     check_tensor,
     interpreting,
-    next_power_of_2,
     processors_of,
 )
 from pillion.kernels.gpu.tuned import tuned
@@ -106,11 +104,10 @@ def _attend_latents(
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
     for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
-        table, row, rows, shift, _, begin, end, partial = _words(record, at)
+        table, row, rows, shift, _, begin, end, _ = _words(record, at)
         places = tl.arange(0, BLOCK_M)
         packed = row + tl.minimum(places, rows - 1)
-        token = packed // HEADS
-        positions = token + shift
+        positions = packed // HEADS + shift
         cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
         query = _load(cells + columns, columns, RANK, BLOCK_D)
         turned = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
@@ -133,16 +130,11 @@ def _attend_latents(
             slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
             RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
         )  # fmt: skip
-        _store(
-            acc, top, total, token, packed % HEADS, places, tl.arange(0, BLOCK_D), rows, partial, out, partials,
-            partial_logs, HEADS * RANK, RANK, BLOCK_D,
+        _end_item(
+            acc, top, total, record, at, places, tl.arange(0, BLOCK_D), out, partials, partial_logs, counts_at,
+            first_partial, tickets, queries, tl.arange(0, JOINED), tl.arange(0, BLOCK_D),
+            1, HEADS, RANK, BLOCK_D, BLOCK_M, JOINED, PARTS, False,
         )  # fmt: skip
-        if partial >= 0:
-            _join_last(
-                record, counts_at, (partial - first_partial) // BLOCK_M, tl.arange(0, JOINED), tl.arange(0, BLOCK_D),
-                tickets, partials, partial_logs, out, queries,
-                1, HEADS, RANK, BLOCK_D, BLOCK_M, JOINED, PARTS, False,
-            )  # fmt: skip
 
 
 # fmt: off
@@ -242,10 +234,11 @@ class LatentAttention:
         shape = {"HEADS": num_heads, "RANK": rank, "ROTARY": rotary, "BLOCK_SIZE": block_size}
         self._invariant = invariant
         if invariant:
+            heads = {"KV_HEADS": 1, "GROUP": num_heads, "HEAD_DIM": rank, "SINKS": False}
             each = _parted_constants(arch, shape, fp8, dtype.itemsize, max_context_blocks * block_size, processors)
             (self._decode, decode), (self._chunk, chunk), merge = each
-            self._merge = {**_merge_constants(arch, num_heads, rank, decode.rows, chunk.rows), **merge}
-            self._merge_programs = tuned("attention_merge", arch, head_dim=_padded(rank))["programs"] * processors
+            self._merge = {**merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
+            self._merge_programs = merge_tiles(arch, rank)["programs"] * processors
         else:
             self._decode, decode = _constants("latents_decode", arch, shape, fp8, dtype.itemsize, processors)
             self._chunk, chunk = _constants("latents_chunk", arch, shape, fp8, dtype.itemsize, processors)
@@ -262,7 +255,7 @@ class LatentAttention:
             decode_tokens=decode_rows,
         )
         count = self.planner.partial_rows
-        self._partials = torch.empty((count, _padded(rank)), dtype=torch.float32, device=self._device)
+        self._partials = torch.empty((count, padded_head_dim(rank)), dtype=torch.float32, device=self._device)
         self._partial_logs = torch.empty(count, dtype=torch.float32, device=self._device)
         self._tickets = torch.zeros(count, dtype=torch.int32, device=self._device)
 
@@ -312,11 +305,6 @@ def check_widths(rank: int, rotary: int) -> None:
     check(widths_fit(rank, rotary), "rows of {} latents and {} rotated values", rank, rotary)
 
 
-def _padded(width: int) -> int:
-    """Returns the power of two that so many values fill in registers."""
-    return next_power_of_2(width)
-
-
 def _constants(
     kernel: str, arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, processors: int = 1
 ) -> tuple[dict[str, Any], Tiling]:
@@ -324,14 +312,14 @@ def _constants(
     use = tuned(kernel, arch, kv="fp8_e4m3" if fp8 else "plain", bytes=item_bytes)
     constants = {
         **shape,
-        "BLOCK_D": _padded(shape["RANK"]),
-        "BLOCK_R": _padded(shape["ROTARY"]),
+        "BLOCK_D": padded_head_dim(shape["RANK"]),
+        "BLOCK_R": padded_head_dim(shape["ROTARY"]),
         "BLOCK_M": use["rows"],
         "BLOCK_N": use["keys"],
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "EDGES": kernel == "latents_chunk",
-        **joining(kernel, arch),
+        **joining(kernel, arch, padded_head_dim(shape["RANK"])),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }
@@ -344,25 +332,9 @@ def _parted_constants(
     """Returns the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
     merge. ``max_keys`` are those of the longest sequence."""
     native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
-    widths = {"BLOCK_D": _padded(shape["RANK"]), "BLOCK_R": _padded(shape["ROTARY"])}
+    widths = {"BLOCK_D": padded_head_dim(shape["RANK"]), "BLOCK_R": padded_head_dim(shape["ROTARY"])}
     # A token's rows of all heads fill several tiles, each of which needs room for its parts.
     tiles = -(-shape["HEADS"] // 16)
     facts = {"kv": "fp8_e4m3" if fp8 else "plain", "bytes": item_bytes}
     constants = {**shape, **widths, "FP8": fp8, "NATIVE_FP8": native}
     return in_parts("latents_parts", arch, constants, tiles, max_keys, processors, **facts)
-
-
-def _merge_constants(arch: int, heads: int, rank: int, decode_rows: int, chunk_rows: int) -> dict[str, int]:
-    use = tuned("attention_merge", arch, head_dim=_padded(rank))
-    return {
-        "KV_HEADS": 1,
-        "GROUP": heads,
-        "HEAD_DIM": rank,
-        "SINKS": False,
-        "BLOCK_D": _padded(rank),
-        "DECODE_M": decode_rows,
-        "CHUNK_M": chunk_rows,
-        "PARTS": use["parts"],
-        "num_warps": use["num_warps"],
-        **dependent(arch),
-    }

@@ -241,13 +241,11 @@ def _attend_overlapped(
             table, end, slot_stride, offset, score_scale, softcap,
             BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, WINDOW, SOFTCAP, LOADS, SCORES, RESULTS,
         )  # fmt: skip
-        places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, RESULTS))
-        token, _, heads = _rows_of(row, rows, shift, head, places, GROUP)
         _end_item(
             acc, gl.convert_layout(top, gl.SliceLayout(1, RESULTS)),
-            gl.convert_layout(total, gl.SliceLayout(1, RESULTS)), token, heads, places,
-            gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), rows, partial, out, partials, partial_logs,
-            record, counts_at, first_partial, tickets, sinks,
-            gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns,
+            gl.convert_layout(total, gl.SliceLayout(1, RESULTS)), record, at,
+            gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, RESULTS)),
+            gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULTS)), out, partials, partial_logs, counts_at,
+            first_partial, tickets, sinks, gl.arange(0, JOINED, layout=gl.SliceLayout(1, LOADS)), columns,
             KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, BLOCK_M, JOINED, PARTS, SINKS,
         )  # fmt: skip

@@ -43,10 +43,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A decode tile has this many rows: the fewest that tensor cores multiply, and the most with which memory still limits
 # attention.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
-LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
-# With heads of this width a tile fills all registers, and values that the loops over keys do not use are spilled: of a
-# decode so many bytes, and of a chunk.
-WIDE_HEAD_DIM, WIDE_DECODE_SPILL_BYTES, WIDE_SPILL_BYTES = 256, 24, 80
+LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 512
+# Heads of this width leave a decode's tile registers for all of its rows; wider ones for fewer.
+ALL_ROWS_HEAD_DIM = 128
+# With heads of this width a chunk's tile fills all registers. Where KV has 8 bits, or where the softmax runs beside
+# products, so many bytes of values that the loops over keys do not use are spilled.
+WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 80
 # A value of bfloat16 or float16 has so many bytes.
 HALF_BYTES = 2
 
@@ -59,9 +61,9 @@ def padded_head_dim(head_dim: int) -> int:
 def decode_tile_rows(rows: int, width: int) -> int:
     """Returns a decode tile's rows for ``rows`` query rows per sequence and KV head, and heads padded to ``width``.
 
-    With heads of 256, registers suffice for 32 rows.
+    With heads of 256 registers suffice for 32 rows, with heads of 512 for 16.
     """
-    most = MOST_DECODE_ROWS if width < WIDE_HEAD_DIM else MOST_DECODE_ROWS // 2
+    most = MOST_DECODE_ROWS * ALL_ROWS_HEAD_DIM // max(width, ALL_ROWS_HEAD_DIM)
     return min(max(next_power_of_2(rows), LEAST_DECODE_ROWS), most)
 
 
@@ -132,8 +134,8 @@ class PagedAttention:
         cut, most = (_parted_constants, max_context_blocks * block_size) if invariant else (_cut_anywhere, decode_rows)
         each = cut(arch, shape, kv, dtype.itemsize, any(windows), most, processors)
         (self._decode, decode), (self._chunk, chunk), merge = each
-        self._merge = {**_merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
-        self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
+        self._merge = {**merge_constants(arch, heads, decode.rows, chunk.rows), **merge}
+        self._merge_programs = merge_tiles(arch, head_dim)["programs"] * processors
         limits = {"max_tokens": max_tokens, "max_seqs": max_seqs, "max_context_blocks": max_context_blocks}
         self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
@@ -259,8 +261,8 @@ def _attend_constants(
         "BLOCK_N": use["keys"],
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
-        "EDGES": chunk,
-        **joining(kernel, arch),
+        "EDGES": chunk and bool(use.get("edges", True)),
+        **joining(kernel, arch, width),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
         **dependent(arch),
@@ -318,13 +320,20 @@ def _parted_constants(
     return in_parts("attention_parts", arch, constants, shape["KV_HEADS"], max_keys, processors, **facts)
 
 
-def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
-    use = tuned("attention_merge", arch)
+def merge_tiles(arch: int, head_dim: int) -> dict[str, int]:
+    """Returns the tuned constants by which parts of rows of ``head_dim`` values are merged."""
+    return tuned("attention_merge", arch, head_dim=padded_head_dim(head_dim))
+
+
+def merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
+    """Returns the constants of the kernel that merges parts of tiles of so many rows, of ``heads`` by their constants'
+    names."""
+    use = merge_tiles(arch, heads["HEAD_DIM"])
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
     return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"], **dependent(arch)}
 
 
-def joining(kernel: str, arch: int) -> dict[str, int]:
-    """Returns the constants by which a kernel joins partial results."""
-    use = tuned("attention_join", arch, of=kernel)
+def joining(kernel: str, arch: int, width: int) -> dict[str, int]:
+    """Returns the constants by which a kernel joins partial results of rows of ``width`` values."""
+    use = tuned("attention_join", arch, of=kernel, head_dim=width)
     return {"JOINED": use["rows"], "PARTS": use["parts"]}

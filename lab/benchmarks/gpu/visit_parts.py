@@ -40,6 +40,7 @@ _FIRST = (
     "test_plain_product.py",
     "test_dependent_launch.py",
     "test_batch_invariance.py",
+    "test_paged_attention.py",
     "test_expert_adapters.py",
     "test_low_rank_product.py",
     "test_fp8_product.py",
