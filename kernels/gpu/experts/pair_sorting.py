@@ -61,13 +61,14 @@ def _sort_few(
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     counted = expert >= 0
     _cut(tl.histogram(expert, EXPERTS, mask=counted), tl.arange(0, EXPERTS), tiles, count, tile_rows)
+    # Pairs without an expert come behind all others. A thread has its pairs' comparisons, and adds them up on its own.
+    key = expert * PAIRS + pair
     place = tl.zeros((PAIRS,), tl.int32)
     for begin in range(0, pairs, COMPARED):
         other = begin + tl.arange(0, COMPARED)
         theirs = tl.load(chosen + other, mask=other < pairs, other=-1)
-        before = (theirs[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
-        before = before | ((theirs[None, :] < expert[:, None]) & (theirs >= 0)[None, :])
-        place += tl.sum(before.to(tl.int32), 1)
+        keys = tl.where(theirs >= 0, theirs * PAIRS + other, EXPERTS * PAIRS)
+        place += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
     tl.store(order + place, pair, mask=counted)
 
 
@@ -107,11 +108,14 @@ def _place(
     counted = expert >= 0
     place = tl.load(counts + blocks * EXPERTS + expert, mask=counted, other=0)
     place += tl.load(counts + tl.program_id(0) * EXPERTS + expert, mask=counted, other=0)
+    # A pair of the same expert before this one has one of so many keys.
+    least, earlier = expert * BLOCK_PAIRS, (pair - begin).to(tl.uint32)
     for turn in range(0, BLOCK_PAIRS, COMPARED):
-        other = begin + turn + tl.arange(0, COMPARED)
-        theirs = tl.load(chosen + other, mask=other < pairs, other=-1)
-        before = (theirs[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
-        place += tl.sum(before.to(tl.int32), 1)
+        other = turn + tl.arange(0, COMPARED)
+        theirs = tl.load(chosen + begin + other, mask=begin + other < pairs, other=-1)
+        keys = theirs * BLOCK_PAIRS + other
+        past = (keys[:, None] - least[None, :]).to(tl.uint32)
+        place += tl.sum((past < earlier[None, :]).to(tl.int32), 0)
     tl.store(order + place, pair, mask=counted)
 
 
