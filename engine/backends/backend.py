@@ -71,7 +71,8 @@ class KVLayout:
 
     What layers carry from token to token has ``state_bytes``, and lies in ``state_pages`` slots of its own.
     ``state_layout`` are those of its pieces in these slots, for backends that have it in pieces; None where a slot is
-    too small.
+    too small. A rank on a GPU has the places of its own pieces alone; with ``state_shards`` above 1 they are in its
+    shard of a pool that is divided over so many.
     """
 
     version: str
@@ -84,6 +85,7 @@ class KVLayout:
     layers: tuple[LayerHeads | None, ...] = ()
     state_bytes: int = 0
     state_layout: StateLayout | None = None
+    state_shards: int = 1
 
     def heads(self, layer: int) -> LayerHeads | None:
         """Returns the KV heads that have a place for a layer; None where the layer has no place."""
@@ -105,8 +107,12 @@ class KVLayout:
     @property
     def rows_and_pieces(self) -> tuple[int, int]:
         """Gives how many rows a slot has, and how many pieces of one size a row, by which KV heads can be shared out;
-        zeros where layers differ."""
-        return (self.num_layers * self.planes, self.num_kv_heads) if self.even else (0, 0)
+        zeros where layers that have a place differ."""
+        found = [self.heads(layer) for layer in range(self.num_layers)]
+        kinds = {heads for heads in found if heads is not None}
+        if len(kinds) > 1:
+            return 0, 0
+        return sum(heads is not None for heads in found) * self.planes, self.num_kv_heads
 
     @property
     def state_pages(self) -> int:

@@ -42,7 +42,7 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
             shard = rank_shard(flags, ModelShard.of(config, 0, size), config)
             group = join_ranks(shard, rendezvous, memory, apart=apart)
             weights = region_memory(flags.attach_socket)
-            own, operators = load_gpu_backend(flags, limits, prepared, weights, log.info, group)
+            own, operators = load_gpu_backend(flags, limits, prepared, weights, log.info, group, divided=apart)
     finally:
         os.close(rendezvous)
     where = "a GPU each" if apart else "one GPU"
@@ -60,8 +60,8 @@ def load_gpu_share(
     config = load_config(prepared.folder)
     shard = rank_shard(flags, ModelShard.of(config, order["rank"], order["size"]), config)
     group = join_ranks(shard, rendezvous, memory, apart=order["apart"])
-    weights = region_memory(flags.attach_socket)
-    return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, weights, log.info, group)[0], memory
+    weights, limits, apart = region_memory(flags.attach_socket), GpuLimits(**order["limits"]), order["apart"]
+    return load_gpu_backend(flags, limits, prepared, weights, log.info, group, divided=apart)[0], memory
 
 
 def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> ModelShard:

@@ -9,71 +9,131 @@
     rows --linear.in--> made --convolve--> mixed --state space--> remembered --gate, norm--> gated
 
 The product after them, and its sum with the residual stream, are the model's. Buffers are those of the largest layer,
-for steps of the most tokens, and all layers share them.
+for steps of the most tokens, and all layers share them. A rank of several has some of the heads, and the channels of
+convolutions that these need; where it has a part of a group that is normed together, the squares of all parts are added
+up over the ranks before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pillion.engine.backends.backend import KVLayout
-from pillion.engine.backends.gpu.gpu_model import GpuMatrix, GpuModel
+from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.gpu_states.state_record import StateRecord
-from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateSpace
+from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateOperation, StateSpace
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.state_layout import LayerPieces
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
-from pillion.kernels.gpu_states.gpu_gates import norm_gated
+from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
-StateOperation = ShortConvolution | DeltaRule | StateSpace
 # Pieces' places are in values of this many bytes.
 _VALUE_BYTES = 4
+# Such a function multiplies rows by the layer's matrix of a name, into the rows that it returns.
+Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 # These buffers are float32, and the others have the type of the model.
-_WIDE = ("remembered", "learns", "forgets")
+_WIDE = ("remembered", "learns", "forgets", "squares")
 
 
-def delta_shape(operation: DeltaRule) -> DeltaShape:
-    """Returns the heads of a delta rule as its kernels have them."""
-    heads = operation.key_heads, operation.heads, operation.key_dim, operation.head_dim
-    return DeltaShape(*heads, operation.doubled, operation.forget_up is not None)
+class _SharedGroup(NamedTuple):
+    """Describes a group of values that are normed together, of which several ranks have a part each: its number, out of
+    how many, and how many values it has."""
 
-
-def _widths(operation: StateOperation) -> Iterator[tuple[str, int]]:
-    """Yields the buffers that an operation needs, and how many values a row of each has."""
-    match operation:
-        case ShortConvolution(taps):
-            yield from (("made", 3 * taps.shape[0]), ("found", taps.shape[0]))
-        case DeltaRule():
-            shape, values = delta_shape(operation), operation.heads * operation.head_dim
-            yield from (("made", operation.inputs.shape[0]), ("rates", operation.rates.shape[0]))
-            yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
-            yield from (("learns", shape.heads), ("forgets", shape.factors))
-            if operation.forget_down is not None and operation.forget_up is not None:
-                few, many = operation.forget_down.shape[0], operation.forget_up.shape[0]
-                yield from (("narrow", few), ("few", many))
-            if operation.gate_down is not None and operation.gate_up is not None:
-                yield from (("narrow", operation.gate_down.shape[0]), ("few", operation.gate_up.shape[0]))
-        case StateSpace():
-            values = operation.heads * operation.head_dim
-            yield from (("made", operation.inputs.shape[0]), ("mixed", _space_shape(operation).mixed))
-            yield from (("remembered", values), ("found", values))
-
-
-def _space_shape(operation: StateSpace) -> SpaceShape:
-    return SpaceShape(operation.heads, operation.head_dim, operation.groups, operation.state_dim)
+    number: int
+    groups: int
+    values: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Holds where the pieces of a layer's state are, int32 [pieces, 2]: those of its convolution's last inputs, those
-    of its matrices, and those of the rows since a chunk began that heads have beside values."""
+class _OwnLayer:
+    """Holds what this process has of a layer with a state.
+
+    Attributes:
+        inputs, memory, sides: where the pieces of its state are, int32 [pieces, 2]: those of the convolution's last
+            inputs, those of matrices, and those of the rows since a chunk began that heads have beside values.
+        shape: its heads; None for a short convolution.
+        channels: how many channels the convolution reads, and ``columns`` where each goes, None where all are in order.
+        widths: how many values a row of each buffer has.
+        group: the group that is shared with other ranks; None where groups are whole.
+    """
 
     inputs: torch.Tensor
     memory: torch.Tensor
     sides: torch.Tensor
+    shape: DeltaShape | SpaceShape | None
+    channels: int
+    columns: torch.Tensor | None
+    widths: dict[str, int]
+    group: _SharedGroup | None = None
+
+
+def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard, device: torch.device) -> _OwnLayer:
+    """Describes a process's share of an operation, whose ``pieces`` are its own."""
+    parts, found = operation.taps.rows, shard.channels(operation.taps.rows)
+    spans = [(start, len(shard.entries(part))) for part, start in zip(parts, found.starts, strict=True)]
+    chosen = [start + each for start, count in spans for each in range(count)]
+    columns = torch.full((len(found.numbers),), -1, dtype=torch.int32)
+    columns[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    keys, heads = len(shard.state_keys), len(shard.state_heads)
+    shape: DeltaShape | SpaceShape | None = None
+    group: _SharedGroup | None = None
+    match operation:
+        case ShortConvolution():
+            # Channels that fill the last piece are not among the products.
+            columns = columns[: len(chosen)]
+            widths = {"made": 3 * len(chosen), "found": len(chosen)}
+        case DeltaRule():
+            by_rows = operation.forget_up is not None
+            rule = DeltaShape(keys, heads, operation.key_dim, operation.head_dim, operation.doubled, by_rows)
+            shape, widths = rule, dict(_delta_widths(operation, rule, shard))
+        case StateSpace():
+            space, values = SpaceShape(heads, operation.head_dim, keys, operation.state_dim), heads * operation.head_dim
+            shape, widths = space, {"made": _own_rows(operation.inputs, shard), "mixed": space.mixed}
+            widths |= {"remembered": values, "found": values}
+            if operation.norm is not None and shard.size > operation.groups:
+                whole = operation.heads * operation.head_dim // operation.groups
+                group = _SharedGroup(shard.state_keys.start, operation.groups, whole)
+                widths["squares"] = 1 << (operation.groups - 1).bit_length()
+    in_order = len(chosen) == len(columns)
+    return _OwnLayer(
+        inputs=_values(pieces.inputs, device),
+        memory=_values(pieces.memory, device),
+        sides=_values(pieces.sides, device),
+        shape=shape,
+        channels=len(columns),
+        columns=None if in_order else columns.to(device),
+        widths=widths,
+        group=group,
+    )
+
+
+def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) -> Iterator[tuple[str, int]]:
+    """Yields the buffers that a delta rule needs, and how many values a row of each has."""
+    values = shape.heads * shape.head_dim
+    yield from (("made", _own_rows(operation.inputs, shard)), ("rates", _own_rows(operation.rates, shard)))
+    yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
+    yield from (("learns", shape.heads), ("forgets", shape.factors))
+    ups = [up for up in (operation.forget_up, operation.gate_up) if up is not None]
+    if ups:
+        yield "narrow", max(up.shape[1] for up in ups)
+        yield "few", max(_own_rows(up, shard) for up in ups)
+
+
+def _own_rows(tensor: LayerTensor, shard: ModelShard) -> int:
+    """Returns how many rows of a matrix a process has."""
+    return len(shard.indices(tensor.rows))
+
+
+def _values(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Returns the pages of pieces, and their places there in values, int32 [pieces, 2]."""
+    places = [(page, offset // _VALUE_BYTES) for page, offset in pieces]
+    return torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
 
 
 class GpuStates:
@@ -84,9 +144,15 @@ class GpuStates:
         sequences."""
         assert layout.state_layout is not None
         self.model, self._layout, self._max_seqs = model, layout, max_seqs
-        every = [one for layer in model.layers.values() for one in layer.operations if isinstance(one, StateOperation)]
+        self.own: dict[int, _OwnLayer] = {}
+        for index, layer in model.layers.items():
+            pieces = layout.state_layout.layers[index]
+            for operation in layer.operations:
+                if isinstance(operation, StateOperation):
+                    assert pieces is not None
+                    self.own[index] = _own_layer(operation, pieces, model.shard, model.device)
         widest: dict[str, int] = {}
-        for name, width in (pair for operation in every for pair in _widths(operation)):
+        for name, width in (pair for own in self.own.values() for pair in own.widths.items()):
             widest[name] = max(width, widest.get(name, 0))
         self._buffers = {
             name: torch.zeros(
@@ -96,22 +162,13 @@ class GpuStates:
             )
             for name, width in widest.items()
         }
-        rules = [delta_shape(one) for one in every if isinstance(one, DeltaRule)]
+        rules = [own.shape for own in self.own.values() if isinstance(own.shape, DeltaShape)]
         solved = max((shape.solved_values(model.max_tokens, max_seqs) for shape in rules), default=0)
         self.solved = torch.zeros(solved, dtype=torch.float32, device=model.device)
-        self.places: dict[int, _Places] = {}
-        for index, pieces in enumerate(layout.state_layout.layers):
-            if pieces is not None:
-                parts = (self._values(part) for part in (pieces.inputs, pieces.memory, pieces.sides))
-                self.places[index] = _Places(*parts)
 
-    def _values(self, pieces: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Returns the pages of pieces, and their places there in values, int32 [pieces, 2]."""
-        places = [(page, offset // _VALUE_BYTES) for page, offset in pieces]
-        return torch.tensor(places, dtype=torch.int32, device=self.model.device).view(-1, 2)
-
-    def buffer(self, name: str, count: int, width: int) -> torch.Tensor:
-        """Returns the first ``count`` rows of a buffer, as if it had so many values a row."""
+    def buffer(self, index: int, name: str, count: int) -> torch.Tensor:
+        """Returns the first ``count`` rows of a buffer, as wide as layer ``index`` needs it."""
+        width = self.own[index].widths[name]
         return self._buffers[name][: count * width].view(count, width)
 
     def over(self, pool: torch.Tensor) -> StatesInPool:
@@ -127,98 +184,106 @@ class StatesInPool:
         self._model = model
         self.record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
 
-    def room(self, count: int, width: int) -> torch.Tensor:
-        """Returns the buffer for a product of ``count`` rows that a layer with a state reads."""
-        return self._layers.buffer("made", count, width)
+    def room(self, index: int, count: int) -> torch.Tensor:
+        """Returns the buffer for a product of ``count`` rows that layer ``index`` with a state reads."""
+        return self._layers.buffer(index, "made", count)
 
-    def run(self, index: int, operation: StateOperation, rows: torch.Tensor) -> torch.Tensor:
+    def run(self, index: int, operation: StateOperation, rows: torch.Tensor, product: Product) -> torch.Tensor:
         """Computes an operation of layer ``index`` over the step's rows [T, ...], and writes their states. Returns rows
-        of a buffer that all layers share."""
+        of a buffer that all layers share. ``product`` multiplies by the layer's matrices."""
         match operation:
             case ShortConvolution():
-                out = self._buffer("found", rows, operation.taps.shape[0])
+                out = self._buffer(index, "found", rows)
                 self._convolve(index, operation.taps, rows, out, gated=True)
                 return out
             case DeltaRule():
-                return self._delta_rule(index, operation, rows)
+                return self._delta_rule(index, operation, rows, product)
             case StateSpace():
-                return self._state_space(index, operation, rows)
+                return self._state_space(index, operation, rows, product)
 
-    def _delta_rule(self, index: int, operation: DeltaRule, rows: torch.Tensor) -> torch.Tensor:
-        shape, values = delta_shape(operation), operation.heads * operation.head_dim
-        made = self._product(index, operation.inputs, rows, "made")
-        rates = self._product(index, operation.rates, rows, "rates")
-        mixed = self._buffer("mixed", rows, shape.mixed)
-        self._convolve(index, operation.taps, made[:, : shape.mixed], mixed)
+    def _delta_rule(self, index: int, operation: DeltaRule, rows: torch.Tensor, product: Product) -> torch.Tensor:
+        own = self._layers.own[index]
+        shape = own.shape
+        assert isinstance(shape, DeltaShape)
+        made = product(operation.inputs.name, rows, self._buffer(index, "made", rows))
+        rates = product(operation.rates.name, rows, self._buffer(index, "rates", rows))
+        mixed = self._buffer(index, "mixed", rows)
+        self._convolve(index, operation.taps, made[:, : own.channels], mixed)
         decay, shift = (self._vector(index, one) for one in (operation.decay, operation.shift))
-        learns, forgets = self._buffer("learns", rows, shape.heads), self._buffer("forgets", rows, shape.factors)
+        learns, forgets = (self._buffer(index, name, rows) for name in ("learns", "forgets"))
         prepare_rows(mixed, rates, decay, shift, learns, forgets, shape)
-        few = self._of_few(index, operation.forget_down, operation.forget_up, rows)
+        few = self._of_few(index, operation.forget_down, operation.forget_up, rows, product)
         if few is not None:
             forget_factors(few, decay, shift, forgets, shape)
-        remembered = self._buffer("remembered", rows, values)
-        places, solved = self._layers.places[index], self._layers.solved
-        step = self.record.step
-        delta_rule(mixed, learns, forgets, solved, remembered, step, places.memory, places.sides, shape)
+        remembered = self._buffer(index, "remembered", rows)
+        delta_rule(
+            mixed, learns, forgets, self._layers.solved, remembered, self.record.step, own.memory, own.sides, shape
+        )
         # The buffer of factors' products is free again.
-        gates = self._of_few(index, operation.gate_down, operation.gate_up, rows)
-        out, norm = self._buffer("found", rows, values), self._vector(index, operation.norm)
+        gates = self._of_few(index, operation.gate_down, operation.gate_up, rows, product)
+        out, norm = self._buffer(index, "found", rows), self._vector(index, operation.norm)
         norm_gated(
             remembered,
-            made[:, shape.mixed :] if gates is None else gates,
+            made[:, own.channels :] if gates is None else gates,
             norm,
             out,
             operation.eps,
-            groups=operation.heads,
+            groups=shape.heads,
             sigmoid=gates is not None,
         )
         return out
 
-    def _state_space(self, index: int, operation: StateSpace, rows: torch.Tensor) -> torch.Tensor:
-        shape, values = _space_shape(operation), operation.heads * operation.head_dim
-        made = self._product(index, operation.inputs, rows, "made")
-        gates, inputs, steps = made.tensor_split([values, values + shape.mixed], 1)
-        mixed = self._buffer("mixed", rows, shape.mixed)
+    def _state_space(self, index: int, operation: StateSpace, rows: torch.Tensor, product: Product) -> torch.Tensor:
+        own = self._layers.own[index]
+        shape = own.shape
+        assert isinstance(shape, SpaceShape)
+        made = product(operation.inputs.name, rows, self._buffer(index, "made", rows))
+        remembered, out = (self._buffer(index, name, rows) for name in ("remembered", "found"))
+        values = remembered.shape[1]
+        gates, inputs, steps = made.tensor_split([values, values + own.channels], 1)
+        mixed = self._buffer(index, "mixed", rows)
         self._convolve(index, operation.taps, inputs, mixed)
         decay, shift, skip = (self._vector(index, one) for one in (operation.decay, operation.shift, operation.skip))
-        remembered = self._buffer("remembered", rows, values)
-        places, step = self._layers.places[index], self.record.step
-        state_space(mixed, steps, decay, shift, skip, remembered, step, places.memory, places.sides, shape)
-        out = self._buffer("found", rows, values)
+        state_space(mixed, steps, decay, shift, skip, remembered, self.record.step, own.memory, own.sides, shape)
         norm = None if operation.norm is None else self._vector(index, operation.norm)
-        groups = 1 if norm is None else operation.groups
-        norm_gated(remembered, gates, norm, out, operation.eps, groups=groups, gate_first=operation.gate_first)
+        first, squares = operation.gate_first, None
+        if own.group is not None:
+            squares = self._squares(index, own.group, remembered, gates, gate_first=first)
+        groups = 1 if norm is None else shape.groups
+        norm_gated(remembered, gates, norm, out, operation.eps, groups=groups, gate_first=first, squares=squares)
         return out
+
+    def _squares(
+        self, index: int, group: _SharedGroup, rows: torch.Tensor, gates: torch.Tensor, *, gate_first: bool
+    ) -> torch.Tensor:
+        """Returns the means [T] of the squares of a group, of which each of several ranks has a part."""
+        model, every = self._model, self._buffer(index, "squares", rows)
+        assert model.ranks is not None
+        group_squares(rows, gates, every, group.number, group.values, gate_first=gate_first)
+        model.ranks.sum(every, in_order=model.invariant)
+        return every[:, group.number]
 
     def _convolve(
         self, index: int, taps: LayerTensor, rows: torch.Tensor, out: torch.Tensor, *, gated: bool = False
     ) -> None:
-        bias = self._model.layers[index].biases[taps.name]
-        inputs = self._layers.places[index].inputs
-        convolve(rows, self._vector(index, taps), bias, out, self.record.step, inputs, gated=gated)
+        own, bias = self._layers.own[index], self._model.layers[index].biases[taps.name]
+        factors = self._vector(index, taps)[: own.channels]
+        bias = None if bias is None else bias[: own.channels]
+        convolve(rows, factors, bias, out, self.record.step, own.inputs, gated=gated, columns=own.columns)
 
     def _of_few(
-        self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor
+        self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor, product: Product
     ) -> torch.Tensor | None:
         """Returns the product of the rows with one matrix and then with another; None where there are none."""
         if down is None or up is None:
             return None
-        return self._product(index, up, self._product(index, down, rows, "narrow"), "few")
+        narrow, few = (self._buffer(index, name, rows) for name in ("narrow", "few"))
+        return product(up.name, product(down.name, rows, narrow), few)
 
-    def _product(self, index: int, matrix: LayerTensor, rows: torch.Tensor, buffer: str) -> torch.Tensor:
-        """Multiplies rows by a matrix of a layer into a buffer."""
-        out = self._buffer(buffer, rows, matrix.shape[0])
-        return self._model.product(
-            rows, self._tensor(index, matrix), self._model.layers[index].biases[matrix.name], out
-        )
-
-    def _buffer(self, name: str, rows: torch.Tensor, width: int) -> torch.Tensor:
-        return self._layers.buffer(name, len(rows), width)
-
-    def _tensor(self, index: int, tensor: LayerTensor) -> GpuMatrix:
-        return self._model.layers[index].matrices[tensor.name]
+    def _buffer(self, index: int, name: str, rows: torch.Tensor) -> torch.Tensor:
+        return self._layers.buffer(index, name, len(rows))
 
     def _vector(self, index: int, tensor: LayerTensor) -> torch.Tensor:
-        found = self._tensor(index, tensor)
+        found = self._model.layers[index].matrices[tensor.name]
         assert isinstance(found, torch.Tensor)
         return found

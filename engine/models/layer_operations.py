@@ -343,6 +343,10 @@ class StateSpace(LayerOperation):
     gate_first: bool = True
 
 
+# These operations carry a state from token to token.
+StateOperation = ShortConvolution | DeltaRule | StateSpace
+
+
 @dataclass(frozen=True, slots=True)
 class Mlp(LayerOperation):
     """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),

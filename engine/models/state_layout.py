@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pillion.engine.models.layer_operations import DeltaRule, ShortConvolution, StateOperation, StateSpace
 from pillion.engine.models.layer_states import STATE_ITEM_BYTES
+from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.step import LayerState
 
@@ -46,10 +48,13 @@ class StateLayout:
     nbytes: int
 
 
-def state_layout(states: Iterable[LayerState | None], block_bytes: int, chunk: int = 0) -> StateLayout | None:
+def state_layout(
+    states: Iterable[LayerState | None], block_bytes: int, chunk: int = 0, *, whole_heads: bool = True
+) -> StateLayout | None:
     """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
     slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The kernels need them so.
-    ``chunk``: how many tokens' rows a state keeps beside its matrices, a multiple of 16; 0 for none."""
+    ``chunk``: how many tokens' rows a state keeps beside its matrices, a multiple of 16; 0 for none. Without
+    ``whole_heads`` a head's pieces follow one another into the next slot, so that less stays empty."""
     if block_bytes % PIECE_ALIGNMENT_BYTES:
         return None
     cursor = _Cursor(block_bytes)
@@ -67,12 +72,30 @@ def state_layout(states: Iterable[LayerState | None], block_bytes: int, chunk: i
         if columns % PIECE_COLUMNS or max(piece, inputs_bytes, key_bytes, rates_bytes) > block_bytes:
             return None
         inputs = [place for _ in range(-(-channels // PIECE_CHANNELS)) for place in cursor.take(1, inputs_bytes)]
-        memory = [place for _ in range(heads) for place in cursor.take(columns // PIECE_COLUMNS, piece)]
+        at_once, times = (columns // PIECE_COLUMNS, heads) if whole_heads else (1, heads * columns // PIECE_COLUMNS)
+        memory = [place for _ in range(times) for place in cursor.take(at_once, piece)]
         sides: list[tuple[int, int]] = []
         if chunk and heads:
             sides = [cursor.room(key_bytes) for _ in range(keys)] + [cursor.room(rates_bytes) for _ in range(heads)]
         layers.append(LayerPieces(tuple(inputs), tuple(memory), tuple(sides)))
     return StateLayout(tuple(layers), cursor.nbytes)
+
+
+def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard) -> LayerPieces:
+    """Returns those of the pieces of a layer's state that a process reads and writes: of the channels that it has, and
+    of its heads with what these share."""
+    inputs = tuple(pieces.inputs[piece] for piece in shard.channels(operation.taps.rows).pieces)
+    match operation:
+        case ShortConvolution():
+            return LayerPieces(inputs, ())
+        case DeltaRule(heads=heads, key_heads=keys) | StateSpace(heads=heads, groups=keys):
+            each = len(pieces.memory) // heads
+            mine, shared = shard.state_heads_of(heads), shard.state_keys_of(keys)
+            memory = pieces.memory[mine.start * each : mine.stop * each]
+            if not pieces.sides:
+                return LayerPieces(inputs, memory)
+            rates = pieces.sides[keys + mine.start : keys + mine.stop]
+            return LayerPieces(inputs, memory, pieces.sides[shared.start : shared.stop] + rates)
 
 
 def _matrix(state: LayerState) -> tuple[int, int, int]:

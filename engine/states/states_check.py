@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pillion.config import StepFlags, WorkerFlags
+from pillion.engine.backends.gpu.gpu_devices import gpu_for_each
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
@@ -38,10 +39,9 @@ def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
     """Yields what nobody has run on GPUs for such models, whatever the CPU can do of it."""
     if flags.enable_lora:
         yield "--enable-lora on a GPU"
-    if flags.tensor_parallel_size > 1:
-        yield f"--tensor-parallel-size {flags.tensor_parallel_size} on GPUs"
-    if flags.pipeline_parallel_size > 1:
-        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} on GPUs"
+    if flags.pipeline_parallel_size > 1 and gpu_for_each(flags.processes):
+        # Where a pool is divided, its shards have the states of some heads, not of some layers.
+        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} with a GPU for each stage"
     if method := _model_that_drafts(flags):
         yield f"--speculative-config with the method {method} on a GPU"
 

@@ -30,9 +30,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def _convolve(
-    x, taps, bias, out, pool, owners, starts, slots, places, channels, x_stride, out_stride,
-    TAPS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    x, taps, bias, out, pool, owners, starts, slots, places, columns, channels, x_stride, out_stride,
+    TAPS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, PAGES: tl.constexpr,
+    SLOT_VALUES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence = tl.load(owners + row)
@@ -69,7 +69,11 @@ def _convolve(
             found = (after.to(tl.float32) * total.to(kind).to(tl.float32)).to(kind)
         else:
             found = (total * tl.sigmoid(total)).to(kind)
-        tl.store(out + row.to(tl.int64) * out_stride + channel, found, mask=inside)
+        column, wanted = channel, inside
+        if CHOSEN:
+            column = tl.load(columns + channel, mask=inside, other=-1)
+            wanted = column >= 0
+        tl.store(out + row.to(tl.int64) * out_stride + column, found, mask=wanted)
 
 
 def convolve(
@@ -81,6 +85,7 @@ def convolve(
     places: torch.Tensor,
     *,
     gated: bool = False,
+    columns: torch.Tensor | None = None,
 ) -> None:
     """Convolves rows ``x`` [T, ...] into ``out`` [T, channels], and leaves the last inputs of each sequence in its
     state.
@@ -89,29 +94,33 @@ def convolve(
     third is convolved, and the second multiplies the result (LFM2).
     taps: float32 [channels, taps]; the last ones are for the token itself. bias: float32 [channels].
     out: of x's type, after silu; with ``gated`` without it. places: int32 [pieces, 2].
+    columns: int32 [channels], the column of ``out`` for each channel; -1 for one whose inputs are only kept. None where
+    all channels are in order.
 
     Raises Internal for misshapen tensors.
     """
-    tokens, channels = out.shape
-    check_tensor("taps", taps, (channels, None), torch.float32, x.device)
+    tokens, channels = len(x), len(taps)
+    check_tensor("taps", taps, (None, None), torch.float32, x.device)
     check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), "x is {}", x.shape)
     check(x.stride(1) == 1, "x has no contiguous rows")
-    check_tensor("out", out, (tokens, channels), x.dtype, x.device)
+    check_tensor("out", out, (tokens, channels if columns is None else None), x.dtype, x.device)
+    if columns is not None:
+        check_tensor("columns", columns, (channels,), torch.int32, x.device)
     if bias is not None:
         check_tensor("bias", bias, (channels,), torch.float32, x.device)
     step.check(tokens)
     check_places(places, pieces_of_inputs(channels), step)
-    constants = convolution_constants(taps.shape[1], gated, bias is not None, arch_of(x.device))
+    constants = convolution_constants(taps.shape[1], gated, bias is not None, columns is not None, arch_of(x.device))
     _convolve[(tokens, cdiv(channels, constants["BLOCK"]))](
         *(x, taps, taps if bias is None else bias, out, step.pool, step.owners, step.starts, step.slots, places),
-        *(channels, x.stride(0), out.stride(0)),
+        *(places if columns is None else columns, channels, x.stride(0), out.stride(0)),
         **step.constants,
         **constants,
     )
 
 
-def convolution_constants(taps: int, gated: bool, bias: bool, arch: int) -> dict[str, int]:
+def convolution_constants(taps: int, gated: bool, bias: bool, chosen: bool, arch: int) -> dict[str, int]:
     """Returns the kernel's constants."""
     use = tuned("convolve", arch)
-    shape = {"TAPS": taps, "GATED": gated, "BIAS": bias, "PIECE": PIECE_CHANNELS}
+    shape = {"TAPS": taps, "GATED": gated, "BIAS": bias, "CHOSEN": chosen, "PIECE": PIECE_CHANNELS}
     return {**shape, "BLOCK": use["block"], "num_warps": use["num_warps"]}

@@ -25,3 +25,9 @@ def shares_of(heads: int, count: int) -> tuple[range, ...]:
     each, more = divmod(heads, count)
     starts = [part * each + min(part, more) for part in range(count + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def own_rows(rows: int, place: int, count: int) -> range:
+    """Returns those of a block's ``rows`` that count for the shard number ``place`` of ``count`` shards with the same
+    heads: what the others have there is a copy, or nothing."""
+    return range(place * rows // count, (place + 1) * rows // count)

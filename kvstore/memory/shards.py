@@ -5,7 +5,8 @@
 
 Hashes, checksums, tiers and other nodes know the canonical layout alone. A block is gathered from its shards and
 scattered into them by rectangles: as many rows as the block has, each of some bytes that lie together on both sides.
-With more shards than heads, several have the same head: it is gathered from the first one and scattered into all.
+With more shards than heads, several have the same head: each of them gives some of its rows, and gets all of them. So
+what is no copy, such as a rank's part of a state, has a place in these rows of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from pillion.errors import InvalidRequest
-from pillion.kvstore.memory.head_shares import MAX_SHARDS, shares_of
+from pillion.kvstore.memory.head_shares import MAX_SHARDS, own_rows, shares_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +96,28 @@ class Shards:
 
     def scattered(self) -> list[Rectangle]:
         """Returns the rectangles that bring a block into all of its shards."""
-        return [self._rectangle(shard, share) for shard, share in enumerate(self.shares)]
+        return [self._rectangle(shard, share, range(self.rows)) for shard, share in enumerate(self.shares)]
 
     def gathered(self) -> list[Rectangle]:
-        """Returns the rectangles that bring a block's parts together, each head once."""
+        """Returns the rectangles that bring a block's parts together, each byte once."""
         end, found = 0, []
-        for shard, share in enumerate(self.shares):
-            if share.stop > end:
-                found.append(self._rectangle(shard, range(end, share.stop)))
-                end = share.stop
+        for share, alike in groupby(enumerate(self.shares), key=itemgetter(1)):
+            shards, heads, end = [shard for shard, _ in alike], range(end, share.stop), max(end, share.stop)
+            for place, shard in enumerate(shards):
+                rows = own_rows(self.rows, place, len(shards))
+                if heads and rows:
+                    found.append(self._rectangle(shard, heads, rows))
         return found
 
-    def _rectangle(self, shard: int, heads: range) -> Rectangle:
+    def _rectangle(self, shard: int, heads: range, rows: range) -> Rectangle:
         share, piece = self.shares[shard], self.piece_bytes
+        shard_pitch, block_pitch = len(share) * piece, self.heads * piece
         return Rectangle(
             shard=shard,
-            rows=self.rows,
+            rows=len(rows),
             width_bytes=len(heads) * piece,
-            shard_at=(heads.start - share.start) * piece,
-            shard_pitch=len(share) * piece,
-            block_at=heads.start * piece,
-            block_pitch=self.heads * piece,
+            shard_at=rows.start * shard_pitch + (heads.start - share.start) * piece,
+            shard_pitch=shard_pitch,
+            block_at=rows.start * block_pitch + heads.start * piece,
+            block_pitch=block_pitch,
         )

@@ -860,6 +860,7 @@ def state_specs() -> list[BuildSpec]:
         _convolution("lfm2-fp32", "fp32", 3, gated=True, bias=True),
         _convolution("mixed-bf16", "bf16", 4, gated=False, bias=True),
         _convolution("mixed-fp32", "fp32", 4, gated=False, bias=False),
+        _convolution("chosen-bf16", "bf16", 4, gated=False, bias=True, chosen=True),
         BuildSpec(
             name="prepare_rows-128",
             kernel=gpu_delta_rule._prepare,
@@ -901,13 +902,13 @@ def state_specs() -> list[BuildSpec]:
     return [*specs, *_gates()]
 
 
-def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool) -> BuildSpec:
-    pointers = f"*{dtype}:16, *fp32:16, *fp32:16, *{dtype}:16, *fp32:16, " + ", ".join(["*i32:16"] * 4)
+def _convolution(name: str, dtype: str, taps: int, *, gated: bool, bias: bool, chosen: bool = False) -> BuildSpec:
+    pointers = f"*{dtype}:16, *fp32:16, *fp32:16, *{dtype}:16, *fp32:16, " + ", ".join(["*i32:16"] * 5)
     return BuildSpec(
         name=f"convolve-{name}",
         kernel=gpu_convolutions._convolve,
         signature=f"{pointers}, i32:16, i32:16, i32:16",
-        constants={**_PLACES, **gpu_convolutions.convolution_constants(taps, gated, bias, _ARCH)},
+        constants={**_PLACES, **gpu_convolutions.convolution_constants(taps, gated, bias, chosen, _ARCH)},
         max_registers=96,
     )
 
@@ -924,23 +925,34 @@ def _tile(name: str, kernel: Any, arguments: list[str], constants: dict[str, int
 
 
 def _gates() -> list[BuildSpec]:
-    flags = {"OWN_WEIGHTS": False, "GATE_FIRST": False, "NORMED": True, "SIGMOID": False}
+    flags = {"OWN_WEIGHTS": False, "GATE_FIRST": False, "NORMED": True, "SIGMOID": False, "SUMMED": False}
+    first = flags | {"OWN_WEIGHTS": True, "GATE_FIRST": True}
     uses = (
         ("norm_gated-128-bf16", 128, flags),
         ("norm_gated-128-bf16-sigmoid", 128, flags | {"SIGMOID": True}),
-        ("norm_gated-8192-bf16-first", 8192, flags | {"OWN_WEIGHTS": True, "GATE_FIRST": True}),
-        ("norm_gated-16384-bf16-first", 16384, flags | {"OWN_WEIGHTS": True, "GATE_FIRST": True}),
+        ("norm_gated-8192-bf16-first", 8192, first),
+        ("norm_gated-16384-bf16-first", 16384, first),
+        # A half of Granite 4.0 H Small's only group, which two ranks share.
+        ("norm_gated-4096-bf16-shared", 4096, first | {"SUMMED": True}),
     )
-    return [
+    squares = BuildSpec(
+        name="group_squares-4096-bf16",
+        kernel=gpu_gates._group_squares,
+        signature="*fp32:16, *bf16:16, *fp32:16, i32:16, i32:16, i32, i32:16",
+        constants={"COLUMNS": 1, "GATE_FIRST": True, **gpu_gates.gate_constants(4096, _ARCH)},
+        max_registers=128,
+    )
+    norms = [
         BuildSpec(
             name=name,
             kernel=gpu_gates._norm_gated,
-            signature="*fp32:16, *bf16:16, *fp32:16, *bf16:16, i32, i32:16, i32:16, fp32",
+            signature="*fp32:16, *bf16:16, *fp32:16, *bf16:16, *fp32:16, i32, i32:16, i32:16, i32, fp32",
             constants={**constants, **gpu_gates.gate_constants(width, _ARCH)},
             max_registers=128,
         )
         for name, width, constants in uses
     ]
+    return [*norms, squares]
 
 
 def build_specs() -> list[BuildSpec]:

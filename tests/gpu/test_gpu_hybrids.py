@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.support.gpu_model import MAX_TOKENS, FakeDevicePool, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import MAX_TOKENS, FakeDevicePool, FakeDividedPool, gpu_backend  # isort: skip  (before the kernels)
+
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +39,18 @@ LONG_INTERPRETED = pytest.mark.usefixtures() if NATIVE else pytest.mark.long
 
 
 class GpuStateDriver(StateDriver):
-    """A driver of the GPU backend, whose pool is the device's."""
+    """A driver of the GPU backend, whose pool is the device's, in one piece or in ``shards``."""
+
+    def __init__(self, *args: Any, shards: int = 0, **options: Any) -> None:
+        self._shards = shards
+        super().__init__(*args, **options)
 
     def bind(self, num_slots: int) -> None:
-        self.memory = FakeDevicePool(num_slots * self.backend.layout.block_bytes)
+        layout = self.backend.layout
+        if self._shards:
+            self.memory = FakeDividedPool(layout, num_slots, self._shards)
+        else:
+            self.memory = FakeDevicePool(num_slots * layout.block_bytes)
         self.backend.bind_pool(self.memory, num_slots)
         self.backend.warm_up(MAX_TOKENS)
 

@@ -26,9 +26,11 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.kernels.step import StepBatch
 from tests.gpu.test_backend import close
+from tests.gpu.test_gpu_hybrids import GpuStateDriver
 from tests.gpu.test_quantized_models import FORMATS
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import DEVICE
+from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR
 from tests.support.mixed_adapters import RANKS, with_adapters
 from tests.support.quantized import quantize_folder
 
@@ -154,6 +156,23 @@ def check_blocks(prepared: PreparedModel, stages: int, *, workspace: bool = Fals
 def test_stages_write_the_kv_of_one_process_bit_by_bit(family, stages, tmp_path):
     _, flags = make_model(tmp_path / "model", {**FAMILIES[family], "num_hidden_layers": LAYERS})
     check_blocks(prepare(flags), stages, workspace=family == "gpt-oss")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_stages_write_the_states_of_one_process_bit_by_bit(tmp_path):
+    """A stage without states is between two that have some; a chunk of the rule begins in one step and ends in the
+    next."""
+    shape = HYBRIDS["qwen3-5"] | {"num_hidden_layers": LAYERS, "layer_types": [LINEAR, ATTENTION, LINEAR]}
+    prepared = prepare(make_model(tmp_path / "model", shape)[1])
+    pools = []
+    for backend in (gpu_backend(prepared), StageChain(prepared, LAYERS)):
+        driver = GpuStateDriver(prepared, num_slots=300, backend=backend)
+        one, two = driver.sequences.add(2)
+        for begin, end in CUTS:
+            assert driver.step((one, TEXT[begin:end]), (two, TEXT[-1 - begin : -1 - end : -1]), sample=()).numel() == 0
+        pools.append(pool_of(driver))
+    assert torch.equal(*pools)
 
 
 @pytest.mark.long

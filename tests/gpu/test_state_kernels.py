@@ -18,7 +18,7 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
-from pillion.kernels.gpu_states.gpu_gates import norm_gated
+from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 from pillion.kernels.gpu_states.state_places import StepOfStates, most_chunks
 from pillion.kernels.step import LayerState, StateSlots
@@ -91,6 +91,27 @@ def test_convolutions(gated):
             wanted = silu(recurrences.convolve(mine, inputs, Taps(taps, bias)))
         torch.testing.assert_close(found[text], wanted, **(rounded(dtype, 4) if gated else CLOSE))
         assert torch.equal(texts.inputs(text), inputs)
+
+
+def test_channels_that_a_rank_only_keeps():
+    """The pieces of a state that it shares with others are written whole, and its own channels come one after the
+    other."""
+    channels, own = 128, [*range(24, 40), *range(70, 128)]
+    rows, taps = random(TEXTS, TOKENS, channels), random(channels, 4, seed=1)
+    columns = torch.full((channels,), -1, dtype=torch.int32, device=DEVICE)
+    columns[own] = torch.arange(len(own), dtype=torch.int32, device=DEVICE)
+    state, found = LayerState((3, channels)), []
+    for chosen, width in ((None, channels), (columns, len(own))):
+
+        def kernel(step, x, places, chosen=chosen, width=width):
+            out = torch.full((len(x), width), torch.nan, device=DEVICE)
+            convolve(x, taps, None, out, step, places.inputs, columns=chosen)
+            return out
+
+        found.append(computed(state, rows, kernel))
+    (whole, one), (part, other) = found
+    assert torch.equal(part, whole[..., own])
+    assert all(torch.equal(one.inputs(text), other.inputs(text)) for text in range(TEXTS))
 
 
 @pytest.mark.parametrize(("by_rows", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
@@ -185,6 +206,25 @@ def test_norms_and_gates(groups, own, options):
     torch.testing.assert_close(out, wanted.half(), **rounded(torch.float16, 2))
     norm_gated(x, gates, None, out, eps)
     torch.testing.assert_close(out, (x * silu(gates.float())).half(), **rounded(torch.float16, 2))
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_norms_of_a_group_that_ranks_share(gate_first):
+    """Each has a part of group 1 of three; what it writes of the other groups is 0, so that sums are right."""
+    tokens, values, eps = 4, 2 * 40, 1e-5
+    x, gates, weight = random(tokens, values), random(tokens, values, seed=1), random(values, seed=2)
+    parts = [(rows[:, :40].contiguous(), rows[:, 40:].contiguous()) for rows in (x, gates)]
+    means = [torch.full((tokens, 4), torch.nan, device=DEVICE) for _ in range(2)]
+    for mine, gate, out in zip(*parts, means, strict=True):
+        group_squares(mine, gate, out, 1, values, gate_first=gate_first)
+        assert not out[:, [0, 2, 3]].any()
+    summed, found = sum(means), []
+    for mine, gate, factors in zip(*parts, (weight[:40], weight[40:]), strict=True):
+        found.append(torch.empty_like(mine))
+        norm_gated(mine, gate, factors, found[-1], eps, gate_first=gate_first, squares=summed[:, 1])
+    grouped = (rows.reshape(tokens, 1, -1) for rows in (x, gates))
+    wanted = recurrences.normed_and_gated(*grouped, weight.view(1, -1), eps, gate_first=gate_first).flatten(1)
+    torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
 
 
 def test_the_exponentials_of_steps_of_time_do_not_cancel():

@@ -18,6 +18,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.gpu_states.rank_states import rank_layout
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
@@ -68,6 +69,7 @@ def gpu_backend(
     join: bool = True,
     ranks: GpuRankGroup | None = None,
     shard: ModelShard | None = None,
+    divided: bool = False,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> GpuBackend:
     """Makes a backend with weights of its own. ``shard``: what it computes, by default its rank's share, or all.
@@ -84,7 +86,7 @@ def gpu_backend(
         in_fp8=in_fp8,
         join=join,
     )
-    layout = gpu_layout(prepared, block_size, "fp8" if fp8 else "auto")
+    layout = rank_layout(gpu_layout(prepared, block_size, "fp8" if fp8 else "auto"), config, shard, divided=divided)
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateSpace
-from pillion.engine.models.state_layout import LayerPieces
+from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateOperation, StateSpace
+from pillion.engine.models.state_layout import LayerPieces, own_pieces
 from pillion.kernels.cpu.language.emit import LOG2E
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 from pillion.kernels.cpu.states.convolutions import Convolve
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
 from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
 
 # Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
@@ -79,7 +79,7 @@ class StateEmitter:
     def short_convolution(self, operation: ShortConvolution, x: Buffer) -> Iterator[Operation]:
         """Yields the kernel from the three parts of ``x`` to :func:`convolved`."""
         channels = channels_of(self._builder, operation)
-        yield self._convolve(operation.taps, x, convolved(self._builder, channels), part_bytes=channels * 4)
+        yield self._convolve(operation, x, convolved(self._builder, channels), part_bytes=channels * 4)
 
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
         """Yields the kernels from normed rows ``x`` to :func:`gated`."""
@@ -92,7 +92,7 @@ class StateEmitter:
         rates = builder.buffer("rates", 2 * heads, "float32")
         yield from builder.gemm(prefix + operation.rates.name, x, rates, "store")
         mixed = builder.buffer("mixed", in_pieces(count), "float32")
-        yield self._convolve(operation.taps, made, mixed)
+        yield self._convolve(operation, made, mixed)
         of_queries, of_keys, of_values = (Columns(mixed, start * 4) for start in channels.starts)
         lanes = -(-operation.key_dim // LANES) * LANES
         units = builder.buffer("units", 2 * keys * lanes, "float32")
@@ -119,7 +119,7 @@ class StateEmitter:
             "values": of_values,
             "out": remembered,
             "heads_stride": learns.stride,
-            **self._places(self._matrices(operation.head_dim)),
+            **self._places(self._own_pieces(operation).memory),
         }
         yield Operation(RunDeltaRule(*shape, operation.head_dim, by_rows), run, builder.when)
         gates, sigmoid = Columns(made, count * 4), operation.gate_up is not None
@@ -148,7 +148,7 @@ class StateEmitter:
         made = inputs_of(builder, prefix + operation.inputs.name, count + heads, values)
         yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
         mixed = builder.buffer("mixed", in_pieces(count), "float32")
-        yield self._convolve(operation.taps, Columns(made, values * 4), mixed)
+        yield self._convolve(operation, Columns(made, values * 4), mixed)
         times, keeps = (builder.buffer(name, heads, "float32") for name in ("times", "keeps"))
         prepare = {
             "steps": Columns(made, (values + count) * 4),
@@ -171,7 +171,7 @@ class StateEmitter:
             "out": remembered,
             "mixed_stride": mixed.stride,
             "heads_stride": times.stride,
-            **self._places(self._matrices(operation.head_dim)),
+            **self._places(self._own_pieces(operation).memory),
         }
         yield Operation(RunStateSpace(heads, operation.head_dim, groups, operation.state_dim), run, builder.when)
         yield from self._norm_gated(
@@ -241,17 +241,15 @@ class StateEmitter:
         """Returns how many of the layer's heads, and of what several of them share, the process has."""
         return len(self._shard.state_heads_of(heads)), len(self._shard.state_keys_of(keys))
 
-    def _matrices(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """Returns the places of the pieces of this process's heads, whose values are a matrix's columns."""
-        every, each = self._pieces.memory, head_dim // PIECE_COLUMNS
-        mine = self._shard.state_heads_of(len(every) // each)
-        return every[mine.start * each : mine.stop * each]
+    def _own_pieces(self, operation: StateOperation) -> LayerPieces:
+        """Returns the places of the pieces of this process's channels and heads."""
+        return own_pieces(self._pieces, operation, self._shard)
 
-    def _convolve(self, taps: LayerTensor, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
+    def _convolve(self, operation: StateOperation, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
         """Returns the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
         where parts are so many bytes apart."""
-        tensors, name, gated = self._builder.weights.tensors, self._prefix + taps.name, part_bytes > 0
-        pieces = tuple(self._pieces.inputs[piece] for piece in self._shard.channels(taps.rows).pieces)
+        taps, tensors, gated = operation.taps, self._builder.weights.tensors, part_bytes > 0
+        name, pieces = self._prefix + taps.name, self._own_pieces(operation).inputs
         bias = tensors.get(f"{name}.bias")
         values = {
             "x": x,

@@ -118,7 +118,7 @@ class BoundPool:
         samples = 0 if sampler is None else limits.max_samples
         self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, words, model.device)
         self._sampler = sampler
-        # A model with states has one part: it has no ranks.
+        # Where a model has states, each rank has a shard of its own, or all share the only one.
         self.states = None if states is None else states.over(parts[0][1])
         self.decoder = GpuDecoder(model, self.parts, self.record, self.states, experts)
         self.graphs = StepGraphs(
@@ -243,21 +243,27 @@ class GpuBackend:
         model = self._model
         if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
             raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
+        shards = len(memory.shares) if isinstance(memory, DividedPool) else 1
+        if self.layout.state_pages and shards != self.layout.state_shards:
+            raise ConfigError(
+                f"this worker divides its layers' states over {self.layout.state_shards} shards of a pool, and the pool"
+                f" of its KV node has {shards}: both need as many GPUs as the worker has ranks"
+            )
         if isinstance(memory, DividedPool):
             parts = parts_of(model.weights.config, model.shard, memory.shares)
-            shards = [self._shard(memory, part, num_slots) for part in parts]
+            each = [self._shard(memory, part, num_slots) for part in parts]
         elif isinstance(memory, memoryview):
             if model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
             memory, needed = checked_memory(memory, num_slots, self.layout)
-            parts, shards = self._one_part(), [torch.frombuffer(memory, dtype=torch.uint8, count=needed)]
+            parts, each = self._one_part(), [torch.frombuffer(memory, dtype=torch.uint8, count=needed)]
         else:
             assert isinstance(memory, DevicePool)
             parts = self._one_part()
-            shards = [_slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)]
+            each = [_slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)]
         self._memory = memory
-        each = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, shards, strict=True)]
-        self._bound = self._bind(each, eager=self._eager)
+        bound = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, each, strict=True)]
+        self._bound = self._bind(bound, eager=self._eager)
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""

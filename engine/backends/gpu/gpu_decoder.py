@@ -36,7 +36,7 @@ from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
 from pillion.engine.backends.gpu.shared_experts import JoinedExperts
 from pillion.engine.gpu_adapters.gpu_adapters import MixtureAdapters
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
-from pillion.engine.gpu_states.gpu_states import StateOperation, StatesInPool
+from pillion.engine.gpu_states.gpu_states import StatesInPool
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     AddUp,
@@ -58,6 +58,7 @@ from pillion.engine.models.layer_operations import (
     NormProjections,
     Rotate,
     ShortConvolution,
+    StateOperation,
     StateSpace,
 )
 from pillion.engine.models.layers import soft_cap
@@ -212,7 +213,7 @@ class GpuDecoder:
             case Again():
                 step.rows = step.kept.pop()
             case Multiply(matrix):
-                out = self._room(matrix, len(step.rows))
+                out = self._room(index, matrix, len(step.rows))
                 step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
             case KeepGate(values):
                 self._keep_gate(step, values.size)
@@ -222,7 +223,9 @@ class GpuDecoder:
                 self._run_latents(index, layer, operation, step, shape)
             case ShortConvolution() | DeltaRule() | StateSpace():
                 assert self._states is not None
-                step.rows = self._states.run(index, operation, step.rows)
+                step.rows = self._states.run(
+                    index, operation, step.rows, lambda name, x, out: self._product(index, layer, name, x, out, shape)
+                )
                 self._go_on(index, step, shape)
             case Gate():
                 assert step.gate is not None
@@ -236,15 +239,15 @@ class GpuDecoder:
             case AddToResidual():
                 self._add_to_residual(index, layer, operation, place, step)
 
-    def _room(self, matrix: LayerTensor, count: int) -> torch.Tensor:
-        """Returns the buffer for the products of so many rows with a matrix."""
+    def _room(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
+        """Returns the buffer for the products of so many rows with a matrix of a layer."""
         model, width = self._model, matrix.shape[0]
         if matrix.name == "qkv":
             return model.gated_qkv[:count]
         if width == model.config.hidden_size:
             return model.found[:count]
         assert self._states is not None
-        return self._states.room(count, width)
+        return self._states.room(index, count)
 
     def _keep_gate(self, step: _LayerStep, values: int) -> None:
         """Keeps the first values of each row as the gate of attention's results. The kernels of attention read whole

@@ -31,6 +31,7 @@ from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.gpu_states.rank_states import rank_layout
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_config import ModelConfig
@@ -66,17 +67,18 @@ def load_gpu_backend(
     ranks: GpuRankGroup | None = None,
     *,
     shard: ModelShard | None = None,
+    divided: bool = False,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> tuple[GpuBackend, str]:
     """Returns the backend and the name of its kernels. ``memory`` gives what its weights lie in. ``ranks`` are the
     worker's other ranks, where it has any. ``shard`` is what the process computes: by default the share of its rank, or
-    the whole model. ``make`` makes the backend, as :class:`GpuBackend` does. Raises ConfigError for models and flags
-    that the process cannot run."""
+    the whole model. ``divided`` says that each rank has a shard of the pool. ``make`` makes the backend, as
+    :class:`GpuBackend` does. Raises ConfigError for models and flags that the process cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     device = step_device()
-    layout = gpu_layout(prepared, flags.block_size, flags.kv_cache_dtype)
+    layout = rank_layout(gpu_layout(prepared, flags.block_size, flags.kv_cache_dtype), config, shard, divided=divided)
     check_operations(config)
     check_limits(device, layout)
     in_fp8 = _in_fp8(flags, config, prepared, device)

@@ -67,7 +67,9 @@ def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
 
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
     """Returns the layout of a slot in the shard of a part."""
-    return replace(layout, num_kv_heads=len(part.shard_heads))
+    count = len(part.shard_heads)
+    layers = tuple(None if heads is None else replace(heads, kv_heads=count) for heads in layout.layers)
+    return replace(layout, num_kv_heads=count, layers=layers)
 
 
 class LatentRows:

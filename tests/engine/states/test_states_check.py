@@ -9,6 +9,7 @@ import pytest
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.cpu.cpu_loading import choose_kernels
+from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import load_model
@@ -51,15 +52,16 @@ def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
     ("flags", "words"),
     [
         (replace(DECODE, enable_lora=True), "--enable-lora on a GPU"),
-        (replace(DECODE, tensor_parallel_size=2), "--tensor-parallel-size 2 on GPUs"),
-        (PrefillFlags(pipeline_parallel_size=2), "--pipeline-parallel-size 2 on GPUs"),
+        (PrefillFlags(pipeline_parallel_size=2), "--pipeline-parallel-size 2 with a GPU for each stage"),
         (replace(DECODE, speculative_config=HEAD), "the method eagle3 on a GPU"),
     ],
 )
-def test_refusals_on_gpus(folder: str, flags: WorkerFlags, words: str) -> None:
+def test_refusals_on_gpus(folder: str, flags: WorkerFlags, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(pathlib.Path(folder))
-    for served in (DECODE, replace(DECODE, kv_cache_dtype="fp8")):
+    stages = PrefillFlags(pipeline_parallel_size=2)
+    for served in (DECODE, replace(DECODE, kv_cache_dtype="fp8"), replace(DECODE, tensor_parallel_size=2), stages):
         check_states(served, "cuda", config)
+    monkeypatch.setattr(gpu_devices, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=f"lfm2: .*{words} is not there yet"):
         check_states(flags, "cuda", config)
 

@@ -1,0 +1,97 @@
+"""Says where a rank on GPUs has its part of a state.
+
+    a pool in one piece              the pieces of its own heads among those of the whole state, so that workers of all
+                                     sizes go on from each other's states
+    a pool of a shard for each rank  a state of its own heads alone, in what it has of each slot in its own shard: the
+                                     pages of all ranks are one state, which fits ranks of that number alone
+
+Where several shards have the same KV head, each rank has some of the rows of the blocks there, which are those that
+count for its shard when a block is gathered (:func:`pillion.kvstore.memory.head_shares.own_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import StateOperation
+from pillion.engine.models.layer_states import states_of
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.state_layout import LayerPieces, own_pieces, state_layout
+from pillion.kernels.cpu.states.pieces import CHUNK
+from pillion.kernels.step import LayerState
+from pillion.kvstore.memory.head_shares import own_rows, shares_of
+
+
+def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, divided: bool) -> KVLayout:
+    """Returns the layout of a rank, whose pieces of states are its own alone. ``layout`` is that of a process that has
+    the whole model; ``divided`` says that each rank has a shard of the pool."""
+    if shard.whole or not layout.state_pages:
+        return layout
+    if divided:
+        return _divided(layout, config, shard)
+    whole = layout.state_layout
+    if whole is None:
+        return layout
+    layers = tuple(
+        None if operation is None or pieces is None else own_pieces(pieces, operation, shard)
+        for operation, pieces in zip(_operations(config), whole.layers, strict=True)
+    )
+    return replace(layout, state_layout=replace(whole, layers=layers))
+
+
+def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayout:
+    """Returns the layout of a rank that has a shard of the pool. All ranks need as many pages."""
+    size, pages, every = shard.size, 0, []
+    for rank in range(size):
+        first, room = _own_bytes(layout, rank, size)
+        states = _own_states(config, ModelShard.of(config, rank, size))
+        found = state_layout(states, room, CHUNK, whole_heads=False)
+        if found is None:
+            return replace(layout, state_layout=None)
+        pages = max(pages, -(-found.nbytes // room))
+        every.append(replace(found, layers=tuple(_moved(pieces, first) for pieces in found.layers)))
+    version, nbytes = f"{layout.version}/ranks-{size}", pages * layout.block_bytes
+    return replace(layout, version=version, state_bytes=nbytes, state_layout=every[shard.rank], state_shards=size)
+
+
+def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
+    """Returns where in its part of a slot a rank has states, and in how many bytes."""
+    rows, heads = layout.rows_and_pieces
+    if not heads:
+        return 0, 0
+    shares = shares_of(heads, size)
+    alike = [other for other, share in enumerate(shares) if share == shares[rank]]
+    mine, row_bytes = own_rows(rows, alike.index(rank), len(alike)), layout.block_bytes // (rows * heads)
+    row_bytes *= len(shares[rank])
+    return mine.start * row_bytes, len(mine) * row_bytes
+
+
+def _own_states(config: ModelConfig, shard: ModelShard) -> Iterator[LayerState | None]:
+    """Yields what a rank's heads and channels carry from token to token, by layer."""
+    for operation, state in zip(_operations(config), states_of(layers_of(config)), strict=True):
+        if operation is None or state is None:
+            yield None
+            continue
+        inputs = state.inputs[0], len(shard.channels(operation.taps.rows).numbers)
+        if not state.memory:
+            yield replace(state, inputs=inputs)
+            continue
+        keys = len(shard.state_keys), state.keys[1]
+        yield replace(state, inputs=inputs, memory=(len(shard.state_heads), *state.memory[1:]), keys=keys)
+
+
+def _operations(config: ModelConfig) -> Iterator[StateOperation | None]:
+    for layer in layers_of(config):
+        yield next((one for one in layer if isinstance(one, StateOperation)), None)
+
+
+def _moved(pieces: LayerPieces | None, by: int) -> LayerPieces | None:
+    """Returns pieces that begin so many bytes later in their slots."""
+    if pieces is None:
+        return None
+    parts = pieces.inputs, pieces.memory, pieces.sides
+    return LayerPieces(*(tuple((page, offset + by) for page, offset in part) for part in parts))
