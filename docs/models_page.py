@@ -215,9 +215,9 @@ def options(family: ModelFamily) -> str:
         said.append("attention beside the MLP")
     if not family.gated:
         bends = family.defaults.get("hidden_act") == "xielu"
-        said.append("ungated MLP" + (", by xIELU (not on GPUs)" if bends else ""))
+        said.append("ungated MLP" + (", by xIELU" if bends else ""))
     if family.first_position is not None:
-        said.append("learned positions (not on GPUs)")
+        said.append("learned positions")
     if "global_head_dim" in family.defaults:
         said.append("pre- and post-norms")
         said.append("queries, keys and values normed by head")

@@ -94,9 +94,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
     """Computes xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, whose
     two factors follow from the numbers ``bends``."""
-    above, below = softplus(bends.float())
-    squares, curve = above * values * values, (below + XIELU_SLOPE) * (torch.expm1(values.clamp(max=0.0)) - values)
+    above, below = xielu_factors(bends)
+    squares, curve = above * values * values, below * (torch.expm1(values.clamp(max=0.0)) - values)
     return torch.where(values > 0, squares, curve) + XIELU_SLOPE * values
+
+
+def xielu_factors(bends: torch.Tensor) -> torch.Tensor:
+    """Returns the factors of xIELU above and below 0, float32 [2]."""
+    above, below = softplus(bends.float())
+    return torch.stack((above, below + XIELU_SLOPE))
 
 
 def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:

@@ -713,16 +713,16 @@ def _grouped_product_spec(
 
 def embedding_specs() -> list[BuildSpec]:
     """Lists the uses of the kernels that are built ahead of time, without a GPU."""
-    signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
+    signature = "*i32:16, *i32, *bf16:16, *i32:16, *bf16:16, *bf16:16, i32:16, fp32"
     return [
         BuildSpec(
             name=name,
             kernel=embedding._embed,
             signature=signature,
-            constants={**share, "SCALED": False, **embedding._tile(90)},
+            constants={"FIRST": first, "TOKENS": first, "SCALED": False, "POSITIONS": added, **embedding._tile(90)},
             max_registers=64,
         )
-        for name, share in (("embed", {"FIRST": 0, "TOKENS": 0}), ("embed_rank", {"FIRST": 64128, "TOKENS": 64128}))
+        for name, first, added in (("embed", 0, False), ("embed_rank", 64128, False), ("embed_positions", 0, True))
     ]
 
 
@@ -732,8 +732,8 @@ def gated_specs() -> list[BuildSpec]:
         BuildSpec(
             name=f"gated-{activation}-{dtype}",
             kernel=gated._gated,
-            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32",
-            constants=gated._constants(activation, activation != "relu2", 90),
+            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32, fp32, fp32",
+            constants=gated._constants(activation, activation in ("silu", "gelu_tanh"), 90),
             max_registers=64,
         )
         for activation in gated.ACTIVATIONS

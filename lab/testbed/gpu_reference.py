@@ -11,12 +11,19 @@ FP8_MAX = 448.0
 FP8_MIN_SCALE = 2.0**-100
 
 
-def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def embed(
+    ids: torch.Tensor,
+    sampled: torch.Tensor,
+    table: torch.Tensor,
+    scale: float = 1.0,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Returns rows of ``table`` [vocab, hidden] times ``scale``; an id ``-1 - row`` stands for ``sampled[row]``, or for
-    0 where that is negative."""
+    0 where that is negative. ``positions`` are rows of another table, which are added."""
     known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids).clamp(min=0)
     rows = table[known.long()]
-    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
+    rows = rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
+    return rows if positions is None else rows + positions[1][positions[0].long()]
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float, wide: bool) -> torch.Tensor:
@@ -46,15 +53,25 @@ def add_rms_norm(
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Returns act(gate) * up of [T, 2 * inner], gate first; ``activation`` is "silu", "gelu_tanh" or "relu2"."""
+    """Returns act(gate) * up of [T, 2 * inner], gate first; ``activation`` is one that its name describes."""
     gate, up = gate_up.chunk(2, -1)
     return activated(gate, activation) * up
 
 
-def activated(up: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "relu2":
-        return relu(up.float()).square().to(up.dtype)
-    return silu(up) if activation == "silu" else gelu(up, approximate="tanh")
+def activated(up: torch.Tensor, activation: str, bends: tuple[float, float] = (0.0, 0.0)) -> torch.Tensor:
+    """Returns the activation of values; ``bends`` are xIELU's factors above and below 0."""
+    match activation:
+        case "relu":
+            return relu(up)
+        case "relu2":
+            return relu(up.float()).square().to(up.dtype)
+        case "silu":
+            return silu(up)
+        case "xielu":
+            exact = up.double()
+            curve = torch.where(exact > 0, bends[0] * exact.square(), bends[1] * (torch.expm1(exact) - exact))
+            return (curve + 0.5 * exact).to(up.dtype)
+    return gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def normed_and_rotated(

@@ -20,11 +20,11 @@ from pillion.engine.backends.gpu import gpu_graphs
 from pillion.engine.backends.gpu.gpu_backend import SCRATCH_SLOTS
 from pillion.engine.backends.gpu.gpu_experts import GpuExperts
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs, sizes_for
-from pillion.engine.backends.gpu.gpu_loading import check_operations, limits_of
+from pillion.engine.backends.gpu.gpu_loading import limits_of
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.config_parser import load_config, parse_config
+from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -32,7 +32,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import MASK_LATE, RowEdit, SamplingRows
 from pillion.settings.speculative_config import SpeculativeConfig
 from pillion.types import SamplingParams
-from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import FAMILIES, PROMPT_TOKENS, SAME_AT_ANY_LENGTH, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
 from tests.support.scored_prompts import check_scores, run_scored
@@ -48,8 +48,7 @@ def close(got, wanted):
     torch.testing.assert_close(got.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# In the interpreter a step takes a second: one family for each thing that the forward pass can do, all but one long.
-# Other families with experts are in test_gpu_experts.py.
+# In the interpreter a step takes a second: one family for each thing that several steps show, all but one long.
 INTERPRETED = (
     "olmo2",
     *(
@@ -85,6 +84,35 @@ def test_families(family, tmp_path):
     close(got, torch.stack((beside[part], wanted[0], wanted[part + 2])))
     got = driver.step((two, text[part + 3 : part + 4]), (one, other[part + 1 : part + 2]))
     close(got, torch.stack((wanted[part + 3], beside[part + 1])))
+
+
+# Heads of these families would be too small, or norms or rotations are those of one width.
+WIDE = ("gpt2", "helium", "olmoe", "opt", "phi3-longrope-short")
+
+
+@pytest.mark.skipif(NATIVE, reason="test_families runs every family")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "family",
+    ["opt", *(pytest.param(one, marks=pytest.mark.long) for one in SAME_AT_ANY_LENGTH if one != "opt")],
+)
+def test_every_family(family, tmp_path):
+    """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
+    # In the interpreter each tile of weights is dear.
+    sizes = {} if family in WIDE else {"hidden_size": 32, "intermediate_size": 32}
+    try:
+        folder, flags = make_family(tmp_path / "model", family, **sizes)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text, other = tokens_of(26, 2), tokens_of(9, 3)
+    with torch.inference_mode():
+        wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
+    driver = GpuDriver(prepare(flags), num_slots=8)
+    one, two = driver.sequences.add(2)
+    close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
+    found = driver.step((one, text[25:]), (two, other), sample=range(10))
+    close(found, torch.cat((wanted[25:], beside)))
 
 
 @pytest.fixture(scope="module")
@@ -404,17 +432,3 @@ def test_a_capture_waits_no_longer_than_ranks_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("a wait without a limit"))
     with pytest.raises(BackendLost, match="another rank has ended"):
         graphs.capture(lambda line: None)
-
-
-def test_a_layer_without_a_kernel_is_refused():
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
-    config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
-    check_operations(parse_config({**config, "model_type": "llama"}))
-    for name, activation, words in (("starcoder2", "gelu", "no gelu"), ("gpt2", "gelu_new", "no learned positions")):
-        with pytest.raises(ConfigError, match=f"{name}: the GPU kernels have {words}; use --device cpu"):
-            check_operations(
-                parse_config({**config, "model_type": name, "hidden_act": activation, "num_key_value_heads": 4})
-            )
-    bent = parse_config({**config, "model_type": "apertus", "hidden_act": "xielu"})
-    with pytest.raises(ConfigError, match="apertus: the GPU kernels have no xielu; use --device cpu"):
-        check_operations(bent)

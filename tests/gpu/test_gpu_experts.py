@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -36,10 +35,9 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts
 from pillion.engine.models.model_shard import ModelShard
-from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 from tests.gpu.test_backend import close
-from tests.support.families import FAMILIES, mixed, tokens_of
+from tests.support.families import mixed, tokens_of
 from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order
 from tests.support.torch_model import BackendDriver
 
@@ -204,31 +202,6 @@ def test_every_kernel_is_compiled_ahead(monkeypatch):
     for count in (1, 9, 30, 50, 96):
         experts.run(layer, how, torch.zeros(count, HIDDEN, device=DEVICE), number(0))
     assert seen == ahead
-
-
-COUNTS = {"num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"}
-
-
-@pytest.mark.long
-@pytest.mark.skipif(NATIVE, reason="test_backend.py runs every family")
-@pytest.mark.parametrize("family", [name for name, options in sorted(FAMILIES.items()) if COUNTS & options.keys()])
-def test_families_with_experts(family, tmp_path):
-    """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
-    try:
-        # In the interpreter each tile of weights is dear. The norms of OLMoE's projections are as wide as the model.
-        sizes = {} if family == "olmoe" else {"hidden_size": 32, "intermediate_size": 32}
-        folder, flags = make_family(tmp_path / "model", family, **sizes)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    text, other = tokens_of(26, 2), tokens_of(9, 3)
-    with torch.inference_mode():
-        wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
-    driver = GpuDriver(prepare(flags), num_slots=8)
-    one, two = driver.sequences.add(2)
-    close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
-    found = driver.step((one, text[25:]), (two, other), sample=range(10))
-    close(found, torch.cat((wanted[25:], beside)))
 
 
 def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):

@@ -100,6 +100,7 @@ CASES = [
     ("plain", torch.float16, "gelu_tanh", True, True, True, False),
     ("plain", torch.float32, "relu2", False, True, True, False),
     ("plain", torch.float32, "relu", False, False, False, False),
+    ("plain", torch.float16, "gelu", False, True, False, False),
     ("plain", torch.bfloat16, None, False, True, True, True),
     ("int4 64", torch.bfloat16, "silu", True, True, True, False),
     ("int4 32", torch.bfloat16, None, False, False, True, True),

@@ -28,8 +28,9 @@ from tests.support.torch_model import BackendDriver
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
 # One family for each thing that ranks do in a way of their own: norms of whole projections; experts; a KV head that
-# both ranks have, and biases of sums; latents, which both ranks have; a norm of the sum of experts and an MLP.
-INTERPRETED = ("olmo2", "mixtral", "llama-mqa-biases", "youtu", "afmoe")
+# both ranks have, and biases of sums; latents, which both ranks have; a norm of the sum of experts and an MLP;
+# embeddings of positions.
+INTERPRETED = ("olmo2", "mixtral", "llama-mqa-biases", "youtu", "afmoe", "opt")
 
 
 @pytest.mark.parametrize(

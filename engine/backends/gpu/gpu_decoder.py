@@ -159,7 +159,7 @@ class GpuDecoder:
 
     def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
         """Writes the embeddings of the step's tokens into the rows of the residual stream."""
-        model = self._model
+        model, table = self._model, self._model.weights.get("positions")
         embed(
             self._record.token_ids[: shape.tokens],
             model.sampled,
@@ -167,6 +167,7 @@ class GpuDecoder:
             residual,
             model.weights.embedding_scale,
             model.tokens,
+            None if table is None else (self._record.rope_rows[: shape.tokens], table),
         )
         self._sum(residual)
 
@@ -465,14 +466,15 @@ class GpuDecoder:
     def _gated(
         self, index: int, layer: GpuLayer, operation: Mlp, normed: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
-        """Computes a layer's gated MLP, from rows [T, hidden] to rows [T, hidden]."""
+        """Computes a layer's MLP, from rows [T, hidden] to rows [T, hidden]."""
         model, count = self._model, len(normed)
         inner = operation.down.shape[1]
         width = 2 * inner if operation.gated else inner
         both = model.gate_up.view(-1)[: count * width].view(count, width)
         self._product(index, layer, operation.gate_up.name, normed, both, shape)
         out = model.inner.view(-1)[: count * inner].view(count, inner)
-        gated(both, out, operation.activation)
+        bends = (0.0, 0.0) if operation.bends is None else layer.bends[operation.bends.name]
+        gated(both, out, operation.activation, bends)
         found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
         if operation.row_gate is None:
             return found

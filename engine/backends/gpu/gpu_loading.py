@@ -186,8 +186,6 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
     wants = {
-        "learned positions": config.learned_positions,
-        config.activation: config.activation in ("gelu", "relu", "xielu"),
         "embeddings for each layer": config.token_inputs is not None,
         "layers that differ in their KV heads": config.layer_heads or config.kv_sources,
     }

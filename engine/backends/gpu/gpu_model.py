@@ -24,6 +24,7 @@ from pillion.engine.models.layer_operations import (
     Role,
     tensors_of,
 )
+from pillion.engine.models.layers import xielu_factors
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
@@ -71,6 +72,7 @@ class GpuLayer:
         norms: the norms of the residual stream, and those of queries and keys.
         matrices: the matrices of linear layers, those of all experts in one stack, and the router.
         biases: the biases of linear layers, those of all experts as rows; None where one has none.
+        bends: the factors of xIELU, by the names of the numbers from which they follow.
     """
 
     def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
@@ -91,6 +93,13 @@ class GpuLayer:
             assert matrix is not None
             self.matrices[tensor.name] = matrix
             self.biases[tensor.name] = weights.get(f"{name}.bias")
+        bends = [one.bends.name for one in self.operations if isinstance(one, Mlp) and one.bends is not None]
+        self.bends: dict[str, tuple[float, float]] = {}
+        for name in bends:
+            numbers = self.matrices[name]
+            assert isinstance(numbers, torch.Tensor)
+            above, below = xielu_factors(numbers).tolist()
+            self.bends[name] = above, below
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
         """Yields the quantized matrices that all rows pass, and their biases."""

@@ -36,6 +36,7 @@ from pillion.engine.checkpoints.weights import (
     load_final_norm,
     load_head,
     load_layer,
+    load_positions,
 )
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Layer, Mlp, Role, tensors_of
@@ -296,6 +297,9 @@ def _named_tensors(
     if own.start == 0:
         embedding = checkpoint.take("embedding", dtype)
         yield "embedding", embedding[mine]
+        positions = load_positions(checkpoint, config, dtype)
+        if positions is not None:
+            yield "positions", positions
         if shard.gives_logits:
             head = load_head(checkpoint, config, dtype, embedding)
     for index in own:

@@ -38,13 +38,12 @@ from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, proce
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
-from pillion.kernels.gpu.rows.gated import _activated
+from pillion.kernels.gpu.rows.gated import NAMED, _activated
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
 # A clamped SwiGLU (gpt-oss) is named by its alpha and its limit.
 Activation = str | tuple[float, float]
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2")
 _CLAMPED = "clamped"
 # A tile has three int32 words: its expert, the place of its first row, and its number of rows.
 TILE_WORDS = 3
@@ -94,15 +93,8 @@ def _gated_by(gate, up, alpha, limit, ACTIVATION: tl.constexpr, DTYPE: tl.conste
         gate = gate * slope
         up = (up + 1.0).to(DTYPE).to(tl.float32)
     else:
-        gate = _active(gate, ACTIVATION)
+        gate = _activated(gate, ACTIVATION)
     return gate.to(DTYPE).to(tl.float32) * up
-
-
-@triton.jit
-def _active(values, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "relu":
-        return tl.where(values < 0.0, 0.0, values)
-    return _activated(values, ACTIVATION == "gelu_tanh", ACTIVATION == "relu2")
 
 
 # fmt: off
@@ -168,7 +160,7 @@ def _grouped(
             total = _gated_by(gate, up, alpha, limit, ACTIVATION, out.dtype.element_ty)
             total = tl.reshape(total, (MADE, BLOCK_T))
         elif ACTIVATION != "":
-            total = _active(total.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
+            total = _activated(total.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
         target = (pair if SCATTERED else place).to(tl.int64)
         kept = inside[None, :] & (made < width)[:, None]
         tl.store(out + target[None, :] * width + made[:, None], total.to(out.dtype.element_ty), mask=kept)
@@ -219,7 +211,7 @@ class GroupedProduct:
             tiles: int32 [C, 3]: expert, first place, and number of rows, at most ``tile_rows``.
             count: int32 [1]: the number of tiles; those after them are not read.
             bias: [E, N] of the rows' type, added before the activation, or None.
-            activation: one of ACTIVATIONS, (alpha, limit) of a clamped SwiGLU, or None.
+            activation: one of NAMED, (alpha, limit) of a clamped SwiGLU, or None.
             gated: whether outputs are gates and then values, of which act(gate) * value is written.
             out: of the rows' type, [..., N], or [..., N / 2] where gated. Rows of no tile stay as they are.
             scatter: whether the result of place i goes to row ``order[i]`` of ``out``, not to row i.
@@ -301,7 +293,7 @@ def _constants(
     """Returns the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
     matrices, or the number of inputs of plain ones; ``ordered`` says whether the former have an order of inputs."""
     name = _CLAMPED if isinstance(activation, tuple) else activation or ""
-    check(name in ("", _CLAMPED, *ACTIVATIONS), "activation {!r} is not known", activation)
+    check(name in ("", _CLAMPED, *NAMED), "activation {!r} is not known", activation)
     check(bool(name) or not gated, "gates need an activation")
     check(gated or name != _CLAMPED, "a clamped SwiGLU needs gates")
     use = _tuned(kind if isinstance(kind, PackedKind) else None, tile_rows, dtype, arch)

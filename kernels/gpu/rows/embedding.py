@@ -5,7 +5,8 @@ the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`
 token 0 where that row chose none.
 
 A table may have the rows of some tokens only, as one rank of a worker has; rows of the others are then zeros, and the
-sum over the ranks is the embedding.
+sum over the ranks is the embedding. Where positions have embeddings, too, the rank that has a token adds that of its
+position.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ def _embed(
     ids,
     sampled,
     table,
+    rows,
+    positions,
     out,
     hidden,
     scale,
     FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
     SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -49,6 +53,10 @@ def _embed(
     values = tl.load(table + token.to(tl.int64) * hidden + columns, mask=stored, other=0.0)
     if SCALED:
         values = (values.to(tl.float32) * scale).to(values.dtype)
+    if POSITIONS:
+        place = tl.load(rows + row).to(tl.int64)
+        added = tl.load(positions + place * hidden + columns, mask=stored, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
     tl.store(out + row.to(tl.int64) * hidden + columns, values, mask=inside)
 
 
@@ -59,9 +67,11 @@ def embed(
     out: torch.Tensor,
     scale: float = 1.0,
     tokens: range | None = None,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Writes rows of ``table`` into ``out`` [T, hidden], times ``scale``.
 
+    positions: int32 [T], rows of a table [positions, hidden] that are added; indices are not checked.
     ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.
     table: [vocab, hidden], or [len(tokens), hidden], where only rows with these tokens are not zeros.
     Raises Internal for misshapen tensors.
@@ -76,12 +86,16 @@ def embed(
         ids.device,
     )
     check_tensor("out", out, (len(ids), table.shape[1]), table.dtype, ids.device)
+    rows, added = (ids, table) if positions is None else positions
+    check_tensor("positions", rows, (len(ids),), torch.int32, ids.device)
+    check_tensor("embeddings of positions", added, (None, table.shape[1]), table.dtype, ids.device)
     check(len(ids) > 0, "no tokens to embed")
     tile = _tile(arch_of(ids.device))
     hidden = table.shape[1]
     grid = (len(ids), cdiv(hidden, tile["BLOCK"]))
     share = {"FIRST": 0, "TOKENS": 0} if tokens is None else {"FIRST": tokens.start, "TOKENS": len(tokens)}
-    _embed[grid](ids, sampled, table, out, hidden, scale, **share, SCALED=scale != 1.0, **tile)
+    flags = {"SCALED": scale != 1.0, "POSITIONS": positions is not None}
+    _embed[grid](ids, sampled, table, rows, added, out, hidden, scale, **share, **flags, **tile)
 
 
 def _tile(arch: int) -> dict[str, int]:

@@ -3,6 +3,8 @@ act(up)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,21 +13,36 @@ from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+# These follow from their name alone; xIELU has two factors, too.
+NAMED = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+ACTIVATIONS = (*NAMED, "xielu")
 # These are sqrt(8 / pi) and the cubic term of gelu's tanh approximation (arXiv 1606.08415).
 _GELU_SLOPE = tl.constexpr(1.5957691216057308)
 _GELU_CUBE = tl.constexpr(0.044715)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
-def _activated(gate, GELU: tl.constexpr, RELU2: tl.constexpr):
+def _activated(gate, ACTIVATION: tl.constexpr):
     """Activates float32 values. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and no cancellation."""
-    if GELU:
+    if ACTIVATION == "gelu_tanh":
         return gate * tl.sigmoid((gate + gate * gate * gate * _GELU_CUBE) * _GELU_SLOPE)
-    if RELU2:
-        positive = tl.where(gate < 0.0, 0.0, gate)
-        return positive * positive
-    return gate * tl.sigmoid(gate)
+    if ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * _ROOT_HALF))
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate)
+    positive = tl.where(gate < 0.0, 0.0, gate)
+    return positive if ACTIVATION == "relu" else positive * positive
+
+
+@triton.jit
+def _xielu(x, above, below):
+    """Returns xIELU (arXiv 2411.13010) of float32 values, whose slope at 0 is 0.5: ``above`` times x squared above 0,
+    and ``below`` times exp(x) - 1 - x elsewhere, which near 0 is its series, because the difference cancels there."""
+    low = tl.minimum(x, 0.0)
+    series = low * low * (0.5 + low * (1 / 6 + low * (1 / 24 + low * (1 / 120 + low * (1 / 720 + low * (1 / 5040))))))
+    curve = tl.where(low < -0.5, tl.exp(low) - 1.0 - low, series)
+    return 0.5 * x + tl.where(x > 0.0, above * x * x, below * curve)
 
 
 @triton.jit
@@ -34,8 +51,9 @@ def _gated(
     out,
     inner,
     parts,
-    GELU: tl.constexpr,
-    RELU2: tl.constexpr,
+    above,
+    below,
+    ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -46,18 +64,20 @@ def _gated(
     inside = columns < inner
     source = gate_up + row * ((2 if GATED else 1) * inner) + columns
     gate = tl.load(source, mask=inside, other=0.0)
-    values = _activated(gate.to(tl.float32), GELU, RELU2).to(gate.dtype)
+    wide = gate.to(tl.float32)
+    values = (_xielu(wide, above, below) if ACTIVATION == "xielu" else _activated(wide, ACTIVATION)).to(gate.dtype)
     if GATED:
         up = tl.load(source + inner, mask=inside, other=0.0)
         values = (values.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(out + row * inner + columns, values, mask=inside)
 
 
-def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str, bends: tuple[float, float] = (0.0, 0.0)) -> None:
     """Writes act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type; of
     ``gate_up`` [T, inner] act(up).
 
-    activation: one of ACTIVATIONS. Raises Internal for misshapen tensors and unknown activations.
+    activation: one of ACTIVATIONS. bends: xIELU's factors above and below 0.
+    Raises Internal for misshapen tensors and unknown activations.
     """
     check_tensor("gate_up", gate_up, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, inner = len(gate_up), out.shape[-1]
@@ -67,10 +87,10 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     check(activation in ACTIVATIONS, "activation {!r} is not known", activation)
     constants = _constants(activation, has_gate, arch_of(gate_up.device))
     parts = cdiv(inner, constants["BLOCK"])
-    _gated[(tokens * parts,)](gate_up, out, inner, parts, **constants)
+    _gated[(tokens * parts,)](gate_up, out, inner, parts, *bends, **constants)
 
 
-def _constants(activation: str, has_gate: bool, arch: int) -> dict[str, int]:
+def _constants(activation: str, has_gate: bool, arch: int) -> dict[str, Any]:
     use = tuned("gated", arch)
-    kind = {"GELU": activation == "gelu_tanh", "RELU2": activation == "relu2", "GATED": has_gate}
+    kind = {"ACTIVATION": activation, "GATED": has_gate}
     return {**kind, "BLOCK": use["block"], "num_warps": use["num_warps"], **dependent(arch)}
