@@ -222,7 +222,7 @@ def options(family: ModelFamily) -> str:
         said.append("pre- and post-norms")
         said.append("queries, keys and values normed by head")
         said.append("by keys: without a window other heads, whose values are keys, and layers that share")
-        said[-1] += " an earlier one's keys and values (not on GPUs)"
+        said[-1] += " an earlier one's keys and values"
     if "hidden_size_per_layer_input" in family.defaults:
         said.append("embeddings for each layer, and experts beside the MLP, by keys")
     return "; ".join(said) or "as Llama's"

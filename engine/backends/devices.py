@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pillion.config import ComputeFlags, OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
 from pillion.engine.backends.gpu import gpu_devices
+from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
 
@@ -44,11 +45,16 @@ def pool_device(device: str, processes: int = 1) -> str:
     return CPU if gpu_devices.interpreted() and not gpu_devices.device_count() else "cuda"
 
 
-def check_gpu_ranks(ranks: int, stages: int = 1) -> None:
+def check_gpu_ranks(config: ModelConfig, ranks: int, stages: int = 1) -> None:
     """Raises ConfigError where a worker of so many stages of so many ranks cannot compute on this machine's GPUs."""
+    size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
+    if gpu_devices.gpu_for_each(ranks * stages) and (config.layer_heads or config.kv_sources):
+        raise ConfigError(
+            f"{config.family}: {size} on {ranks * stages} GPUs divides blocks by KV heads, in which layers of this"
+            " model differ; choose one GPU by CUDA_VISIBLE_DEVICES, on which all processes compute"
+        )
     if 1 < (count := gpu_devices.device_count()) < ranks * stages:
         each = "rank" if stages == 1 else "stage" if ranks == 1 else "rank of each stage"
-        size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
         raise ConfigError(
             f"{size} needs a GPU for each {each}, and there are {count}; choose one by"
             f" CUDA_VISIBLE_DEVICES, on which all {each.partition(' ')[0]}s compute, or a smaller size"

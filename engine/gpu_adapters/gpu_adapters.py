@@ -303,6 +303,7 @@ def _ends(config: ModelConfig, name: str, outputs: int) -> tuple[int, ...]:
     """Returns the ends of a fused layer's projections."""
     kind = name.rpartition(".")[2]
     if kind == "qkv":
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return queries, queries + keys, outputs
+        heads = config.heads_of(int(name.split(".")[1]))
+        queries, keys = config.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        return (queries, queries + keys, outputs) if outputs > queries else (queries,)
     return (outputs // 2, outputs) if kind == "gate_up" else (outputs,)

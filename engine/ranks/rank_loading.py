@@ -37,12 +37,13 @@ log = logging.getLogger("pillion.worker")
 def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
     """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
     size = flags.tensor_parallel_size
-    ModelShard.of(load_config(prepared.folder), 0, size)
+    config = load_config(prepared.folder)
+    ModelShard.of(config, 0, size)
     needs = f"--tensor-parallel-size {size} needs"
     if sys.platform != "linux":
         raise ConfigError(f"{needs} Linux")
     if device != CPU:
-        check_gpu_ranks(size)
+        check_gpu_ranks(config, size)
     elif isinstance(flags, WorkerFlags) and flags.enable_expert_parallel:
         raise ConfigError("--enable-expert-parallel needs GPUs")
     elif reason := choose_kernels(flags, prepared)[1]:

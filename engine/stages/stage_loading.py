@@ -40,7 +40,7 @@ Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
 def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
     """Raises ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
     stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
-    check_gpu_ranks(flags.tensor_parallel_size, stages)
+    check_gpu_ranks(config, flags.tensor_parallel_size, stages)
     shards = pool_device(device, flags.processes).count(",") + 1
     try:
         shares_of(heads, shards)

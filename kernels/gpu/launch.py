@@ -83,3 +83,29 @@ def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
     """Raises Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
     owner has mapped for this one; what is launched runs on the current device, wherever a pool is."""
     check(pool.device.type == device.type, "pool is on {}, not on {}", pool.device, device)
+
+
+def check_pool(
+    pool: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...] | torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raises Internal for a pool [slots, layers, ...] of another shape or type, or out of the reach of ``device``.
+    Slots and layers may be any number of values apart, since a slot may hold layers of other shapes, too."""
+    check_pool_device(pool, device)
+    sizes, strides, dtype = pool.shape, pool.stride(), pool.dtype
+    fits, step = len(sizes) == len(shape), 1
+    for want, have in zip(shape, sizes, strict=False):
+        fits = fits and want in (None, have)
+    check(fits, "pool is {}, not {}", sizes, list(shape))
+    check(dtype in dtypes if isinstance(dtypes, tuple) else dtype == dtypes, "pool is of {}, not {}", dtype, dtypes)
+    for have, stride in zip(sizes[:1:-1], strides[:1:-1], strict=True):
+        fits = fits and stride == step
+        step *= have
+    check(fits, "a layer of pool is not contiguous")
+
+
+def scales_of(pool: torch.Tensor) -> torch.Tensor:
+    """Views a pool of bytes, some of which are scales, as one row of float32."""
+    return pool.as_strided((len(pool) * pool.stride(0),), (1,)).view(torch.float32)

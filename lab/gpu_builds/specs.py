@@ -99,6 +99,8 @@ def kv_write_specs() -> list[BuildSpec]:
         _kv_write_spec("head512-bf16", 32, 4, 512, "bf16", "bf16", norm=True),
         _kv_write_spec("head512-fp8", 32, 4, 512, "bf16", "u8", norm=True),
         _kv_write_spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
+        _kv_write_spec("values-bf16", 8, 2, 256, "bf16", "bf16", norm=True, values=True),
+        _kv_write_spec("queries-bf16", 8, 0, 256, "bf16", "bf16", norm=True),
         _kv_write_spec("rank-bf16", 16, 4, 128, "bf16", "bf16", norm=True, pool_heads=8),
         _kv_write_spec("rank-fp8", 16, 4, 128, "bf16", "u8", pool_heads=8),
     ]
@@ -115,6 +117,7 @@ def _kv_write_spec(
     norm: bool = False,
     norm_last: bool = False,
     centred: bool = False,
+    values: bool = False,
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
@@ -125,17 +128,19 @@ def _kv_write_spec(
     scales = "*fp32" if kv == "u8" else f"*{kv}"
     # A LayerNorm's weights are float32.
     weights = "fp32" if centred else dtype
+    pointers = f"*{dtype}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16"
     return BuildSpec(
         name=f"kv_write-{name}",
         kernel=kv_write._kv_write,
-        signature=f"*{dtype}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
+        signature=f"{pointers}, i32:16, i32:16, fp32",
         constants={
             "NORM": norm,
             "NORM_LAST": norm_last,
             "CENTRED": centred,
+            "VALUES": values,
             "ROPE": rope,
             "FP8": kv == "u8",
-            **kv_write._constants(heads, mine, pool_heads, head_dim, 32, 16, 90),
+            **kv_write._constants(heads, mine, pool_heads, head_dim, 16, 90),
         },
         max_registers=96,
     )
@@ -754,6 +759,13 @@ def norms_specs() -> list[BuildSpec]:
         _norms_spec(norms._add_rms_norm, 4096, "bf16", {"WIDE": True, "POST": True, "NORM": False}, max_registers=96),
         _norms_spec(
             norms._add_rms_norm,
+            5376,
+            "bf16",
+            {"WIDE": True, "POST": True, "FACTOR": True, "NORM": True},
+            max_registers=128,
+        ),
+        _norms_spec(
+            norms._add_rms_norm,
             4096,
             "bf16",
             {"WIDE": True, "POST": False, "NORM": True, "CENTERED": True, "BIAS": True},
@@ -783,9 +795,9 @@ def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, int], 
     bias = "*fp32:16" if options["BIAS"] else row
     types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
     if kernel is norms._add_rms_norm:
-        options = {"EXPERTS": 0, "BESIDE": False, **options}
+        options = {"EXPERTS": 0, "BESIDE": False, "FACTOR": False, **options}
         pairs = ["*fp32:16", "*i32:16"] if options["EXPERTS"] else [row, row]
-        types = [row, row, *pairs, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
+        types = [row, row, *pairs, row, weight, weight, bias, row, row, "i32", "i32:16", "fp32", "fp32"]
     flags = "-".join(name.lower() for name, on in options.items() if on)
     return BuildSpec(
         name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),

@@ -82,17 +82,20 @@ def normed_and_rotated(
     rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     *,
     centred: bool = False,
+    norms_values: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norms and rotates a projection's queries [T, heads, D] and keys [T, kv_heads, D]; returns them and values.
 
     All are float32 and never rounded.
 
-    norm: weight [heads + kv_heads, D] and eps; ``centred`` makes a LayerNorm of it. rotary: cosines and
-    sines [max_len, D / 2] and positions [T].
+    norm: weight [heads + kv_heads, D] and eps; ``centred`` makes a LayerNorm of it. ``norms_values``: values are
+    normed, too, without weights. rotary: cosines and sines [max_len, D / 2] and positions [T].
     """
     every = qkv.float().view(len(qkv), heads + 2 * kv_heads, -1)
-    changed, values = every[:, :-kv_heads], every[:, -kv_heads:]
+    changed, values = every.tensor_split([heads + kv_heads], 1)
     if norm is not None:
+        if norms_values:
+            values = rms_norm(values, torch.ones(()), norm[1], wide=True)
         changed = changed - changed.mean(-1, keepdim=True) if centred else changed
         changed = rms_norm(changed, norm[0].float(), norm[1], wide=True)
     if rotary is not None:

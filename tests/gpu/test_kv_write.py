@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.support.gpu import DEVICE, rounded  # isort: skip  (before the kernels)
 
+import math
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -63,20 +65,21 @@ SHAPES = st.tuples(
     kv_dtype=st.sampled_from(DTYPES),
     weight_dtype=st.sampled_from([None, "wide", "plain"]),
     table_dtype=st.sampled_from([None, "wide", "plain"]),
-    kind=st.sampled_from(["rms", "centred"]),
+    kind=st.sampled_from(["rms", "centred", "values"]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(40))
 @example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "centred", 1)
 @example((2, 4, 2, 512), 16, torch.bfloat16, torch.bfloat16, "wide", "wide", "rms", 1)
+@example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "values", 1)
 def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, kind, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
     types = {"wide": torch.float32, "plain": dtype}
     norm = None if weight_dtype is None else made_norm(heads + kv_heads, head_dim, types[weight_dtype])
-    if norm is not None and kind != "rms":
-        norm = norm._replace(centred=True)
-    more = {} if norm is None else {"centred": norm.centred}
+    if norm is not None:
+        norm = norm._replace(centred=kind == "centred", values=kind == "values")
+    more = {} if norm is None else {"centred": norm.centred, "norms_values": norm.values}
     rotary = None if table_dtype is None else made_rotary(tokens, head_dim, types[table_dtype])
     rows = made_rows(tokens, block_size)
     qkv = Guarded((tokens, (heads + 2 * kv_heads) * head_dim), dtype)
@@ -134,6 +137,39 @@ def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
     assert bool((codes[~written] == MARK).all())
     assert bool((scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))[~written] == MARK).all())
     assert pool.margins_are_whole()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_layers_between_those_of_another_size(dtype):
+    """Two layers with one KV head of 32 values lie behind one and two with two of 16, which stay as they are; a layer
+    without keys and values of its own changes its queries alone."""
+    torch.manual_seed(3)
+    block_size, tokens, heads = 16, 3, 4
+    rows = torch.tensor([2, 40, -1], dtype=torch.int32, device=DEVICE)
+    inside = 2, 1, *((block_size, 32) if dtype == torch.float32 else (block_size * 36,))
+    width = 2 * block_size * (32 if dtype == torch.float32 else 36)
+    narrow = 2 * 2 * block_size * (16 if dtype == torch.float32 else 20)
+    firsts, total = (narrow, 3 * narrow + width), 4 * narrow + 2 * width
+    slots = torch.full((SLOTS, total), MARK, dtype=dtype, device=DEVICE)
+    step = math.gcd(*firsts)
+    strides = total, step, width // 2, width // 2, *((32, 1) if dtype == torch.float32 else (1,))
+    pool = slots.as_strided((SLOTS, firsts[1] // step + 1, *inside), strides)
+    alone = torch.full((SLOTS, 2, *inside), MARK, dtype=dtype, device=DEVICE)
+    norm, rotary = made_norm(heads + 1, 32, torch.float32), made_rotary(tokens, 32, torch.float32)
+    for layer, first in enumerate(firsts):
+        qkv = torch.randn(tokens, (heads + 2) * 32, device=DEVICE)
+        other, queries = qkv.clone(), qkv[:, : heads * 32].clone()
+        options = {"heads": heads, "rotary": rotary}
+        kv_write(qkv, pool, rows, first // step, norm=norm, **options)
+        kv_write(other, alone, rows, layer, norm=norm, **options)
+        of_queries = norm._replace(weight=norm.weight[:heads].contiguous())
+        kv_write(queries, pool, rows, first // step, norm=of_queries, kv_heads=range(0), **options)
+        assert torch.equal(qkv, other)
+        assert torch.equal(queries, other[:, : heads * 32])
+    for layer, first in enumerate(firsts):
+        assert torch.equal(slots[:, first : first + width], alone[:, layer].flatten(1))
+        slots[:, first : first + width] = MARK
+    assert bool((slots == MARK).all())
 
 
 def test_pools_of_more_than_two_billion_bytes():

@@ -85,10 +85,11 @@ def test_layer_norms(columns, dtype, has_bias):
     has_post=st.booleans(),
     has_norm=st.booleans(),
     scale=st.sampled_from([1.0, 0.22]),
+    factor=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(80))
-def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, seed):
+def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, factor, seed):
     torch.manual_seed(seed)
     residual = Guarded((rows, columns), dtype)
     residual.inside.copy_(torch.randn(rows, columns))
@@ -96,6 +97,8 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
     weight = made_weight(columns, dtype, wide) if has_norm else None
     post_weight = made_weight(columns, dtype, wide) if has_post else None
     total, normed = reference.add_rms_norm(residual.inside, found, scale, post_weight, weight, EPS, wide)
+    factor = None if factor is None else torch.tensor([factor], dtype=dtype, device=DEVICE)
+    total = total if factor is None else total * factor
     out = Guarded((rows, columns), dtype)
     add_rms_norm(
         residual.inside,
@@ -104,6 +107,7 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
         weight=weight,
         post_weight=post_weight,
         scale=scale,
+        factor=factor,
         eps=EPS,
         wide=wide,
     )

@@ -53,7 +53,15 @@ from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
-from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
+from pillion.engine.backends.gpu.pool_parts import (
+    LatentRows,
+    LayerRows,
+    PartRows,
+    PoolPart,
+    part_layout,
+    parts_of,
+    whole_parts,
+)
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.gpu_states.gpu_states import GpuStates
 from pillion.errors import ConfigError, Internal
@@ -152,25 +160,26 @@ def _part_rows(
     model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits
 ) -> PartRows | LatentRows:
     """Makes the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
-    config = model.config
-    pool = cut_pool(shard, part_layout(layout, part), model.dtype)
+    config, rows = model.config, LayerRows.of(shard, layout, part, model.dtype)
     if config.latents is not None:
-        return LatentRows(pool, _latent_attention(model, pool, layout, limits) if part.attended else None)
-    attention = None
+        return LatentRows(rows, _latent_attention(model, rows.pool, layout, limits) if part.attended else None)
+    attention, mine = None, model.shard.kv_heads_of(part.kind.kv_heads)
+    sees = (tokens for layer, tokens in enumerate(config.sliding_windows) if config.kv_source(layer) in rows.places)
+    windows = {window_of(tokens, config.chunked) for tokens in sees}
     if part.attended:
         attention = PagedAttention(
-            pool,
-            num_heads=len(part.heads) * (config.num_heads // config.num_kv_heads),
+            rows.pool,
+            num_heads=len(part.heads) * (config.num_heads // len(mine)),
             num_kv_heads=len(part.heads),
-            head_dim=config.head_dim,
+            head_dim=part.kind.head_dim,
             block_size=layout.block_size,
-            num_layers=len(config.kv_layers),
+            num_layers=rows.pool.shape[1],
             kv="fp8_e4m3" if layout.dtype == FP8_E4M3 else "plain",
             decode_rows=1 + limits.num_speculative_tokens,
             dtype=model.dtype,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            windows=tuple(sorted({window_of(tokens, config.chunked) for tokens in config.sliding_windows})),
+            windows=tuple(sorted(windows)),
             max_tokens=limits.max_tokens,
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
@@ -179,7 +188,7 @@ def _part_rows(
             invariant=model.invariant,
             device=model.device,
         )
-    return PartRows(config, model.kv_heads, part, pool, attention, limits.max_tokens, model.qkv)
+    return PartRows(config.num_heads, mine, part, rows, attention, limits.max_tokens, model.qkv)
 
 
 def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> LatentAttention:
@@ -193,7 +202,7 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
         rank=latents.rank,
         rotary=latents.rotary,
         block_size=layout.block_size,
-        num_layers=len(config.kv_layers),
+        num_layers=pool.shape[1],
         scale=config.attention_scale,
         max_tokens=limits.max_tokens,
         max_seqs=limits.max_seqs,
@@ -203,15 +212,6 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
         invariant=model.invariant,
         device=model.device,
     )
-
-
-def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
-    layers = sum(layout.heads(layer) is not None for layer in range(layout.num_layers))
-    shape = (len(pool), layers, layout.planes, layout.num_kv_heads)
-    if layout.dtype == FP8_E4M3:
-        return pool.view(*shape, layout.block_size * (layout.head_dim + layout.scale_bytes))
-    return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
 class GpuBackend:
@@ -256,11 +256,13 @@ class GpuBackend:
             if model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
             memory, needed = checked_memory(memory, num_slots, self.layout)
-            parts, each = self._one_part(), [torch.frombuffer(memory, dtype=torch.uint8, count=needed)]
+            parts = self._whole_parts()
+            each = [torch.frombuffer(memory, dtype=torch.uint8, count=needed)] * len(parts)
         else:
             assert isinstance(memory, DevicePool)
-            parts = self._one_part()
-            each = [_slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)]
+            parts = self._whole_parts()
+            pool = _slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)
+            each = [pool] * len(parts)
         self._memory = memory
         bound = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, each, strict=True)]
         self._bound = self._bind(bound, eager=self._eager)
@@ -346,7 +348,7 @@ class GpuBackend:
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = min(SCRATCH_SLOTS, -(-max_tokens // layout.block_size))
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
-        bound = self._bind([(part, scratch) for part in self._one_part()], eager=True)
+        bound = self._bind([(part, scratch) for part in self._whole_parts()], eager=True)
         if self._model.invariant:
             log.info("%s", _what_is_fixed(bound, self._limits.max_model_len))
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
@@ -422,10 +424,9 @@ class GpuBackend:
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
-    def _one_part(self) -> list[PoolPart]:
-        """Returns the only part that this process has of a pool which is not divided: all of the process's KV heads."""
-        own, heads = self._model.shard, range(self._model.weights.config.num_kv_heads)
-        return [PoolPart(0, heads, own.kv_heads, copied=own.leads)]
+    def _whole_parts(self) -> list[PoolPart]:
+        """Returns the parts that this process has of a pool which is not divided."""
+        return list(whole_parts(self._model.weights.config, self._model.shard))
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
         """Returns the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
@@ -461,7 +462,7 @@ class GpuBackend:
         rows, places = distinct_rows(batch)
         chooses = places is None and bound.chooses(sampling)
         plans = bound.plans(batch)
-        # All parts agree on which sequences are chunks, because that depends only on the batch.
+        # Parts of one kind agree on which sequences are chunks. For another kind a chunk may be a decode.
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
         adapted = batch.adapters is not None
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, batch.pooled)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 
 import torch
 
@@ -41,6 +42,7 @@ from pillion.engine.models.layer_operations import (
     AddToResidual,
     AddUp,
     Again,
+    ApplyTokenInputs,
     Attend,
     AttendLatents,
     DeltaRule,
@@ -56,7 +58,9 @@ from pillion.engine.models.layer_operations import (
     Norm,
     NormHeads,
     NormProjections,
+    NormValues,
     Rotate,
+    ScaleResidual,
     ShortConvolution,
     StateOperation,
     StateSpace,
@@ -88,6 +92,7 @@ class _LayerStep:
         results: what experts have found of the rows, where the sum that comes next adds it up.
         gate: what multiplies attention's results, where a layer has such a gate.
         added_up: the sum of the layer's operations that add up rows; None before the first of them.
+        inputs: what the layer reads of the rows' tokens beside the residual stream, where it does.
         mixers: how many of the layer's operations that write keys and values, or states, are still to run.
         ended: whether nothing has to be computed any more, because no row is sampled.
     """
@@ -99,6 +104,7 @@ class _LayerStep:
     kept: list[torch.Tensor] = field(default_factory=list)
     gate: torch.Tensor | None = None
     added_up: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
     mixers: int = 0
     ended: bool = False
 
@@ -117,13 +123,12 @@ class GpuDecoder:
         """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
         and ``experts`` those of layers that have some."""
         self._model, self._states, self._experts = model, states, experts
-        # A block has a place for the keys and values of each of these layers.
-        self._places = {index: place for place, index in enumerate(model.config.kv_layers)}
         # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
         self.vectors = model.normed[:0]
-        # A model has parts of one kind.
-        self._parts = [part for part in parts if isinstance(part, PartRows)]
-        self._latents = [part for part in parts if isinstance(part, LatentRows)]
+        # Each of these parts has a plan in the record. A model has parts of one class.
+        planned = list(zip(parts, record.attention, strict=True))
+        self._parts = [(part, plan) for part, plan in planned if isinstance(part, PartRows)]
+        self._latents = [(part, plan) for part, plan in planned if isinstance(part, LatentRows)]
         self._record = record
         # After each layer's last sum the residual stream is normed by one of these, but by none after the last layer of
         # a stage, whose rows are the next stage's to norm.
@@ -170,9 +175,29 @@ class GpuDecoder:
             None if table is None else (self._record.rope_rows[: shape.tokens], table),
         )
         self._sum(residual)
+        if model.config.token_inputs is not None:
+            self._make_token_inputs(residual, model.config.token_inputs.width)
+
+    def _make_token_inputs(self, hidden: torch.Tensor, width: int) -> None:
+        """Makes what all layers read of the step's tokens beside the residual stream, of their embeddings ``hidden``;
+        each layer reads ``width`` values. Each rank computes all of it."""
+        model, weights, count = self._model, self._model.weights, len(hidden)
+        every = model.token_inputs[:count]
+        table, tokens = weights["token_inputs.embedding"], self._record.token_ids[:count]
+        embed(tokens, model.sampled, table, every, weights.token_input_scale, range(len(table)))
+        found = model.gate_up.view(-1)[: every.numel()].view(every.shape)
+        model.product(hidden, weights["token_inputs.projection"], None, found)
+        # The model divides products by the root of the hidden size, where the norm takes them as they are.
+        by_layer, eps = found.view(-1, width), model.config.rms_norm_eps * model.config.hidden_size
+        rms_norm(by_layer, weights["token_inputs.norm"], by_layer, eps, wide=True)
+        every.add_(found).mul_(sqrt(0.5))
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
         """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
+        inputs = self._model.config.token_inputs
+        if inputs is not None:
+            mine = slice(index * inputs.width, (index + 1) * inputs.width)
+            step.inputs = self._model.token_inputs[: shape.tokens, mine]
         step.mixers, step.added_up = sum(isinstance(operation, _MIXERS) for operation in layer.operations), None
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
@@ -188,6 +213,9 @@ class GpuDecoder:
                 case NormHeads(weight):
                     vectors, turned = layer.norms[weight.name].weight, rotary is not None
                     head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=turned, centred=weight.by_head)
+                case NormValues():
+                    assert head_norm is not None
+                    head_norm = head_norm._replace(values=True)
                 case Rotate(rope):
                     rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
                 case GrowQueries():
@@ -237,14 +265,19 @@ class GpuDecoder:
                 self._mix(index, layer, operation, place, step, shape)
             case AddUp():
                 self._add_up(layer, operation, step)
+            case ApplyTokenInputs():
+                step.rows = self._apply_token_inputs(index, layer, operation, step, shape)
             case AddToResidual():
                 self._add_to_residual(index, layer, operation, place, step)
+            case ScaleResidual():
+                # The sum into the residual stream before it multiplies that, too.
+                assert isinstance(layer.operations[place - 1], AddToResidual)
 
     def _room(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
         """Returns the buffer for the products of so many rows with a matrix of a layer."""
         model, width = self._model, matrix.shape[0]
         if matrix.name == "qkv":
-            return model.gated_qkv[:count]
+            return _first_rows(model.gated_qkv, count, width)
         if width == model.config.hidden_size:
             return model.found[:count]
         assert self._states is not None
@@ -268,17 +301,19 @@ class GpuDecoder:
     ) -> None:
         """Writes a layer's keys and values, and attends its queries, which are normed and rotated there or in a part's
         own rows; ``step`` goes on with the results [T, heads * head_dim]."""
-        qkv, place = step.rows, self._places[index]
-        for part in self._parts:
-            part.write(place, qkv, self._record.rows[: len(qkv)], norm, rotary)
+        config, qkv = self._model.config, step.rows
+        source = config.kv_source(index)
+        mine = [(part, plan) for part, plan in self._parts if source in part.places]
+        for part, _ in mine:
+            part.write(index, qkv, self._record.rows[: len(qkv)], norm, rotary, source=source)
         if self._ends(index, step, shape):
             return
         window = window_of(operation.window, operation.chunked)
-        sinks = None if operation.sinks is None else layer.matrices[operation.sinks.name]
-        assert sinks is None or isinstance(sinks, torch.Tensor)
-        step.rows = self._model.attended[: shape.tokens]
-        for part, record in zip(self._parts, self._record.attention, strict=True):
-            part.attend(place, qkv, step.rows, record, window=window, chunks=shape.chunks, sinks=sinks)
+        sinks = None if operation.sinks is None else layer.tensor(operation.sinks)
+        width = config.num_heads * config.heads_of(source).head_dim
+        step.rows = _first_rows(self._model.attended, shape.tokens, width)
+        for part, plan in mine:
+            part.attend(index, qkv, step.rows, plan, window=window, chunks=shape.chunks, source=source, sinks=sinks)
         self._go_on(index, step, shape)
 
     def _add_to_residual(
@@ -287,14 +322,16 @@ class GpuDecoder:
         """Adds the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
         it."""
         operations = layer.operations
-        # A sum of rows is the same on every rank.
-        if not isinstance(operations[place - 1], AddUp):
+        # A sum of rows is the same on every rank, and each computes all of what it makes of token inputs.
+        if not isinstance(operations[place - 1], AddUp | ApplyTokenInputs):
             self._sum(step.rows)
-        following = operations[place + 1] if place + 1 < len(operations) else None
-        by = _norm_of(layer, following) if following is not None else self._following.get(index)
+        after, factor = operations[place + 1 :], None
+        if after and isinstance(after[0], ScaleResidual):
+            factor, after = layer.tensor(after[0].factor), after[1:]
+        by = _norm_of(layer, after[0]) if after else self._following.get(index)
         post = None if operation.norm is None else layer.norms[operation.norm.name].weight
         found = step.rows if step.results is None else step.results
-        step.rows, step.results = self._add(step.residual, found, post, by, operation.scale), None
+        step.rows, step.results = self._add(step.residual, found, post, by, operation.scale, factor), None
 
     def _add_up(self, layer: GpuLayer, operation: AddUp, step: _LayerStep) -> None:
         """Adds the rows to the sum of the layer, from which ``step`` goes on. Ranks have parts of the rows, whose norm
@@ -337,6 +374,7 @@ class GpuDecoder:
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
         step.count = self._record.num_samples
         step.gate = None if step.gate is None else step.gate.index_select(0, wanted)
+        step.inputs = None if step.inputs is None else step.inputs.index_select(0, wanted)
 
     def _product(
         self, index: int, layer: GpuLayer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
@@ -368,15 +406,13 @@ class GpuDecoder:
         assert latents is not None
         assert buffers is not None
         heads = model.config.num_heads
-        ups = layer.matrices[operation.up.name]
-        assert isinstance(ups, torch.Tensor)
-        key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
+        key_up, value_up = layer.tensor(operation.up).view(heads, -1, latents.rank).tensor_split([latents.still], 1)
         queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
         if self._ends(index, step, shape):
             return
         step.rows = model.attended[: shape.tokens]
-        for part, record in zip(self._latents, self._record.attention, strict=True):
-            part.attend(self._places[index], queries, step.rows, record, chunks=shape.chunks)
+        for part, plan in self._latents:
+            part.attend(index, queries, step.rows, plan, chunks=shape.chunks)
         self._go_on(index, step, shape)
         rows, step.rows = step.rows, buffers.found[: len(step.rows)]
         by_head, out = (each.view(len(rows), heads, -1) for each in (rows, step.rows))
@@ -411,7 +447,7 @@ class GpuDecoder:
             rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
         else:
             rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
-        for part in self._latents:
+        for part, _ in self._latents:
             latent_write(
                 rows,
                 layer.norms[operation.norm.name].weight,
@@ -419,7 +455,7 @@ class GpuDecoder:
                 queries,
                 part.pool,
                 self._record.rows[:count],
-                self._places[index],
+                part.places[index],
                 rotary,
                 eps=operation.norm.eps,
                 wide=model.weights.norm_is_wide,
@@ -469,20 +505,30 @@ class GpuDecoder:
         """Computes a layer's MLP, from rows [T, hidden] to rows [T, hidden]."""
         model, count = self._model, len(normed)
         inner = operation.down.shape[1]
-        width = 2 * inner if operation.gated else inner
-        both = model.gate_up.view(-1)[: count * width].view(count, width)
+        both = _first_rows(model.gate_up, count, 2 * inner if operation.gated else inner)
         self._product(index, layer, operation.gate_up.name, normed, both, shape)
-        out = model.inner.view(-1)[: count * inner].view(count, inner)
+        out = _first_rows(model.inner, count, inner)
         bends = (0.0, 0.0) if operation.bends is None else layer.bends[operation.bends.name]
         gated(both, out, operation.activation, bends)
         found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
         if operation.row_gate is None:
             return found
-        gate = layer.matrices[operation.row_gate.name]
-        assert isinstance(gate, torch.Tensor)
+        gate = layer.tensor(operation.row_gate)
         gates = model.product(normed, gate, None, normed.new_empty(count, len(gate)))
         self._adapt(index, operation.row_gate.name, normed, gates, shape)
         return found.mul_(gates.sigmoid_())
+
+    def _apply_token_inputs(
+        self, index: int, layer: GpuLayer, operation: ApplyTokenInputs, step: _LayerStep, shape: StepShape
+    ) -> torch.Tensor:
+        """Computes what a layer makes of its rows of tokens beside the residual stream: rows [T, hidden]."""
+        model, count, width = self._model, len(step.rows), operation.gate.shape[0]
+        assert step.inputs is not None
+        gates, out = (_first_rows(buffer, count, width) for buffer in (model.gate_up, model.inner))
+        self._product(index, layer, operation.gate.name, step.rows, gates, shape)
+        gated(gates, out, operation.activation)
+        out.mul_(step.inputs)
+        return self._product(index, layer, operation.projection.name, out, model.found[:count], shape)
 
     def _mix(
         self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
@@ -502,8 +548,14 @@ class GpuDecoder:
             # Of steps with adapters, which may change the gate, the MLP applies it, else the router and the sum.
             mlp = operation.beside if shape.adapters else replace(operation.beside, row_gate=None)
             beside = self._gated(index, layer, mlp, step.rows, shape)
+        routed = None
+        if operation.router_norm is not None:
+            # Until experts are added up there, their buffer is free.
+            routed = self._normed(
+                step.residual, layer.norms[operation.router_norm.name], self._model.found[: len(step.rows)]
+            )
         found = self._experts.run(
-            layer, operation, step.rows, step.count, summed=summed, adapters=adapters, beside=beside
+            layer, operation, step.rows, step.count, summed=summed, adapters=adapters, beside=beside, routed=routed
         )
         if isinstance(found, PairResults):
             step.results = found
@@ -535,9 +587,10 @@ class GpuDecoder:
         post: torch.Tensor | None,
         following: GpuNorm | None,
         scale: float,
+        factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes residual += scale * post_norm(found), in place; returns the next product's input, normed by
-        ``following``."""
+        """Computes residual = factor * (residual + scale * post_norm(found)), in place; returns the next product's
+        input, normed by ``following``."""
         model = self._model
         out = None if following is None else model.normed[: len(residual)]
         add_rms_norm(
@@ -548,6 +601,7 @@ class GpuDecoder:
             bias=None if following is None else following.bias,
             post_weight=post,
             scale=scale,
+            factor=factor,
             eps=model.config.rms_norm_eps,
             wide=model.weights.norm_is_wide,
             centered=model.weights.norm_is_centered,
@@ -587,6 +641,11 @@ class GpuDecoder:
         for tokens, part in every:
             logits[:, tokens.start : tokens.stop].copy_(part)
         return logits
+
+
+def _first_rows(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """Views the begin of a buffer as rows [count, width], whatever the width of its own rows is."""
+    return buffer.view(-1)[: count * width].view(count, width)
 
 
 def _norm_of(layer: GpuLayer, operation: LayerOperation) -> GpuNorm | None:

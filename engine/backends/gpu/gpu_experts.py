@@ -116,20 +116,23 @@ class GpuExperts:
         summed: bool = True,
         adapters: MixtureAdapters | None = None,
         beside: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor | PairResults:
         """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
         padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
         what experts have found, where one pass computes all rows. ``adapters`` are those of the rows, in steps that
         have some. ``beside`` are rows [T, hidden] of an MLP beside the experts that is none of these: what its gate
-        multiplies, unless there are adapters, which may change the gate, too."""
-        added = None if adapters is None else adapters.routed(how.router, rows)
+        multiplies, unless there are adapters, which may change the gate, too. ``routed`` are the rows that the router
+        reads, where these are others; they may lie in the buffer of results."""
+        routed = rows if routed is None else routed
+        added = None if adapters is None else adapters.routed(how.router, routed)
         if len(rows) <= MAX_MIXED_ROWS and not summed:
-            return self._find(layer, how, rows, count, 0, adapters, added)._replace(beside=beside)
+            return self._find(layer, how, rows, routed, count, 0, adapters, added)._replace(beside=beside)
         out = self._model.found[: len(rows)]
         for first in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(first, first + MAX_MIXED_ROWS)
             some = None if added is None else added[part]
-            found = self._find(layer, how, rows[part], count, first, adapters, some)
+            found = self._find(layer, how, rows[part], routed[part], count, first, adapters, some)
             add_up(found._replace(beside=None if beside is None else beside[part]), out[part])
         return out
 
@@ -169,13 +172,14 @@ class GpuExperts:
         layer: GpuLayer,
         how: Experts,
         rows: torch.Tensor,
+        routed: torch.Tensor,
         count: torch.Tensor,
         first: int,
         adapters: MixtureAdapters | None,
         added: torch.Tensor | None,
     ) -> PairResults:
         """Returns what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
-        step. ``added`` is what adapters add to the router's products."""
+        step; the router reads ``routed``. ``added`` is what adapters add to the router's products."""
         buffers, per_row = self._buffers, route_options(how).choices
         pairs, choices = len(rows) * per_row, per_row
         scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
@@ -183,7 +187,7 @@ class GpuExperts:
         own = range(whole) if _joined(how) else self._model.shard.experts(whole)
         # With adapters, which may change its gate, an MLP of its own applies that itself.
         gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
-        self._choose(layer, how, rows, count, first, own, gate, added, scores, chosen)
+        self._choose(layer, how, routed, count, first, own, gate, added, scores, chosen)
         size = min(tile_rows_of(whole, pairs), *(self._most_rows(layer, tensor) for tensor in (how.gate_up, how.down)))
         order, capacity = buffers.order[:pairs], most_tiles(self._own, pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)

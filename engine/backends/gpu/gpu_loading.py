@@ -170,10 +170,12 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
     if device.type == "cuda" and not any(shutil.which(name) for name in compilers if name):
         raise ConfigError("--device cuda: Triton builds its launchers with a C compiler; install gcc, or set CC")
-    head_dim, block_size = layout.head_dim, layout.block_size
-    of_heads = layout.planes > 1
-    if of_heads and (not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM):
-        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... {MOST_HEAD_DIM} values, not {head_dim}")
+    block_size, widths = layout.block_size, {layout.head_dim}
+    if layout.layers:
+        widths = {heads.head_dim for heads in layout.layers if heads is not None}
+    for head_dim in widths if layout.planes > 1 else ():
+        if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+            raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... {MOST_HEAD_DIM} values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
     if layout.state_bytes and layout.state_layout is None:
@@ -185,13 +187,6 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
-    wants = {
-        "embeddings for each layer": config.token_inputs is not None,
-        "layers that differ in their KV heads": config.layer_heads or config.kv_sources,
-    }
-    for what, wanted in wants.items():
-        if wanted:
-            raise ConfigError(f"{config.family}: the GPU kernels have no {what}; use --device cpu")
     latents = config.latents
     if latents is not None and not widths_fit(latents.rank, latents.rotary):
         widths = f"{latents.rank} latents and {latents.rotary} rotated values"

@@ -20,6 +20,7 @@ from pillion.engine.models.layer_operations import (
     Experts,
     KeepGate,
     Layer,
+    LayerTensor,
     Mlp,
     Role,
     tensors_of,
@@ -101,6 +102,12 @@ class GpuLayer:
             above, below = xielu_factors(numbers).tolist()
             self.bends[name] = above, below
 
+    def tensor(self, tensor: LayerTensor) -> torch.Tensor:
+        """Returns a tensor that is never quantized."""
+        found = self.matrices[tensor.name]
+        assert isinstance(found, torch.Tensor)
+        return found
+
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
         """Yields the quantized matrices that all rows pass, and their biases."""
         for tensor in self._tensors:
@@ -165,8 +172,6 @@ class GpuModel:
         self.capturable = ranks is None or ranks.capturable
         self.weights = weights
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
-        # This process writes and attends these KV heads of the model.
-        self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.shard.kv_heads
         self.adapters: GpuAdapters | None = None
         # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
         self.inner_values = _inner_values(weights)
@@ -201,7 +206,6 @@ class GpuModel:
         """Makes the buffers of a step's rows."""
         config = self.config
         every = [operation for layer in self.layers.values() for operation in layer.operations]
-        heads = config.num_heads + (2 * config.num_kv_heads if config.latents is None else 0)
 
         def rows(width: int) -> torch.Tensor:
             return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
@@ -209,12 +213,19 @@ class GpuModel:
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
         self.added_up = rows(config.hidden_size if any(isinstance(one, AddUp) for one in every) else 0)
         self.latents = _LatentBuffers.of(config, rows)
-        self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.value_dim)
+        # Layers that differ in their heads share these buffers, which have room for the widest of them.
+        heads, widest = config.num_heads, max(kind.head_dim for kind in config.all_heads)
+        plain = 2 if config.latents is None else 0
+        projected = max((heads + plain * kind.kv_heads) * kind.head_dim for kind in config.all_heads)
+        self.qkv, self.attended = rows(projected), rows(heads * (widest if plain else config.value_dim))
         # A product may make gates of attention's results in front of queries, keys and values.
         gates = max((one.values.size for one in every if isinstance(one, KeepGate)), default=0)
-        self.gated_qkv = rows(gates + heads * config.head_dim) if gates else self.qkv
-        inner = max(config.widest_mlp, config.hidden_size)
-        self.gate_up, self.inner = rows(2 * inner), rows(inner)
+        self.gated_qkv = rows(gates + projected) if gates else self.qkv
+        inner, inputs = max(config.widest_mlp, config.hidden_size), config.token_inputs
+        # What all layers read of tokens beside the residual stream is made before the first MLP, in its buffer.
+        beside = 0 if inputs is None else config.num_layers * inputs.width
+        self.token_inputs = rows(beside)
+        self.gate_up, self.inner = rows(max(2 * inner, beside)), rows(inner)
 
     def product(
         self, rows: torch.Tensor, weight: GpuMatrix | None, bias: torch.Tensor | None, out: torch.Tensor

@@ -37,6 +37,8 @@ from pillion.engine.checkpoints.weights import (
     load_head,
     load_layer,
     load_positions,
+    load_token_inputs,
+    rounded,
 )
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Layer, Mlp, Role, tensors_of
@@ -105,6 +107,8 @@ class GpuWeights(dict[str, torch.Tensor]):
         # This function releases the memory; it is called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
+        inputs = config.token_inputs
+        self.token_input_scale = 1.0 if inputs is None else rounded(inputs.width**0.5, dtype)
         for name, place in plan.places.items():
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
@@ -157,7 +161,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         with torch.inference_mode():
             for name, tensor in self.items():
                 generator.manual_seed(zlib.crc32(name.encode()))
-                if name.rpartition(".")[2].endswith("norm"):
+                if name.rpartition(".")[2].endswith(("norm", "scalar")):
                     tensor.fill_(1.0)
                 else:
                     tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)
@@ -300,6 +304,11 @@ def _named_tensors(
         positions = load_positions(checkpoint, config, dtype)
         if positions is not None:
             yield "positions", positions
+        beside = load_token_inputs(checkpoint, config, dtype)
+        if beside is not None:
+            yield "token_inputs.embedding", beside.embedding
+            yield "token_inputs.projection", beside.projection
+            yield from _norm_tensors("token_inputs.norm", beside.norm)
         if shard.gives_logits:
             head = load_head(checkpoint, config, dtype, embedding)
     for index in own:

@@ -8,17 +8,21 @@
 A part of all heads works on the projections themselves. Where there are several parts, each has its columns gathered
 into a buffer of its own, is written and attended there as if the pool had no other heads, and puts its results into its
 columns of the output.
+
+In models whose layers differ in their KV heads, each kind of heads has a part of its own, of the layers with such
+heads. Their pools are in one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from pillion.engine.backends.backend import KVLayout
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.backends.backend import FP8_E4M3, KVLayout
+from pillion.engine.models.model_config import LayerHeads, ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.latent_attention import LatentAttention
@@ -30,6 +34,7 @@ class PoolPart:
     """Describes some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
 
     Attributes:
+        kind: all KV heads of the model's layers that the part is about.
         shard: the shard's number.
         shard_heads: the model's KV heads that the shard has.
         heads: those of the shard's heads that the process writes.
@@ -37,6 +42,7 @@ class PoolPart:
         copied: whether the process copies whole slots here. Of the processes that use a shard, the first one does.
     """
 
+    kind: LayerHeads
     shard: int
     shard_heads: range
     heads: range
@@ -47,14 +53,22 @@ class PoolPart:
 def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> list[PoolPart]:
     """Returns the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config`` is that of the whole
     model."""
-    parts, read = [], own.kv_heads.start
+    (kind,), parts, read = config.all_heads, [], own.kv_heads.start
     for shard in _used(own, shares):
         share = shares[shard]
         heads = range(max(share.start, own.kv_heads.start), min(share.stop, own.kv_heads.stop))
         copied = not any(shard in _used(other, shares) for other in own.lower(config))
-        parts.append(PoolPart(shard, share, heads, attended=heads.stop > read, copied=copied))
+        parts.append(PoolPart(kind, shard, share, heads, attended=heads.stop > read, copied=copied))
         read = max(read, heads.stop)
     return parts
+
+
+def whole_parts(config: ModelConfig, own: ModelShard) -> Iterator[PoolPart]:
+    """Yields the parts of a rank in a pool in one piece: all of its KV heads, those of each kind apart. ``config`` is
+    that of the whole model."""
+    for number, kind in enumerate(config.all_heads):
+        mine = own.kv_heads_of(kind.kv_heads)
+        yield PoolPart(kind, 0, range(kind.kv_heads), mine, copied=own.leads and number == 0)
 
 
 def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
@@ -68,16 +82,46 @@ def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
     """Returns the layout of a slot in the shard of a part."""
     count = len(part.shard_heads)
+    if count == part.kind.kv_heads:
+        # Other layers may have heads of other kinds there.
+        return layout
     layers = tuple(None if heads is None else replace(heads, kv_heads=count) for heads in layout.layers)
     return replace(layout, num_kv_heads=count, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Holds the layers of a pool that have KV heads of one kind, as attention kernels expect them: ``pool`` [slots,
+    places, planes, heads, block_size, head_dim], or for float8 [slots, places, planes, heads, bytes]. ``places`` has
+    the place of each layer. Where layers of another kind lie between them, places are narrower than a layer, and what
+    lies at others than these has no meaning."""
+
+    pool: torch.Tensor
+    places: Mapping[int, int]
+
+    @classmethod
+    def of(cls, pool: torch.Tensor, layout: KVLayout, part: PoolPart, dtype: torch.dtype) -> LayerRows:
+        """Views a part's layers in a pool of bytes [slots, block_bytes]. ``layout`` is that of the whole pool."""
+        layout, heads = part_layout(layout, part), replace(part.kind, kv_heads=len(part.shard_heads))
+        fp8 = layout.dtype == FP8_E4M3
+        values, size = (pool, 1) if fp8 else (pool.view(dtype), dtype.itemsize)
+        own = [layer for layer in range(layout.num_layers) if layout.heads(layer) == heads]
+        firsts = [layout.place(layer).offset // size for layer in own]
+        piece = (layout.place(own[0]).piece_bytes,) if fp8 else (layout.block_size, heads.head_dim)
+        inside = layout.planes, heads.kv_heads, *piece
+        step = math.gcd(*firsts) or math.prod(inside)
+        shape = len(values), firsts[-1] // step + 1, *inside
+        strides = [math.prod(inside[dimension:]) for dimension in range(1, len(inside) + 1)]
+        view = values.as_strided(shape, (values.stride(0), step, *strides))
+        return cls(view, {layer: first // step for layer, first in zip(own, firsts, strict=True)})
 
 
 class LatentRows:
     """Holds attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
     ``attention`` is None where the shard is only written."""
 
-    def __init__(self, pool: torch.Tensor, attention: LatentAttention | None) -> None:
-        self.pool, self.attention = pool, attention
+    def __init__(self, rows: LayerRows, attention: LatentAttention | None) -> None:
+        self.pool, self.places, self.attention = rows.pool, rows.places, attention
 
     @property
     def attention_words(self) -> int:
@@ -89,45 +133,46 @@ class LatentRows:
         """Computes the weighted sums of latents for queries [T, heads, rank + rotary], into ``out`` [T, heads *
         rank]."""
         if self.attention is not None:
-            self.attention.attend(index, queries, out, record, with_chunks=chunks)
+            self.attention.attend(self.places[index], queries, out, record, with_chunks=chunks)
 
 
 class PartRows:
-    """Holds one part's queries, keys and values in a step, and attention over them. ``pool`` is the shard,
-    ``attention`` computes attention over it, and is None where the shard is only written; ``attention_words`` is the
-    length of the attention's record."""
+    """Holds one part's queries, keys and values in a step, and attention over them. ``places`` are those of its layers
+    in the shard. ``attention`` computes attention over it, and is None where the shard is only written;
+    ``attention_words`` is the length of the attention's record."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        num_heads: int,
         mine: range,
         part: PoolPart,
-        pool: torch.Tensor,
+        rows: LayerRows,
         attention: PagedAttention | None,
         max_tokens: int,
         like: torch.Tensor,
     ) -> None:
-        """Makes the rows of a part. ``config`` is that of the process's share of the model, whose KV heads are
-        ``mine``. ``like`` is a tensor of the device and type of projections."""
-        self.part, self.pool, self.attention = part, pool, attention
-        group, size = config.num_heads // config.num_kv_heads, config.head_dim
+        """Makes the rows of a part. The process has ``num_heads`` query heads in a layer, and the KV heads ``mine``.
+        ``like`` is a tensor of the device and type of projections."""
+        self.part, self.attention = part, attention
+        self.places, self._pool = rows.places, rows.pool
+        group, size = num_heads // len(mine), part.kind.head_dim
         self.heads, self._head_dim = len(part.heads) * group, size
         # Queries may be rotated in place only where one part has all heads.
         self._whole = part.attended and part.heads == mine
-        first, count, kv_heads = part.heads.start - mine.start, len(part.heads), config.num_kv_heads
+        first, count = part.heads.start - mine.start, len(part.heads)
         # For each of queries, keys and values these are the columns of the part's heads in the process's projection.
         ranges = (
             (first * group, self.heads),
-            (config.num_heads + first, count),
-            (config.num_heads + kv_heads + first, count),
+            (num_heads + first, count),
+            (num_heads + len(mine) + first, count),
         )
         self._columns = [slice(begin * size, (begin + many) * size) for begin, many in ranges]
         self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in ranges[:2]])
         self._norms: dict[int, HeadNorm] = {}
         self._sinks: dict[int, torch.Tensor] = {}
-        rows = 0 if self._whole else max_tokens
-        self._buffer = like.new_zeros(rows, (self.heads + 2 * count) * size)
-        self._found = like.new_zeros(rows, self.heads * size)
+        gathered = 0 if self._whole else max_tokens
+        self._buffer = like.new_zeros(gathered, (self.heads + 2 * count) * size)
+        self._found = like.new_zeros(gathered, self.heads * size)
 
     @property
     def attention_words(self) -> int:
@@ -140,11 +185,16 @@ class PartRows:
         rows: torch.Tensor,
         norm: HeadNorm | None,
         rotary: Rotary | None,
+        *,
+        source: int,
     ) -> None:
-        """Norms and rotates the part's queries, and writes its keys and values of layer ``index`` into the pool's
-        ``rows``. ``qkv`` has the projections [T, ...] of all heads of the process."""
-        part = self.part
+        """Norms and rotates the part's queries of layer ``index``, and writes its keys and values into the pool's
+        ``rows``, unless these are those of another layer, ``source``. ``qkv`` has the projections [T, ...] of all heads
+        of the process."""
+        part, writes = self.part, source == index
         mine = self._mine(qkv)
+        # Layers that have no keys and values of their own are in pools in one piece.
+        assert writes or self._whole
         if not self._whole:
             torch.cat([qkv[:, columns] for columns in self._columns], 1, out=mine)
             if norm is not None:
@@ -152,11 +202,11 @@ class PartRows:
         first = part.heads.start - part.shard_heads.start
         kv_write(
             mine,
-            self.pool,
+            self._pool,
             rows,
-            index,
+            self.places[source],
             heads=self.heads,
-            kv_heads=range(first, first + len(part.heads)),
+            kv_heads=range(first, first + len(part.heads)) if writes else range(0),
             norm=norm,
             rotary=rotary,
         )
@@ -170,17 +220,20 @@ class PartRows:
         *,
         window: int,
         chunks: bool,
+        source: int,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Computes the attention of the queries that :meth:`write` rotated, into the part's columns of ``out`` [T,
-        heads * head_dim]. ``sinks`` [heads] are those of the process's heads."""
+        """Computes the attention of the queries of layer ``index`` that :meth:`write` rotated, over the keys and values
+        of layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks`` [heads] are those of
+        the process's heads."""
         if self.attention is None:
             return
         tokens, width = len(qkv), self.heads * self._head_dim
         queries = self._mine(qkv)[:, :width].view(tokens, self.heads, self._head_dim)
         found = out if self._whole else self._found[:tokens]
         mine = None if sinks is None else self._sinks_of(index, sinks)
-        self.attention.attend(index, queries, found, record, window=window, with_chunks=chunks, sinks=mine)
+        place = self.places[source]
+        self.attention.attend(place, queries, found, record, window=window, with_chunks=chunks, sinks=mine)
         if not self._whole:
             out[:, self._columns[0]].copy_(found)
 

@@ -29,11 +29,12 @@ from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
     arch_of,
     check,
-    check_pool_device,
+    check_pool,
     check_tensor,
     interpreting,
     next_power_of_2,
     processors_of,
+    scales_of,
 )
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -107,9 +108,9 @@ class PagedAttention:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
 
         Args:
-            pool: contiguous [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, or, for float8,
-                uint8 [slots, num_layers, 2, pool_heads, block_size * (head_dim + 4)]: a piece's e4m3 rows, then a
-                float32 scale for each.
+            pool: [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, whose slots and layers may be
+                any number of values apart; or, for float8, uint8 [slots, num_layers, 2, pool_heads, block_size *
+                (head_dim + 4)]: a piece's e4m3 rows, then a float32 scale for each.
             dtype: of queries and results.
             scale: factor of the scores; positive.
             softcap: scaled scores become softcap * tanh(score / softcap); 0: no cap.
@@ -126,7 +127,7 @@ class PagedAttention:
         self._pool, self._dtype, self._device = pool, dtype, device or pool.device
         self._heads, self._head_dim, self._layers, self._invariant = num_heads, head_dim, num_layers, invariant
         self._first_head_at = first_kv_head * pool.stride(3)
-        self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
+        self._scales = scales_of(pool) if kv == "fp8_e4m3" else pool
         self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
         heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "SINKS": sinks}
@@ -230,9 +231,8 @@ def _check_pool(
     device: torch.device,
 ) -> None:
     """Raises Internal for a pool of another shape or type, without these heads, or out of the reach of ``device``."""
-    check_pool_device(pool, device)
     piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
-    check_tensor("pool", pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8)
+    check_pool(pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8, device)
     fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
     check(fits, "KV heads {} to {} of {}", kv_heads.start, kv_heads.stop, pool.shape[3])
 

@@ -4,11 +4,12 @@ stream.
 The end of one layer and the beginning of the next are one pass over the rows:
 
     found --[post norm]--> * scale --+
-    residual ------------------------+--> residual --[norm]--> out
+    residual ------------------------+--[* factor]--> residual --[norm]--> out
 
 What a layer found may be results of its rows' experts, which are added up first (experts/expert_sums.py).
-Both norms are optional. Sums are in float32; roundings are where transformers has them: after a
-post norm, after the sum, and in a norm either before its weight multiplies ("plain") or only after ("wide").
+Both norms and the factor are optional. Sums are in float32; roundings are where transformers has them: after a
+post norm, after the sum, after its product with the factor, and in a norm either before its weight multiplies ("plain")
+or only after ("wide").
 
 Triton must not specialize on the number of rows: compiling for 1 row or multiples of 16 would stall a running server.
 """
@@ -96,6 +97,7 @@ def _add_rms_norm(
     post_weight,
     weight,
     bias,
+    stream_factor,
     out,
     rows,
     columns,
@@ -104,6 +106,7 @@ def _add_rms_norm(
     EXPERTS: tl.constexpr,
     BESIDE: tl.constexpr,
     POST: tl.constexpr,
+    FACTOR: tl.constexpr,
     NORM: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -129,6 +132,8 @@ def _add_rms_norm(
         post = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
         added = _normed(added.to(tl.float32), post, inside, columns, eps, CENTERED, WIDE, added.dtype)
     total = (stream.to(tl.float32) + scale * added.to(tl.float32)).to(stream.dtype)
+    if FACTOR:
+        total = (total.to(tl.float32) * tl.load(stream_factor).to(tl.float32)).to(stream.dtype)
     tl.store(residual + at, total, mask=inside)
     if NORM:
         if POST:
@@ -177,17 +182,19 @@ def add_rms_norm(
     weight: torch.Tensor | None,
     post_weight: torch.Tensor | None = None,
     scale: float = 1.0,
+    factor: torch.Tensor | None = None,
     eps: float,
     wide: bool,
     centered: bool = False,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Adds to the residual stream and norms it: residual += scale * post_norm(found), in place, and out =
-    norm(residual). All are [T, columns] and of one type; ``found`` may be results of experts, which are added up.
+    """Adds to the residual stream and norms it: residual = factor * (residual + scale * post_norm(found)), in place,
+    and out = norm(residual). All are [T, columns] and of one type; ``found`` may be results of experts, which are added
+    up.
 
-    weight, post_weight, centered, bias: as in :func:`rms_norm`; None omits that norm. ``bias`` is that of the norm
-    after the sum. ``out`` is None if and only if ``weight`` is. ``out`` may be the memory of ``found``. Raises Internal
-    for misshapen tensors.
+    factor: [1], of the type of the stream or float32; None for 1. weight, post_weight, centered, bias: as in
+    :func:`rms_norm`; None omits that norm. ``bias`` is that of the norm after the sum. ``out`` is None if and only if
+    ``weight`` is, and may be the memory of ``found``. Raises Internal for misshapen tensors.
     """
     rows, columns = _check_rows("residual", residual)
     whole = None if isinstance(found, PairResults) else found
@@ -201,11 +208,13 @@ def add_rms_norm(
         if each is not None:
             _check_weight(each, residual, wide)
     _check_bias(bias, residual)
+    if factor is not None:
+        check_tensor("factor", factor, (1,), (residual.dtype, torch.float32), residual.device)
     tile = _row_tile(columns, arch_of(residual.device))
     # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
-    optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, out))
+    optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, factor, out))
     flags: dict[str, int] = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
-    flags |= {"CENTERED": centered, "BIAS": bias is not None}
+    flags |= {"CENTERED": centered, "BIAS": bias is not None, "FACTOR": factor is not None}
     mixed = found if isinstance(found, PairResults) else PairResults(found, residual, residual)
     flags |= {"EXPERTS": mixed.scores.shape[1] if whole is None else 0, "BESIDE": mixed.beside is not None}
     grid = (cdiv(rows, tile["ROWS"]),)

@@ -10,6 +10,8 @@ import torch
 from pillion.config import PrefillFlags
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_loading import unsupported
+from pillion.engine.backends.devices import check_gpu_ranks
+from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import check_adapters
 from pillion.engine.models.config_parser import parse_config
@@ -81,18 +83,14 @@ def test_attention_over_places_of_several_sizes():
             assert torch.equal(found, alone.attend(0, queries))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"layer_heads": (LOCAL, WIDE, LOCAL)}, "the GPU kernels have no layers that differ in their KV heads"),
-        ({"token_inputs": TokenInputs(width=16, vocab_size=9)}, "the GPU kernels have no embeddings for each layer"),
-    ],
-)
-def test_what_the_gpu_kernels_lack_is_refused(change, words):
-    gpu_loading = pytest.importorskip("pillion.engine.backends.gpu.gpu_loading")
-    config = dataclasses.replace(parse_config(SHAPE), **change)
-    with pytest.raises(ConfigError, match=words):
-        gpu_loading.check_operations(config)
+def test_blocks_of_layers_that_differ_are_not_divided_over_gpus(monkeypatch):
+    monkeypatch.setattr(gpu_devices, "device_count", lambda: 2)
+    config = parse_config(SHAPE)
+    check_gpu_ranks(config, 2)
+    mixed = dataclasses.replace(config, layer_heads=(LOCAL, WIDE, LOCAL))
+    check_gpu_ranks(mixed, 1)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 on 2 GPUs divides blocks by KV heads, in which"):
+        check_gpu_ranks(mixed, 2)
 
 
 def test_adapters_where_values_are_keys_are_refused():

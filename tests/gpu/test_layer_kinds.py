@@ -1,0 +1,87 @@
+"""Layers that differ in their heads, see the keys and values of earlier ones, or read of tokens beside the residual
+stream (Gemma 4), on the GPU backend against transformers."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion.engine.checkpoints.prepare import prepare
+from tests.gpu.test_backend import close
+from tests.support.families import tokens_of
+from tests.support.gpu import NATIVE
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+# In the interpreter each tile of weights is dear.
+SMALL = {} if NATIVE else {"hidden_size": 32, "intermediate_size": 32}
+
+
+def made(folder, family, **sizes):
+    """The prepared model, two texts longer than its window of 24 tokens, and transformers' logits of both."""
+    folder, flags = make_family(folder, family, **{**SMALL, **sizes})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = tokens_of(36, 2), tokens_of(36, 3)
+    with torch.inference_mode():
+        return prepare(flags), texts, [model(torch.tensor([text])).logits[0].float() for text in texts]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma4",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma4-keys", "gemma4-moe", "gemma4-unified")),
+    ],
+)
+def test_families(family, tmp_path):
+    """A prompt in chunks, of which the first samples nothing, then a decode beside one of another prompt."""
+    prepared, (text, other), (wanted, beside) = made(tmp_path / "model", family)
+    driver = GpuDriver(prepared, num_slots=8)
+    one, two = driver.sequences.add(2)
+    driver.step((one, text[:19]), sample=())
+    close(driver.step((one, text[19:35]), sample=[0, 15]), wanted[[19, 34]])
+    found = driver.step((one, text[35:]), (two, other[:2]), sample=[0, 2])
+    close(found, torch.stack((wanted[35], beside[1])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-moe"])
+def test_two_ranks_share_each_kind_of_heads(team, family, tmp_path):
+    """Both have one of two KV heads, or the same one where a kind has one; a chunk, and a decode beside another."""
+    prepared, (text, other), (wanted, beside) = made(tmp_path / "model", family, intermediate_size=64)
+    driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
+    one, two = driver.sequences.add(2)
+    driver.step((one, text[:25]), sample=())
+    found = driver.step((one, text[25:26]), (two, other[:3]), sample=[0, 3])
+    close(found, torch.stack((wanted[25], beside[2])))
+    driver.backend.close()
+
+
+@pytest.mark.parametrize("options", [{"fp8": True}, {"invariant": True}])
+def test_codes_and_one_order_of_sums(options, tmp_path):
+    """A prompt in two chunks is near transformers' logits, and with one order of sums it has the bits
+    of a prompt in one."""
+    prepared, (text, _), (wanted, _) = made(tmp_path / "model", "gemma4")
+    driver = GpuDriver(prepared, num_slots=8, backend=gpu_backend(prepared, **options))
+    one, two = driver.sequences.add(2)
+    driver.step((one, text[:30]), sample=())
+    found = driver.step((one, text[30:34]), sample=range(4))
+    whole = driver.step((two, text[:34]), sample=range(30, 34))
+    if "fp8" in options:
+        error = (found.cpu() - wanted[30:34]).abs().mean() / wanted[30:34].abs().mean()
+        # Queries and keys are normed, and their scores are not scaled, so codes change weights much.
+        assert 0 < error < 0.25
+    else:
+        close(found, wanted[30:34])
+        assert torch.equal(found, whole)
+
+
+def test_the_workspace_is_taken_without_a_pool(tmp_path):
+    prepared, (text, _), (wanted, _) = made(tmp_path / "model", "gemma4")
+    backend = gpu_backend(prepared)
+    backend.take_workspace()
+    driver = GpuDriver(prepared, num_slots=8, backend=backend)
+    close(driver.step((driver.sequences.add()[0], text[:3]))[0], wanted[2])
