@@ -336,7 +336,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("family", "joined"), [("qwen2-moe", 0), ("qwen2-moe-window", 3), ("deepseek-v3", 2)])
+@pytest.mark.parametrize(
+    ("family", "joined"), [("qwen2-moe", 0), ("qwen2-moe-window", 3), ("deepseek-v3", 2), ("afmoe", 2)]
+)
 def test_launches_of_a_layer_with_shared_experts(family, joined, tmp_path, monkeypatch):
     _, flags = make_family(tmp_path / "model", family, hidden_size=32, intermediate_size=32)
     driver = GpuDriver(prepare(flags), num_slots=8)
