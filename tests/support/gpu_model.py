@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support.gpu import DEVICE, NATIVE  # isort: skip  (before the kernels)
+from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from pillion.config import ModelFlags
@@ -21,7 +20,6 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.gpu_states.rank_states import rank_layout
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
-from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.support.families import FAMILIES, make_model
 from tests.support.torch_model import BackendDriver
@@ -96,16 +94,11 @@ def gpu_backend(
 
 
 def make_family(folder: Path, family: str, **sizes: int) -> tuple[Path, ModelFlags]:
-    """Makes the model of a family, as :func:`make_model` does; ``sizes`` are those that the family does not give. On a
-    GPU, where tests run every family, a test of one that has no kernels is skipped with the words of its refusal."""
+    """Makes the model of a family, as :func:`make_model` does, which the GPU kernels have to take; ``sizes`` are those
+    that the family does not give."""
     folder, flags = make_model(folder, {**sizes, **FAMILIES[family]})
-    try:
-        check_operations(load_config(folder))
-        check_limits(DEVICE, gpu_layout(prepare(flags), 16))
-    except ConfigError as error:
-        if NATIVE:
-            pytest.skip(str(error))
-        raise
+    check_operations(load_config(folder))
+    check_limits(DEVICE, gpu_layout(prepare(flags), 16))
     return folder, flags
 
 
