@@ -1,7 +1,7 @@
 """Estimates what a step costs on a GPU before any was measured, by the device's roofline: what it reads and computes in
 a second at most, and what the model reads and computes.
 
-    step        all weights are read once
+    step        all weights are read once, but tables of which a token reads a row
     token       two operations for each weight that it meets; with logits, also for each of the output projection
     KV read     its bytes;  query-key pair: its operations in all layers
 
@@ -22,7 +22,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_work import model_weights, pair_operations
+from pillion.engine.models.model_work import looked_up_weights, model_weights, pair_operations
 from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kernels.cpu.states.pieces import CHUNK
@@ -77,9 +77,13 @@ def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
     """Returns the bytes of a model's weights: of its files, where they hold quantized matrices."""
     if config.quantization is not None:
         return sum(file.stat().st_size for file in prepared.folder.glob("*.safetensors"))
-    return (2 if prepared.dtype != "float32" else 4) * (
-        model_weights(config)[0] + config.vocab_size * config.hidden_size
+    return _value_bytes(prepared) * (
+        model_weights(config)[0] + looked_up_weights(config) + config.vocab_size * config.hidden_size
     )
+
+
+def _value_bytes(prepared: PreparedModel) -> int:
+    return 2 if prepared.dtype != "float32" else 4
 
 
 def expected_cost(
@@ -89,13 +93,14 @@ def expected_cost(
     state is read and written."""
     config = load_config(prepared.folder)
     read_s = 1 / (rates.bytes_per_s * MEMORY_SHARE * devices)
+    read_bytes = weight_bytes(prepared, config) - _value_bytes(prepared) * looked_up_weights(config)
     compute_s = 1 / (rates.operations_per_s * ARITHMETIC_SHARE * devices)
     return StepModel(
-        step_s=LAUNCH_S + weight_bytes(prepared, config) * read_s,
+        step_s=LAUNCH_S + read_bytes * read_s,
         token_s=2 * model_weights(config)[1] * compute_s,
         sequence_s=2 * config.vocab_size * config.hidden_size * compute_s + 2 * state_bytes * read_s,
         read_s=kv_token_bytes * read_s,
-        pair_s=pair_operations(config, len(config.kv_layers)) * compute_s,
+        pair_s=pair_operations(config, config.kv_layers) * compute_s,
     )
 
 
@@ -103,7 +108,10 @@ def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -
     """Returns what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
     rates = device_rates(CudaDriver())
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype, state_chunk=CHUNK)
-    token_bytes = layout.block_bytes / layout.block_size
+    config = load_config(prepared.folder)
+    # Several layers may read the keys and values of one.
+    read = [layout.place(config.kv_source(layer)) for layer in config.kv_layers]
+    token_bytes = layout.planes * sum(place.kv_heads * place.piece_bytes for place in read) / layout.block_size
     return expected_cost(rates, prepared, token_bytes, devices, layout.state_bytes), rates
 
 

@@ -47,6 +47,7 @@ _FIRST = (
     "test_sampling.py",
     "test_state_kernels.py",
     "test_gpu_hybrids.py",
+    "test_layer_kinds.py",
     "test_hybrid_ranks.py",
     "test_quantized_models.py",
     "test_overlapped_attention.py",

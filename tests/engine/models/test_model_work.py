@@ -44,16 +44,29 @@ def counted(config: Any) -> tuple[float, float]:
     [
         transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **SHAPE),
         transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"], head_dim=32, **SHAPE),
+        transformers.Gemma4TextConfig(
+            architectures=["Gemma4ForCausalLM"],
+            **{**SHAPE, "num_hidden_layers": 5},
+            head_dim=16,
+            global_head_dim=32,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            layer_types=[*(["sliding_attention", "full_attention"] * 2), "full_attention"],
+            sliding_window=64,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=96,
+        ),
     ],
-    ids=["llama", "qwen3"],
+    ids=["llama", "qwen3", "gemma4"],
 )
 def test_work_is_what_torch_counts(tmp_path: pathlib.Path, config: Any) -> None:
     config.save_pretrained(tmp_path)
     ours = load_config(tmp_path)
     token, pair = counted(config)
     assert 2 * model_weights(ours)[1] == pytest.approx(token, rel=0.02)
-    assert pair_operations(ours, ours.num_layers) == pytest.approx(pair, rel=0.02)
-    assert pair_tokens(ours) == pytest.approx(pair / token, rel=0.02)
+    assert pair_operations(ours, ours.kv_layers) == pytest.approx(pair, rel=0.02)
+    windowed = pair_operations(ours, [layer for layer, window in enumerate(ours.sliding_windows) if window])
+    assert pair_tokens(ours) == pytest.approx((pair - windowed) / token, rel=0.02)
 
 
 def test_layers_with_windows_have_no_pairs_late_in_a_prompt(tmp_path: pathlib.Path) -> None:
