@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pillion.engine.backends.gpu.gpu_loading import check_limits
 from pillion.engine.checkpoints.prepare import prepare
 from tests.gpu.test_backend import close
-from tests.support.families import tokens_of
-from tests.support.gpu import NATIVE
+from tests.support.families import FAMILIES, GEMMA4, make_model, tokens_of
+from tests.support.gpu import DEVICE, NATIVE
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -80,8 +81,14 @@ def test_codes_and_one_order_of_sums(options, tmp_path):
 
 
 def test_the_workspace_is_taken_without_a_pool(tmp_path):
-    prepared, (text, _), (wanted, _) = made(tmp_path / "model", "gemma4")
+    """By layers as wide as in published models: heads of 512 values beside those of 16."""
+    options = {**SMALL, **FAMILIES["gemma4-keys"], "num_hidden_layers": 2, "global_head_dim": 512}
+    folder, flags = make_model(tmp_path / "model", {**options, "layer_types": GEMMA4["layer_types"][:2]})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prepared, text = prepare(flags), tokens_of(3, 2)
     backend = gpu_backend(prepared)
+    check_limits(DEVICE, backend.layout)
     backend.take_workspace()
     driver = GpuDriver(prepared, num_slots=8, backend=backend)
-    close(driver.step((driver.sequences.add()[0], text[:3]))[0], wanted[2])
+    with torch.inference_mode():
+        close(driver.step((driver.sequences.add()[0], text), sample=range(3)), model(torch.tensor([text])).logits[0])
