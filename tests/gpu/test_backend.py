@@ -334,6 +334,14 @@ def test_float8_keeps_close_to_exact(prepared):
     assert 0 < error < 0.1
 
 
+def test_a_window_that_holds_the_longest_text_is_none(tmp_path):
+    _, flags = make_model(tmp_path / "model", {**FAMILIES["llama4"], "num_hidden_layers": 3})
+    for longest, windows in ((24, (0,)), (25, (-24, 0))):
+        driver = GpuDriver(prepare(replace(flags, max_model_len=longest)), num_slots=8)
+        (part,) = driver.backend._bound.parts
+        assert part.attention.planner.windows == windows
+
+
 def test_rows_of_padding_write_nothing(prepared):
     """A step of three tokens runs as four; only the slot in the block table changes."""
     driver = GpuDriver(prepared, num_slots=8)

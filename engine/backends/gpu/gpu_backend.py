@@ -165,7 +165,7 @@ def _part_rows(
         return LatentRows(rows, _latent_attention(model, rows.pool, layout, limits) if part.attended else None)
     attention, mine = None, model.shard.kv_heads_of(part.kind.kv_heads)
     sees = (tokens for layer, tokens in enumerate(config.sliding_windows) if config.kv_source(layer) in rows.places)
-    windows = {window_of(tokens, config.chunked) for tokens in sees}
+    windows = {window_of(tokens, config.chunked, model.longest) for tokens in sees}
     if part.attended:
         attention = PagedAttention(
             rows.pool,

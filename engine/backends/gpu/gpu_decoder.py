@@ -308,7 +308,7 @@ class GpuDecoder:
             part.write(index, qkv, self._record.rows[: len(qkv)], norm, rotary, source=source)
         if self._ends(index, step, shape):
             return
-        window = window_of(operation.window, operation.chunked)
+        window = window_of(operation.window, operation.chunked, self._model.longest)
         sinks = None if operation.sinks is None else layer.tensor(operation.sinks)
         width = config.num_heads * config.heads_of(source).head_dim
         step.rows = _first_rows(self._model.attended, shape.tokens, width)

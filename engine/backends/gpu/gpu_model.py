@@ -144,6 +144,7 @@ class GpuModel:
         shard: what the process computes of the model.
         ranks: the worker's other ranks, None where it has none.
         layers: the process's layers, by their numbers in the model.
+        max_tokens: the most of a step. longest: the most of a sequence.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class GpuModel:
         self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
         config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
         self.config, self.device, self.dtype = config, device, dtype
-        self.max_tokens = max_tokens
+        self.max_tokens, self.longest = max_tokens, max_model_len
         self.ranks, self.invariant = ranks, invariant
         self.capturable = ranks is None or ranks.capturable
         self.weights = weights

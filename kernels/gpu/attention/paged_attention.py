@@ -73,9 +73,12 @@ def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
     return block_size * (head_dim + KV_SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
 
 
-def window_of(tokens: int, chunked: bool) -> int:
+def window_of(tokens: int, chunked: bool, longest: int) -> int:
     """Returns the window of layers whose queries see their last ``tokens`` tokens, themselves included: that number, or
-    0 for all tokens. For queries that see those since the last multiple of ``tokens`` it is -``tokens``."""
+    0 for all tokens, as where the ``longest`` text has no more. For queries that see those since the last multiple of
+    ``tokens`` it is -``tokens``."""
+    if tokens >= longest:
+        return 0
     return -tokens if chunked else tokens
 
 
