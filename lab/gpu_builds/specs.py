@@ -302,6 +302,7 @@ def overlapped_attention_specs() -> list[BuildSpec]:
         ("_window_softcap", "bf16", 128, 2, {"WINDOW": 4096, "SOFTCAP": True}),
         ("_llama4", "bf16", 128, 3, {"GROUP": 5, "WINDOW": -8192}),
         ("_256", "bf16", 64, 2, {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
+        ("_512", "bf16", 32, 2, {"HEAD_DIM": 512, "GROUP": 8}),
     ]
     use = tuned("attention_chunk", 90, head_dim=128, kv="plain", bytes=2)
     return [
@@ -314,9 +315,9 @@ def overlapped_attention_specs() -> list[BuildSpec]:
                     **llama,
                     **plain,
                     **other,
-                    "BLOCK_M": use["rows"],
+                    "BLOCK_M": use["rows"] if name != "_512" else use["rows"] // 2,
                     "BLOCK_N": keys,
-                    **paged_attention.joining("attention_chunk", 90, other.get("HEAD_DIM", 128)),
+                    **paged_attention.joining("attention_chunk", 90, head_dim=other.get("HEAD_DIM", 128)),
                     "num_warps": use["num_warps"],
                     "num_stages": buffers,
                     **dependent(90),

@@ -28,6 +28,7 @@ SHAPES = {
     "Llama": (PagedShape(4, 128, 16, torch.bfloat16), 3),
     "heads of 64, sinks": (PagedShape(8, 64, 32, torch.bfloat16, sinks=True), 4),
     "heads of 256": (PagedShape(2, 256, 64, torch.float16), 2),
+    "heads of 512": (PagedShape(8, 512, 16, torch.bfloat16), 2),
     "a window in tiles": (PagedShape(7, 64, 128, torch.float16, window=2 * KEYS), 2),
     "chunks of positions": (PagedShape(5, 128, 16, torch.bfloat16, window=-(KEYS + 16)), 3),
     "a window, a cap, sinks": (PagedShape(1, 128, 16, torch.bfloat16, window=KEYS + 9, softcap=1.5, sinks=True), 3),
@@ -43,8 +44,9 @@ def emulation(monkeypatch):
 
 
 def tiles(head_dim: int, buffers: int) -> dict[str, int]:
-    # With heads of 256, tiles of 64 keys fit into shared memory and registers.
-    return {**TILES, "keys": min(KEYS, 64) if head_dim == 256 else KEYS, "num_stages": buffers}
+    # Tiles of 64 keys of heads of 256 fit into shared memory and registers, and 32 keys and 64 rows of heads of 512.
+    keys = min(KEYS, 128 * 128 // max(head_dim, 128))
+    return {**TILES, "rows": min(ROWS, 64) if head_dim == 512 else ROWS, "keys": keys, "num_stages": buffers}
 
 
 @pytest.mark.parametrize(("shape", "buffers"), SHAPES.values(), ids=SHAPES)

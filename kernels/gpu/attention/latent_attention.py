@@ -319,7 +319,7 @@ def _constants(
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "EDGES": kernel == "latents_chunk",
-        **joining(kernel, arch, padded_head_dim(shape["RANK"])),
+        **joining(kernel, arch),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }

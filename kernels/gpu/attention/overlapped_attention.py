@@ -40,7 +40,7 @@ from pillion.kernels.gpu.attention.attention_rows import (
 from pillion.kernels.gpu.dependent import wait_for_earlier
 
 # The architecture whose instructions these are, and the widths of heads whose tiles fit.
-ARCH, HEAD_DIMS = 90, (64, 128, 256)
+ARCH, HEAD_DIMS = 90, (64, 128, 256, 512)
 # An item has so many words. Jitted functions only see constants of their own module.
 _WORDS = tl.constexpr(8)
 
@@ -183,6 +183,19 @@ def _fold_all(
 
 # fmt: off
 @gluon.jit
+def _bring(
+    queries, query, row, rows, head, columns, query_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, LOADS: tl.constexpr,
+):
+    # fmt: on
+    """Brings the queries of an item's rows into shared memory."""
+    places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS))
+    token, _, heads = _rows_of(row, rows, 0, head, places, GROUP)
+    query.store(_queries(queries, token, heads, columns, query_stride, HEAD_DIM, HEAD_DIM))
+
+
+# fmt: off
+@gluon.jit
 def _attend_overlapped(
     queries, pool, scales, record, starts_at, counts_at, first_partial, out, partials, partial_logs, tickets, sinks,
     query_stride, slot_stride, layer_offset, scale_slot_stride, scale_layer_offset, score_scale, softcap,
@@ -194,10 +207,14 @@ def _attend_overlapped(
     # fmt: on
     """Runs a program's items, one after the other. Its arguments are those of
     :func:`pillion.kernels.gpu.attention.attention_kernel._attend`, whose scales it does not read."""
+    # Sums of 512 columns would fill all registers of a warp group, so each has half of the keys, and then of the
+    # columns, of the same rows. Weights go from one to the other through shared memory.
+    HALVES: tl.constexpr = 2 if HEAD_DIM > 256 else 1
     # A row of K or V is 8 values for each of some lanes.
-    LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-    SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
-    RESULTS: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
+    LANES: tl.constexpr = HEAD_DIM // HALVES // 8
+    LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS // HALVES, HALVES], [1, 0])
+    SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // HALVES, HALVES], [16, BLOCK_N // HALVES, 16])
+    RESULTS: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // HALVES, HALVES], [16, HEAD_DIM // HALVES, 16])
     SHARED: tl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     V_STEP: tl.constexpr = POOL_HEADS * BLOCK_SIZE * HEAD_DIM
     query = gl.allocate_shared_memory(pool.dtype.element_ty, [BLOCK_M, HEAD_DIM], SHARED)
@@ -220,9 +237,7 @@ def _attend_overlapped(
                 pool, table, begin + ahead * BLOCK_N, end, slots, slot_stride, offset, keys, values,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, ahead == 0,
             )  # fmt: skip
-        places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS))
-        token, _, heads = _rows_of(row, rows, shift, head, places, GROUP)
-        query.store(_queries(queries, token, heads, columns, query_stride, HEAD_DIM, HEAD_DIM))
+        _bring(queries, query, row, rows, head, columns, query_stride, GROUP, HEAD_DIM, BLOCK_M, LOADS)
         places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         _, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
         top, total = _beginning(sinks, heads, partial < 0, SINKS)

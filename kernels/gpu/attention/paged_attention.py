@@ -265,7 +265,7 @@ def _attend_constants(
         "FP8": fp8,
         "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "EDGES": chunk and bool(use.get("edges", True)),
-        **joining(kernel, arch, width),
+        **joining(kernel, arch, head_dim=width, kv=kv),
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
         **dependent(arch),
@@ -336,7 +336,7 @@ def merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_ro
     return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"], **dependent(arch)}
 
 
-def joining(kernel: str, arch: int, width: int) -> dict[str, int]:
-    """Returns the constants by which a kernel joins partial results of rows of ``width`` values."""
-    use = tuned("attention_join", arch, of=kernel, head_dim=width)
+def joining(kernel: str, arch: int, **facts: int | str) -> dict[str, int]:
+    """Returns the constants by which a kernel joins partial results; the tuning files are asked with ``facts``."""
+    use = tuned("attention_join", arch, of=kernel, **facts)
     return {"JOINED": use["rows"], "PARTS": use["parts"]}
