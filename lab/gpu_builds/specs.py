@@ -736,14 +736,15 @@ def gated_specs() -> list[BuildSpec]:
     """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     return [
         BuildSpec(
-            name=f"gated-{activation}-{dtype}",
+            name=f"gated-{activation}-{dtype}" + "-apart" * apart,
             kernel=gated._gated,
-            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32, fp32, fp32",
-            constants=gated._constants(activation, activation in ("silu", "gelu_tanh"), 90),
+            signature=f"*{dtype}:16, *{dtype}:16, *{dtype}:16, i32:16, i32:16, i32, fp32, fp32",
+            constants=gated._constants(activation, activation in ("silu", "gelu_tanh"), 90, apart=apart),
             max_registers=64,
         )
         for activation in gated.ACTIVATIONS
         for dtype in ("bf16", "fp16", "fp32")
+        for apart in (False, True)[: 2 if activation == "gelu_tanh" else 1]
     ]
 
 

@@ -42,6 +42,11 @@ def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, se
     roundings = 8 if dtype == torch.float32 else 2
     torch.testing.assert_close(out.inside, reference.gated(gate_up, activation), **rounded(dtype, roundings))
     assert out.margins_are_whole()
+    # Gates and what they multiply may also be rows of two tensors.
+    together = out.inside.clone()
+    gated(gate_up[:, :inner].contiguous(), out.inside, activation, up=gate_up[:, inner:])
+    assert torch.equal(out.inside, together)
+    assert out.margins_are_whole()
 
 
 # What relu makes of a value needs no rounding.

@@ -526,8 +526,7 @@ class GpuDecoder:
         assert step.inputs is not None
         gates, out = (_first_rows(buffer, count, width) for buffer in (model.gate_up, model.inner))
         self._product(index, layer, operation.gate.name, step.rows, gates, shape)
-        gated(gates, out, operation.activation)
-        out.mul_(step.inputs)
+        gated(gates, out, operation.activation, up=step.inputs)
         return self._product(index, layer, operation.projection.name, out, model.found[:count], shape)
 
     def _mix(

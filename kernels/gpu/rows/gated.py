@@ -48,13 +48,16 @@ def _xielu(x, above, below):
 @triton.jit
 def _gated(
     gate_up,
+    up,
     out,
     inner,
+    up_stride,
     parts,
     above,
     below,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -62,19 +65,28 @@ def _gated(
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
-    source = gate_up + row * ((2 if GATED else 1) * inner) + columns
+    source = gate_up + row * ((2 if GATED and not APART else 1) * inner) + columns
     gate = tl.load(source, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     values = (_xielu(wide, above, below) if ACTIVATION == "xielu" else _activated(wide, ACTIVATION)).to(gate.dtype)
     if GATED:
-        up = tl.load(source + inner, mask=inside, other=0.0)
-        values = (values.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        other = up + row * up_stride + columns if APART else source + inner
+        factor = tl.load(other, mask=inside, other=0.0)
+        values = (values.to(tl.float32) * factor.to(tl.float32)).to(gate.dtype)
     tl.store(out + row * inner + columns, values, mask=inside)
 
 
-def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str, bends: tuple[float, float] = (0.0, 0.0)) -> None:
+def gated(
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    activation: str,
+    bends: tuple[float, float] = (0.0, 0.0),
+    *,
+    up: torch.Tensor | None = None,
+) -> None:
     """Writes act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type; of
-    ``gate_up`` [T, inner] act(up).
+    ``gate_up`` [T, inner] act(up), or with other rows ``up`` [T, inner], which may be columns of wider ones, act(gate)
+    * up.
 
     activation: one of ACTIVATIONS. bends: xIELU's factors above and below 0.
     Raises Internal for misshapen tensors and unknown activations.
@@ -85,12 +97,15 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str, bends: tupl
     check((has_gate or gate_up.shape[1] == inner) and inner > 0 and tokens > 0, "gate_up is {}", gate_up.shape)
     check_tensor("out", out, (tokens, inner), gate_up.dtype, gate_up.device)
     check(activation in ACTIVATIONS, "activation {!r} is not known", activation)
-    constants = _constants(activation, has_gate, arch_of(gate_up.device))
-    parts = cdiv(inner, constants["BLOCK"])
-    _gated[(tokens * parts,)](gate_up, out, inner, parts, *bends, **constants)
+    if up is not None:
+        fits = up.shape == out.shape and up.dtype == out.dtype and up.device == out.device and up.stride(1) == 1
+        check(fits and not has_gate, "other rows are {} of {}", up.shape, up.dtype)
+    constants = _constants(activation, has_gate or up is not None, arch_of(gate_up.device), apart=up is not None)
+    parts, others = cdiv(inner, constants["BLOCK"]), gate_up if up is None else up
+    _gated[(tokens * parts,)](gate_up, others, out, inner, others.stride(0), parts, *bends, **constants)
 
 
-def _constants(activation: str, has_gate: bool, arch: int) -> dict[str, Any]:
+def _constants(activation: str, has_gate: bool, arch: int, *, apart: bool = False) -> dict[str, Any]:
     use = tuned("gated", arch)
-    kind = {"ACTIVATION": activation, "GATED": has_gate}
+    kind = {"ACTIVATION": activation, "GATED": has_gate, "APART": apart}
     return {**kind, "BLOCK": use["block"], "num_warps": use["num_warps"], **dependent(arch)}
