@@ -33,7 +33,7 @@ CONVERSION_VERSION = 4
 # weights with the same fingerprint. So do it when configs are read in another way, because records are kept.
 TEXTS_VERSION = 3
 # Raise this when the layout of packed weights changes: older files are then removed.
-PACKING_VERSION = 12
+PACKING_VERSION = 13
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1

@@ -504,9 +504,11 @@ def quantized_product_specs() -> list[BuildSpec]:
     cases = [
         ("uint4_128", PackedKind("uint4", *down, 128, shift="zeros"), "bf16"),
         ("uint4_128_whole", PackedKind("uint4", *up, 128, shift="zeros"), "bf16"),
-        ("uint4_64_shifted", PackedKind("uint4", *down, 64, shift="offsets"), "bf16"),
+        ("signed4_32", PackedKind("signed4", *down, 32, "two_halves", "offsets"), "bf16"),
+        ("signed4_64", PackedKind("signed4", *down, 64, "two_halves", "offsets"), "bf16"),
+        ("signed8_32", PackedKind("signed8", *down, 32, "two_halves"), "bf16"),
+        ("signed8_16", PackedKind("signed8", *down, 16, "two_halves", "offsets"), "bf16"),
         ("int4_128", PackedKind("int4", *down, 128), "bf16"),
-        ("int4_32", PackedKind("int4", *down, 32), "bf16"),
         ("int4_32_halves", PackedKind("int4", *down, 32, "bfloat16"), "bf16"),
         ("int4_32_float16", PackedKind("int4", *down, 32, "float16"), "bf16"),
         ("uint4_32_float16", PackedKind("uint4", *down, 32, "float16", "zeros"), "bf16"),
@@ -538,7 +540,7 @@ def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, 
     inputs = "i32:16" if kind.inputs % 16 == 0 else "i32"
     target = "fp32" if constants["SHARED"] else dtype
     scales = "i32" if kind.scale != "float32" else "fp32"
-    pointers = f"*{dtype}:16, *i32:16, *{scales}:16, *fp32:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
+    pointers = f"*{dtype}:16, *i32:16, *{scales}:16, *{scales}:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
     return BuildSpec(
         name=f"quantized_{name}-{rows}",
         kernel=quantized_product._product,
@@ -639,6 +641,8 @@ def grouped_product_specs() -> list[BuildSpec]:
         ("int4_32_up", qwen_up, PackedKind("int4", *qwen_up, 32, "bfloat16"), "bf16", "silu"),
         ("int4_32_float16_up", qwen_up, PackedKind("int4", *qwen_up, 32, "float16"), "bf16", "silu"),
         ("uint4_32_up", qwen_up, PackedKind("uint4", *qwen_up, 32, "float16", "zeros"), "bf16", "silu"),
+        ("signed4_up", qwen_up, PackedKind("signed4", *qwen_up, 32, "two_halves", "offsets"), "bf16", "silu"),
+        ("signed8_up", qwen_up, PackedKind("signed8", *qwen_up, 16, "two_halves"), "bf16", "silu"),
         ("uint4_up", qwen_up, PackedKind("uint4", *qwen_up, 128, shift="zeros"), "bf16", "silu"),
         ("int8_up", qwen_up, PackedKind("int8", *qwen_up, 0), "bf16", "silu"),
         ("fp8_up", qwen_up, PackedKind("fp8_e4m3", *qwen_up, 128), "bf16", "silu"),
@@ -701,8 +705,7 @@ def _grouped_product_spec(
     words, scales = (f"*{dtype}:16", f"*{dtype}:16") if kind is None else ("*i32:16", "*fp32:16")
     if kind is not None and kind.scale != "float32":
         scales = "*i32:16"
-    offsets = "*fp32:16" if kind is not None and kind.shift != "none" else scales
-    pointers = f"*{dtype}:16, *i32:16, *i32:16, *i32:16, {words}, {scales}, {offsets}, *fp32:16, *i32:16, *fp32:16"
+    pointers = f"*{dtype}:16, *i32:16, *i32:16, *i32:16, {words}, {scales}, {scales}, *fp32:16, *i32:16, *fp32:16"
     pointers += f", *{dtype}:16, *{dtype}:16, *i32:16, *{dtype}:16, *{dtype}:16"
     sizes = ", ".join(["i32:16"] * 4)
     constants |= expert_adapters.expand_constants(_adapted(*shape, gated, rank) if rank else None)

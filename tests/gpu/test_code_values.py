@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.kernels.gpu.products.code_values import _assembly, _nf4_lookup, _nf4_table
-from pillion.kernels.gpu.products.gpu_packing import ZERO_BASE, PackedKind, _columns, _joined, pack
+from pillion.kernels.gpu.products.gpu_packing import COLUMNS, ZERO_BASE, PackedKind, _columns, _joined, pack
 from pillion.kernels.gpu.products.packed_tiles import _byte_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
@@ -104,7 +104,9 @@ def scales_of(kind: str, subtracted: torch.Tensor | None) -> tuple[list[int], li
     if kind in ("bfloat16", "float16"):
         scales = torch.randn(2, 2).to(getattr(torch, kind)).float()
         offsets = None if subtracted is None else -scales * subtracted[:, None].float()
-        packed = pack(QuantizedMatrix("uint4", torch.zeros(2, 64, dtype=torch.uint8), scales, 32, offsets))
+        packed = pack(
+            QuantizedMatrix("uint4", torch.zeros(2, 64, dtype=torch.uint8), scales, 32, offsets), torch.bfloat16
+        )
         assert packed.kind.scale == kind
         return packed.scales[0, 0, :2].tolist(), list(scales.double().T[: packed.kind.per_scale_word])
     numbers = torch.randint(120, 250, (4,)).int()
@@ -117,7 +119,8 @@ def scales_of(kind: str, subtracted: torch.Tensor | None) -> tuple[list[int], li
 
 @pytest.mark.parametrize(("coding", "scale", "zeros"), KINDS)
 def test_instructions_make_the_weights_of_codes(coding, scale, zeros):
-    kind = PackedKind(coding, 64, 512, 32, scale, "zeros" if zeros else "none")
+    shift = "zeros" if zeros else "none"
+    kind = PackedKind(coding, 64, 512, 32, scale, shift)
     known = (~CODINGS[coding].isnan()).nonzero().flatten()
     for _ in range(8):
         codes = known[torch.randint(len(known), (kind.per_word, 2))].int()
@@ -130,8 +133,39 @@ def test_instructions_make_the_weights_of_codes(coding, scale, zeros):
         operands = [*words, *(word & 0xFFFFFFFF for word in more)]
         for place, at in itertools.product(range(kind.per_word), range(len(factors))):
             wanted = (CODINGS[coding][codes[place].long()].double() - subtracted) * factors[at]
-            found = result_of(_assembly(coding, place, zeros, scale, _byte_of(at, 0, 32, len(factors))), *operands)
+            found = result_of(_assembly(coding, place, shift, scale, _byte_of(at, 0, 32, len(factors))), *operands)
             assert torch.equal(halves(found), wanted.bfloat16().double()), (place, at)
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("coding", ["uint4", "int4", "int8"])
+def test_instructions_make_weights_of_signed_numbers(coding, offsets):
+    """They are as near to value * scale + offset as the docstring of the packing says."""
+    scales = torch.randn(2, 16) * torch.tensor([[1.0], [0.003]])
+    rest = scales * torch.rand(2, 16) * -15 if offsets else None
+    codes = torch.randint(16, (2, 512)).to(torch.uint8)
+    if coding == "int8":
+        # Less a middle of at most 15, these are numbers of int8.
+        codes = torch.randint(-112 if offsets else -127, 128, (2, 512)).to(torch.int8).view(torch.uint8)
+    matrix = QuantizedMatrix(coding, codes, scales, 32, rest)
+    packed = pack(matrix, torch.bfloat16)
+    kind = packed.kind
+    assert (kind.scale, kind.shift) == ("two_halves", "offsets" if offsets or coding != "int8" else "none")
+    wanted, factors = matrix.dequantize(torch.float64), packed.factors[:2].double()
+    # Of the offset there is at most half a scale in 8 bits, and in 4 bits what is left beside the middle.
+    left = scales.abs() / 2
+    if coding != "int8":
+        left = ((rest if offsets else 0) + scales * (7.5 if coding == "uint4" else -0.5)).abs()
+    sizes = (scales.abs() * (128 if coding == "int8" else 8) * 2.0**-16 + left * 2.0**-7).repeat_interleave(32, 1)
+    allowed = wanted.abs() * 2.0**-8 + sizes
+    words = packed.words.view(kind.units, 64, COLUMNS)[:, :2].long() & 0xFFFFFFFF
+    for unit, place in itertools.product(range(kind.units), range(kind.per_word)):
+        column = unit * kind.unit + place * COLUMNS + 5
+        more = [packed.scales[unit, place, :2]]
+        more += [packed.offsets[unit, place // 2, :2]] if packed.offsets is not None else []
+        operands = [*words[unit, :, 5].tolist(), *(int(word) & 0xFFFFFFFF for pair in more for word in pair)]
+        found = halves(result_of(_assembly(kind.coding, place, kind.shift, kind.scale, 0, place % 2), *operands))
+        assert bool(((found * factors - wanted[:, column]).abs() <= allowed[:, column]).all()), (unit, place)
 
 
 @pytest.mark.parametrize(("half", "dtype"), [("bf16x2", torch.bfloat16), ("f16x2", torch.float16)])

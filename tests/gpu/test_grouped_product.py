@@ -30,15 +30,18 @@ def experts_of(name: str, outputs: int, inputs: int, dtype: torch.dtype):
         return plain.to(DEVICE), plain.double()
     coding, group, *more = name.split()
     matrices = [_expert(coding, int(group), more, outputs, inputs, seed) for seed in range(EXPERTS)]
-    packed = [pack(matrix) for matrix in matrices]
+    packed = [pack(matrix, dtype) for matrix in matrices]
     (kind,) = {each.kind for each in packed}
     assert (kind.scale, kind.shift) == ("float32", "none") or more
+    assert (kind.scale == "two_halves") == ("signed" in more)
     parts = {key: torch.stack([each.parts[key] for each in packed]).to(DEVICE) for key in packed[0].parts}
     return PackedMatrix(kind, **parts), torch.stack([matrix.dequantize(torch.float32) for matrix in matrices]).double()
 
 
 def _expert(coding: str, group: int, more: list[str], outputs: int, inputs: int, seed: int) -> QuantizedMatrix:
     matrix = random_matrix(coding, outputs, inputs, group or inputs, ordered="ordered" in more, seed=seed)
+    if "signed" in more:
+        matrix.codes[matrix.codes == 0x80] = 0
     values = CODINGS[coding]
     size = inputs**0.5 * float(values[values.isfinite()].square().mean().sqrt())
     scales = (torch.rand(matrix.scales.shape) + 0.5) / size
@@ -103,7 +106,7 @@ CASES = [
     ("plain", torch.float16, "gelu", False, True, False, False),
     ("plain", torch.bfloat16, None, False, True, True, True),
     ("int4 64", torch.bfloat16, "silu", True, True, True, False),
-    ("int4 32", torch.bfloat16, None, False, False, True, True),
+    ("int4 32 signed", torch.bfloat16, None, False, False, True, True),
     ("int4 32 halves", torch.bfloat16, "silu", True, False, True, False),
     ("uint4 16 halves ordered", torch.bfloat16, None, False, False, True, True),
     ("int4 32 float16 ordered", torch.bfloat16, "silu", True, False, True, False),
@@ -112,11 +115,13 @@ CASES = [
     ("uint4 32 float16 zeros", torch.float32, None, False, False, True, True),
     ("uint4 128 zeros", torch.bfloat16, "silu", True, False, True, False),
     ("uint4 128 zeros ordered", torch.float32, "silu", True, False, True, False),
-    ("uint4 64 offsets", torch.bfloat16, None, False, False, False, False),
+    ("uint4 64 signed offsets", torch.bfloat16, None, False, False, False, False),
     ("nf4 64", torch.bfloat16, "silu", True, False, True, False),
     ("int8 0", torch.bfloat16, "silu", True, False, True, True),
     ("int8 128 ordered", torch.bfloat16, None, False, False, True, False),
     ("int8 64 offsets", torch.float32, None, False, False, False, False),
+    ("int8 32 signed", torch.bfloat16, "silu", True, False, True, False),
+    ("int8 16 signed offsets ordered", torch.bfloat16, None, False, False, True, True),
     ("fp8_e4m3 128", torch.bfloat16, "silu", True, True, True, False),
     ("fp8_e4m3 0", torch.float32, None, False, False, True, False),
     ("fp4_e2m1 32 powers", torch.bfloat16, CLAMPED, True, True, True, True),

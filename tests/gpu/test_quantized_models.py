@@ -41,8 +41,8 @@ MODELS = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_hidden_layers": 1, "intermediate_size": 96},
 }
 PACKED = {
-    "llama": {"qkv": "int4", "o": "uint4", "gate_up": "int8", "down": "uint4"},
-    "mixtral": {"qkv": "int4", "o": "uint4", "experts.gate_up": "int4", "experts.down": "int8"},
+    "llama": {"qkv": "int4", "o": "signed4", "gate_up": "signed8", "down": "uint4"},
+    "mixtral": {"qkv": "int4", "o": "signed4", "experts.gate_up": "int4", "experts.down": "signed8"},
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
-from pillion.kernels.gpu.products.gpu_packing import PackedKind, PackedMatrix, can_pack, pack
+from pillion.kernels.gpu.products.gpu_packing import PackedKind, PackedMatrix, can_pack, pack, pack_alike
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct, splits_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.examples import examples
@@ -47,7 +47,7 @@ def on_device(packed: PackedMatrix) -> PackedMatrix:
 
 def multiplier(matrix: QuantizedMatrix, dtype: torch.dtype):
     """Return a function of rows, a bias and a result that multiplies by the packed matrix."""
-    packed = on_device(pack(matrix))
+    packed = on_device(pack(matrix, dtype))
     product = QuantizedProduct([packed], MAX_ROWS, dtype, DEVICE)
     return lambda rows, bias, out: product(rows, packed, bias, out)
 
@@ -121,7 +121,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch, coding):
     add_up_in_one_order(monkeypatch)
     inputs = 4 * (256 if coding == "uint4" else 128) + 40
     matrix = random_matrix(coding, 30, inputs, 128, offsets=True, ordered=True)
-    assert splits_of(pack(matrix).kind) > 1
+    assert splits_of(pack(matrix, torch.bfloat16).kind) > 1
     multiply = multiplier(matrix, torch.float32)
     rows, bias = torch.randn(140, inputs, device=DEVICE), torch.randn(30, device=DEVICE)
 
@@ -189,7 +189,7 @@ def powers_and_floats() -> list[QuantizedMatrix]:
 @pytest.mark.parametrize("place", [0, 1])
 def test_scales_of_a_byte(place, dtype):
     matrix = powers_and_floats()[place]
-    packed = pack(matrix)
+    packed = pack(matrix, torch.bfloat16)
     assert packed.kind.scale == ("e8m0", "e5m3")[place]
     assert packed.scales.numel() * 4 == 128 * (512 // packed.kind.group)
     check_against_torch(matrix, 3, dtype, biased=True)
@@ -198,7 +198,7 @@ def test_scales_of_a_byte(place, dtype):
 def test_scales_that_no_byte_holds_stay_float32():
     mxfp4, nvfp4 = powers_and_floats()
     for matrix in (replace(mxfp4, scales=mxfp4.scales * 1.5), replace(nvfp4, factors=nvfp4.factors * 1.1)):
-        assert pack(matrix).kind.scale == "float32"
+        assert pack(matrix, torch.bfloat16).kind.scale == "float32"
 
 
 @pytest.mark.parametrize(("coding", "group"), [("int4", 32), ("int8", 16), ("uint4", 48)])
@@ -206,13 +206,13 @@ def test_scales_of_two_bytes(coding, group):
     """Inputs that fill no whole unit; products by all kinds of rows."""
     matrix = random_matrix(coding, 19, 328, group)
     matrix = replace(matrix, scales=matrix.scales.bfloat16().float())
-    packed = pack(matrix)
+    packed = pack(matrix, torch.bfloat16)
     assert (packed.kind.scale, packed.scales.dtype) == ("bfloat16", torch.int32)
     assert packed.scales.numel() == 64 * 512 // (2 * packed.kind.group) * (1 if coding != "int8" else 384 / 512)
     for count, dtype in ((3, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32)):
         check_against_torch(matrix, count, dtype)
     for other in (replace(matrix, scales=matrix.scales * 1.001), replace(matrix, offsets=matrix.scales)):
-        assert pack(other).kind.scale == "float32"
+        assert pack(other, torch.bfloat16).kind.scale != "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_scales_in_words_with_zeros(coding, scale, zeros):
     matrix = replace(matrix, scales=scales)
     if zeros:
         matrix = replace(matrix, offsets=-scales * torch.randint(16, scales.shape))
-    packed = pack(matrix)
+    packed = pack(matrix, torch.bfloat16)
     assert (packed.kind.scale, packed.kind.shift, packed.offsets) == (scale, "zeros" if zeros else "none", None)
     assert packed.scales.numel() == 64 * 512 // 32
     for count, dtype in ((3, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32), (3, torch.float16)):
@@ -234,7 +234,7 @@ def test_scales_in_words_with_zeros(coding, scale, zeros):
     for group in (16, 48):  # Half a place has no word of its own.
         alike = scales[:, :1].repeat(1, -(-328 // group))
         small = replace(matrix, group=group, scales=alike, offsets=-8 * alike if zeros else None)
-        assert pack(small).kind.scale == "float32"
+        assert pack(small, torch.bfloat16).kind.scale == "two_halves"
         check_against_torch(small, 3, torch.bfloat16)
 
 
@@ -247,7 +247,7 @@ def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
         QuantizedMatrix("int4", codes, scales, 32),
         QuantizedMatrix("uint4", codes, scales, 32, -scales * zeros),
     ):
-        assert pack(matrix).kind.scale == "float16"
+        assert pack(matrix, torch.bfloat16).kind.scale == "float16"
         rows = torch.eye(64).bfloat16().to(DEVICE)
         found = multiplier(matrix, torch.bfloat16)(rows, None, torch.empty(64, 48, device=DEVICE))
         weights = matrix.dequantize(torch.float32)
@@ -256,11 +256,60 @@ def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
         assert torch.equal(found.cpu().T, once.float())
 
 
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize(
+    ("coding", "group"), [("uint4", 32), ("int4", 16), ("int8", 16), ("int8", 32), ("uint4", 4096), ("int8", 4096)]
+)
+def test_signed_numbers(coding, group, offsets):
+    """Small groups, and all groups with any offsets, for rows of bfloat16: units that are whole, and two parts of one.
+    Products by rows of a unit matrix are the weights."""
+    for inputs in (512, 328, 552):
+        matrix = random_matrix(coding, 19, inputs, group, offsets=offsets or group > 64)
+        if coding == "int8":
+            matrix = replace(matrix, codes=matrix.codes.view(torch.int8).clamp(-100, 100).view(torch.uint8))
+        packed = pack(matrix, torch.bfloat16)
+        assert packed.kind.scale == "two_halves"
+        chosen = torch.cat((torch.randperm(inputs)[:12], torch.arange(inputs - 4, inputs)))
+        rows = torch.eye(inputs)[chosen].bfloat16().to(DEVICE)
+        found = multiplier(matrix, torch.bfloat16)(rows, None, torch.empty(16, 19, device=DEVICE)).cpu().T
+        wanted = matrix.dequantize(torch.float32)[:, chosen]
+        scales = matrix.scales if matrix.offsets is None else torch.maximum(matrix.scales.abs(), matrix.offsets.abs())
+        allowed = wanted.abs() * 2.0**-7 + scales[:, chosen // group].abs() * 2.0**-3
+        assert bool(((found - wanted).abs() <= allowed).all())
+
+
+def test_numbers_that_no_sign_and_seven_bits_hold_stay_whole():
+    matrix = random_matrix("int8", 2, 64, 32, offsets=True)
+    matrix.codes[1, :2] = torch.tensor([0x80, 0x7F])
+    assert pack(matrix, torch.bfloat16).kind.scale == "float32"
+    check_against_torch(matrix, 3, torch.bfloat16)
+    matrix.codes[matrix.codes == 0x80] = 0
+    assert pack(matrix, torch.bfloat16).kind.coding == "signed8"
+    packed = on_device(pack(matrix, torch.bfloat16))
+    rows, out = torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    with pytest.raises(Internal, match="rows of bfloat16"):
+        QuantizedProduct([packed], 1, torch.float32, DEVICE)(rows, packed, None, out)
+
+
+def test_a_matrix_of_zeros_is_packed_as_the_others_are():
+    """An expert that is never chosen may be 0, and a matrix of zeros alone would have scales of bfloat16."""
+    for offsets in (True, False):
+        matrix = random_matrix("uint4", 20, 320, 32, offsets=offsets)
+        dead = random_matrix("uint4", 20, 320, 32, offsets=offsets)
+        for values in (dead.scales, dead.offsets):
+            if values is not None:
+                values.zero_()
+        assert pack(dead, torch.bfloat16).kind != pack(matrix, torch.bfloat16).kind
+        for dtype in (torch.bfloat16, torch.float32):
+            one, other = pack_alike([matrix, dead], dtype)
+            assert (one.kind, one.kind.scale) == (other.kind, "two_halves" if dtype == torch.bfloat16 else "float32")
+
+
 def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
     matrix = random_matrix("uint4", 20, 320, 64)
     zeros = torch.randint(16, matrix.scales.shape)
     whole, other = (replace(matrix, offsets=-matrix.scales * each) for each in (zeros, zeros + 0.5))
-    assert (pack(whole).kind.shift, pack(other).kind.shift) == ("zeros", "offsets")
+    assert (pack(whole, torch.bfloat16).kind.shift, pack(other, torch.bfloat16).kind.shift) == ("zeros", "offsets")
     check_against_torch(whole, 3, torch.bfloat16)
     check_against_torch(whole, 3, torch.float32)
 
@@ -268,5 +317,5 @@ def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
 def test_bits_of_weights_in_memory():
     """Of gpt-oss's shape: 2,880 inputs and outputs are padded to nothing that would count."""
     matrix = random_matrix("fp4_e2m1", 2880, 2880, 32)
-    packed = pack(replace(matrix, scales=matrix.scales.abs().log2().round().clamp(-9).exp2()))
+    packed = pack(replace(matrix, scales=matrix.scales.abs().log2().round().clamp(-9).exp2()), torch.bfloat16)
     assert sum(part.numel() * 32 for part in packed.parts.values()) / 2880**2 < 4.3

@@ -49,7 +49,16 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.ranks.rank_weights import shard_layer
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.products.fp8_product import Fp8Matrix, fp8_matrix
-from pillion.kernels.gpu.products.gpu_packing import BITS, SCALES, SHIFTS, PackedKind, PackedMatrix, can_pack, pack
+from pillion.kernels.gpu.products.gpu_packing import (
+    BITS,
+    SCALES,
+    SHIFTS,
+    PackedKind,
+    PackedMatrix,
+    can_pack,
+    pack,
+    pack_alike,
+)
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -371,14 +380,14 @@ def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, t
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
     """Returns a matrix as it is kept: quantized where kernels can multiply by such a matrix, else in floating
     point."""
-    return pack(matrix) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
+    return pack(matrix, dtype) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
     """Returns the matrices of all experts: quantized where all of them are of one kind."""
-    found = [_stored(matrix, dtype) for matrix in matrices]
-    packed = [each for each in found if isinstance(each, PackedMatrix)]
-    if len(packed) < len(found) or len({(each.kind, *each.parts) for each in packed}) > 1:
+    found = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and can_pack(matrix)]
+    packed = pack_alike(found, dtype) if len(found) == len(matrices) else []
+    if len({(each.kind, *each.parts) for each in packed}) != 1:
         return torch.stack([plain(matrix, dtype) for matrix in matrices])
     parts = {name: torch.stack([each.parts[name] for each in packed]) for name in packed[0].parts}
     return PackedMatrix(packed[0].kind, **parts)

@@ -151,9 +151,9 @@ def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard)
             return 0
         if not all(_alike(linear.weight, one.weight, mixed.down.shape[1]) for one in others):
             return 0
-        # Small scales are kept in fewer bits, where all of a matrix are small.
+        # Small scales are kept in fewer bits, where all of a matrix are small, and most kinds are for bfloat16.
         few = [*_pieces(linear.weight, own, count), others[0].weight]
-        packed = [pack(one) for one in few if isinstance(one, QuantizedMatrix) and can_pack(one)]
+        packed = [pack(one, torch.bfloat16) for one in few if isinstance(one, QuantizedMatrix) and can_pack(one)]
         if len({(each.kind, *each.parts) for each in packed}) > 1:
             return 0
     return count

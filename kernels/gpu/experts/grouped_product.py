@@ -140,8 +140,10 @@ def _grouped(
                 rows, words + expert * word_stride, token, output, inputs, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K
             )
         else:
+            # Offsets are as many as scales, and those of signed numbers half as large.
+            offset_stride = scale_stride // 2 if SCALE == "two_halves" else scale_stride
             total = packed_part(
-                rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * scale_stride,
+                rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * offset_stride,
                 factors + expert * padded, columns_of + expert * inputs, table, token, output, 0, units, inputs, padded,
                 CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, PLACES, PER_WORD, TAIL, RAGGED, ORDERED, NATIVE_FP8,
                 BLOCK_N, BLOCK_T,

@@ -5,7 +5,7 @@ There are two ways, chosen by the matrix and the rows' type, never by the number
 *Exact* weights, for rows of bfloat16: whole numbers, less their zero, and floats of 4 or 8 bits, times a scale of a
 byte, have at most 8 significant bits, so they are bfloat16's without rounding. Scales and factors of float32 multiply
 sums of a group's products, or of all products. Whole numbers times scales of bfloat16 or float16 are made in the same
-way, and rounded once.
+way, and rounded once. Signed numbers, for other scales and offsets, are off by little more (gpu_packing._signed).
 
 *Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type. NF4's are
 rounded before they are looked up, for the codes of a group have 16 weights in all.
@@ -29,6 +29,9 @@ from pillion.kernels.torch.quantized_matrix import CODINGS
 
 _INTERPRETED = tl.constexpr(interpreting())
 _LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+# Bits of signed numbers stand for the number times 2**-130 and 2**-133, and their scales are so much larger. A float32
+# holds these powers in two steps.
+_SIGNED_SCALE_STEP, _SIGNED4_STEP, _SIGNED8_STEP = (tl.constexpr(2.0**power) for power in (-100, -30, -33))
 # The bits of a half of a word that has the smaller part of a scale of float16, and those of its zero.
 _PART_BITS, _ZERO_BITS = tl.constexpr(0xFFFF - FREE_BITS), tl.constexpr(0xF)
 # _MAGIC is the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it. They are
@@ -56,10 +59,13 @@ def _halves_of(first, second, upper, target):
 
 
 @triton.constexpr_function
-def _assembly(coding, place, zeros, scale, byte):
+def _assembly(coding, place, shift, scale, byte, half=0):
     """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. With scales of float32
     $3 has what is added to codes, where there are zeros. $3 and $4 hold other scales of the two: those of a byte or two
-    in their byte or half number ``byte``."""
+    in their byte or half number ``byte``. $5 and $6 hold offsets in the half of this number."""
+    if scale == "two_halves":
+        return _signed_assembly(coding, place, shift == "offsets", half)
+    zeros = shift == "zeros"
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
@@ -131,6 +137,25 @@ def _scaled(zeros, scale, byte):
 
 
 @triton.constexpr_function
+def _signed_assembly(coding, place, offsets, upper):
+    """Returns the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's where they lie, or a shift
+    or an exchange of bytes away (gpu_packing._half). Offsets are in the upper or the lower halves of $5 and $6."""
+    if coding == "signed8":
+        # Each code stands twice in its half, above for its sign and below for its size.
+        lines = [f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * place};", f"and.b32 v, v, {0x807F807F};"]
+    else:
+        upper_codes, exchanged, shifted = place // 4, place % 4 // 2, place % 2
+        lines = [f"prmt.b32 v, $1, $2, {(0x4501 if exchanged else 0x5410) + 0x2222 * upper_codes};"]
+        if shifted:
+            lines.append("shl.b32 v, v, 4;")
+        lines.append(f"lop3.b32 v, v, {0x80708070}, {0x00080008}, {_AND_OR};")
+    lines += _halves_of("$5", "$6", upper, "c") if offsets else [f"mov.b32 c, {0x80008000};"]
+    lines += [*_halves_of("$3", "$4", False, "f"), "fma.rn.bf16x2 c, v, f, c;"]
+    lines += [*_halves_of("$3", "$4", True, "t"), "fma.rn.bf16x2 $0, v, t, c;"]
+    return "{ .reg .b32 t, v, f, c; .reg .b16 l, h, n, m; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
 def _nf4_table(half):
     """Returns the PTX that makes NF4's 16 weights with the scale $8, rounded to a type of 16 bits (``half``: PTX's name
     of two of them): their lower bytes in $0 to $3, and their upper ones in $4 to $7."""
@@ -196,36 +221,65 @@ def nf4_weights(words, table, PLACE: tl.constexpr, BFLOAT16: tl.constexpr):
 
 @triton.jit
 def exact(
-    words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, ZEROS: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE: tl.constexpr, BYTE: tl.constexpr,
+    words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE: tl.constexpr, BYTE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
-    beside: for ZEROS the bfloat16 that are added to ZERO_BASE + code, where scales do not have them; else not used.
+    beside: for zeros the bfloat16 that are added to ZERO_BASE + code, where scales do not have them; for offsets words
+        that have them in the half HALF; else not used.
     scales: the words that hold scales, those of a byte or two at BYTE. With GROUPS the scales of the sums, which the
         weights do not need: Triton loads ahead, turns of a loop before, what the operands of a product of tiles are
         made of, and nothing else.
     """
     if _INTERPRETED:
-        BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
-        values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
-        if ZEROS:
-            values += (beside.to(tl.float32) if SCALE == "float32" else small_zero(scales, SCALE)) + _ZERO_BASE
-        if SCALE != "float32":
-            values *= small_scale(scales, BYTE, SCALE)
-        return values.to(tl.bfloat16)
-    ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, ZEROS, SCALE, BYTE)
-    if SCALE != "float32":
+        return _interpreted(words, beside, scales, PLACE, CODING, SHIFT, SCALE, BYTE, HALF)
+    ASSEMBLY: tl.constexpr = _assembly(CODING, PLACE, SHIFT, SCALE, BYTE, HALF)
+    if SHIFT == "offsets":
+        weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r,r,r", [words, scales, beside], tl.bfloat16, True, 2)
+    elif SCALE != "float32":
         weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [words, scales], tl.bfloat16, True, 2)
-    elif ZEROS and GROUPS:
+    elif SHIFT == "zeros" and GROUPS:
         weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,f,f", [words, beside, scales], tl.bfloat16, True, 2)
-    elif ZEROS:
+    elif SHIFT == "zeros":
         weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, beside], tl.bfloat16, True, 2)
     elif GROUPS:
         weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,f,f", [words, scales], tl.bfloat16, True, 2)
     else:
         weights = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words], tl.bfloat16, True, 2)
     return weights
+
+
+@triton.jit
+def _interpreted(
+    words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
+    BYTE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Returns what :func:`exact` does, where no PTX can be run."""
+    BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
+    values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
+    if SHIFT == "zeros":
+        values += (beside.to(tl.float32) if SCALE == "float32" else small_zero(scales, SCALE)) + _ZERO_BASE
+    if SCALE != "float32":
+        values *= small_scale(scales, BYTE, SCALE)
+    if SHIFT == "offsets":
+        values += small_scale(beside, HALF, "bfloat16")
+    return values.to(tl.bfloat16)
+
+
+@triton.jit
+def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
+    """Returns the signed numbers at one place of each word, float32: gpu_packing._half backwards."""
+    if CODING == "signed8":
+        bits = words >> (8 * PLACE)
+        sign, size = bits & 0x80, bits & 0x7F
+    else:
+        # The sign and the bits below it lie in nibbles of their own.
+        half = words >> (16 * (PLACE // 4))
+        SIGN: tl.constexpr = 15 - 4 * (PLACE % 2) - 8 * (PLACE % 4 // 2)
+        SIZE: tl.constexpr = 4 - 4 * (PLACE % 2) + 8 * (PLACE % 4 // 2)
+        sign, size = half & (1 << SIGN), 2 * ((half >> SIZE) & 7) + 1
+    return tl.where(sign != 0, -size, size).to(tl.float32)
 
 
 @triton.jit
@@ -257,6 +311,8 @@ def code_values(
         return decode_e4m3(_float_code(words, PLACE, CODING).to(tl.uint8), tl.float32, NATIVE_FP8)
     if CODING == "nf4":
         return tl.load(table + ((words >> (4 * PLACE)) & 0xF))
+    if CODING == "signed4" or CODING == "signed8":
+        return _signed_values(words, PLACE, CODING)
     if CODING == "fp4_e2m1":
         # Exponent and mantissa become those of a float16, whose bias differs by 14, also for subnormals. This takes
         # fewer instructions than to look a value up.
@@ -283,6 +339,10 @@ def code_step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexp
         return 1.0 if NATIVE_FP8 else 256.0
     if CODING == "nf4":
         return 1.0
+    if CODING == "signed4":
+        return _SIGNED4_STEP
+    if CODING == "signed8":
+        return _SIGNED8_STEP
     if CODING == "fp4_e2m1":
         return 16384.0
     return 1.0 / (1 << (8 * (PLACE % 2) if CODING == "int8" else 4 * (PLACE % 4)))
@@ -303,10 +363,13 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
-    """Returns one of the four scales in each word, or of the two of 16 bits, or the one of float16, float32."""
+    """Returns one of the four scales in each word, or of the two of 16 bits, or the one of two halves, float32."""
     if SCALE == "float16":
         upper = ((words >> 16) << 16).to(tl.float32, bitcast=True)
         return upper + ((words & _PART_BITS) << 16).to(tl.float32, bitcast=True)
+    if SCALE == "two_halves":
+        upper = ((words >> 16) << 16).to(tl.float32, bitcast=True)
+        return (upper + (words << 16).to(tl.float32, bitcast=True)) * _SIGNED_SCALE_STEP
     if SCALE == "bfloat16":
         return ((words >> (16 * BYTE)) << 16).to(tl.float32, bitcast=True)
     bits = (words >> (8 * BYTE)) & 0xFF

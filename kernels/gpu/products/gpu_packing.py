@@ -14,13 +14,15 @@ inputs as far as words need it, with codes and scales of 0.
 The bits of codes that are floats lie in a word so that kernels take a float out by few instructions (``_half``).
 Scales that are numbers of 8 bits stay so: powers of two (MXFP4) and floats (NVFP4), each times its output's factor.
 Those of small groups of whole numbers stay in 16 bits, where a checkpoint has them in bfloat16. Where it has zeros or
-scales of float16, a group has a word (``_scales_in_halves``).
+scales of float16, a group has a word (``_scales_in_halves``). For rows of bfloat16 other small groups of whole numbers,
+and all with any offsets, are signed numbers with a word for each scale and half a word for each offset (``_signed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch.nn.functional import pad
@@ -31,14 +33,23 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 COLUMNS = 32
 # Outputs are padded to a multiple of this.
 OUTPUTS = 64
-# A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS).
-BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8}
+# A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS). Those of signed numbers have a
+# sign above a size: 0 .. 127 in 8 bits, and in 4 an odd number 1 .. 15 without its lowest bit, which is twice the
+# distance of a code from the middle of all.
+BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8, "signed4": 4, "signed8": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 # Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
 # (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16, or of float16,
-# each of which is kept as the sum of two numbers of bfloat16.
-SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16")
+# each of which is kept as the sum of two numbers of bfloat16, as are those of signed numbers, with 16 bits in all.
+SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16", "two_halves")
+# Those of an output are multiplied by a power of two with which the largest of them is below 2**127, because a signed
+# number's bits are those of a bfloat16 without an exponent, and stand for the number times 2**-133 or 2**-130.
+_MOST_POWER, _SIZE_POWERS = 127, {"signed4": 3, "signed8": 6}
+# Offsets that are more than this times as large as an output's scales lower them all, so that no product overflows.
+_OFFSET_SHARE = 2.0**-7
+# A code of 8 bits less a whole number is at most so large; an output's largest scale is within these powers of two.
+_MOST_SIZE, _POWERS = 127, (-100, 100)
 # Groups of so many inputs or more have scales of float32, which multiply sums and not weights.
 LEAST_SUM = 64
 _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
@@ -60,7 +71,8 @@ class PackedKind:
 
     Attributes:
         group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
-            of a byte or two have LEAST_GROUP or COLUMNS, those of a word beside others than float32's COLUMNS.
+            of a byte or two have LEAST_GROUP or COLUMNS, those of a word beside others than float32's COLUMNS; those of
+            signed numbers have at most half a unit.
         scale: one of SCALES.
         shift: one of SHIFTS.
     """
@@ -97,7 +109,7 @@ class PackedKind:
     def per_scale_word(self) -> int:
         """Returns how many scales are in a word of 32 bits."""
         halves = 2 if self.shift == "none" else 1
-        return {"float32": 1, "float16": 1, "bfloat16": halves}.get(self.scale, 4)
+        return {"bfloat16": halves, "e8m0": 4, "e5m3": 4}.get(self.scale, 1)
 
     @property
     def padded(self) -> int:
@@ -112,8 +124,9 @@ class PackedMatrix:
     Attributes:
         words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
         scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of smaller numbers.
-        offsets: float32 [groups, padded outputs], or None where all are 0 or beside scales of bfloat16 and float16.
-        factors: float32 [padded outputs], which multiply scales of a byte; None beside others.
+        offsets: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of two bfloat16 each beside
+            signed numbers; None where all are 0 or beside scales of bfloat16 and float16.
+        factors: float32 [padded outputs], which multiply scales of a byte, and signed numbers; None beside others.
         order: int32 [inputs], the input of each column, or None where columns are in order.
     """
 
@@ -137,36 +150,82 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
     return matrix.group % LEAST_GROUP == 0 or matrix.group >= matrix.shape[1]
 
 
-def pack(matrix: QuantizedMatrix) -> PackedMatrix:
-    """Packs a matrix for which :func:`can_pack` holds."""
+def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> PackedMatrix:
+    """Packs a matrix for which :func:`can_pack` holds, for products with rows of a type.
+
+    There are three forms, and the first that holds the matrix is taken: exact weights of a type's products, signed
+    numbers for rows of bfloat16, and scales and offsets of float32, which hold every matrix. Those before number
+    ``least`` are left out.
+    """
     assert can_pack(matrix)
-    outputs, inputs = matrix.shape
     group = matrix.group if matrix.group % COLUMNS == 0 else LEAST_GROUP
-    group = 0 if matrix.group >= inputs else group
-    codes, offsets, shift = matrix.codes, matrix.offsets, "none"
+    group = 0 if matrix.group >= matrix.shape[1] else group
+    found = _exact(matrix, group) if least < 1 else None
+    if found is None and least < 2 and dtype == torch.bfloat16:
+        found = _signed(matrix, group)
+    return found or _wide(matrix, group)
+
+
+def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[PackedMatrix]:
+    """Packs matrices of one shape, such as those of experts, in one kind where there is one for all: one of them, whose
+    numbers are all 0, may be of another kind by itself."""
+    for least in range(3):
+        found = [pack(matrix, dtype, least=least) for matrix in matrices]
+        if len({(each.kind, *each.parts) for each in found}) == 1:
+            break
+    return found
+
+
+def _exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
+    outputs, inputs = matrix.shape
     small = _small_scales(matrix) if group else None
     if small is not None:
         scale, numbers, factors = small
         kind = PackedKind(matrix.coding, outputs, inputs, min(group, COLUMNS), scale)
         # No number of a byte is 0.
-        codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, codes)
-        scales, factors = _scale_words(numbers, matrix.group, kind), pad(factors, (0, kind.padded - outputs))
-    else:
-        if matrix.coding == "int8":
-            # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
-            codes = codes ^ 0x80
-        zeros = None
-        if offsets is not None:
-            zeros = _zeros(matrix.coding, matrix.scales, offsets)
-            shift, offsets = ("offsets", offsets) if zeros is None else ("zeros", -ZERO_BASE - zeros)
-        scale, halves = _scales_in_halves(matrix, group, zeros)
-        kind = PackedKind(matrix.coding, outputs, inputs, group, scale, shift)
-        factors = None
-        if halves is None:
-            scales = _grouped(matrix.scales, matrix.group, kind).T.contiguous()
-        else:
-            scales, offsets = _scale_words(halves, matrix.group, kind), None
-        offsets = None if offsets is None else _grouped(offsets, matrix.group, kind).T.contiguous()
+        codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, matrix.codes)
+        scales = _scale_words(numbers, matrix.group, kind, kind.per_scale_word)
+        return _packed(matrix, codes, kind, scales, factors=factors)
+    zeros = None if matrix.offsets is None else _zeros(matrix.coding, matrix.scales, matrix.offsets)
+    if matrix.offsets is not None and zeros is None:
+        return None
+    scale, halves = _scales_in_halves(matrix, group, zeros)
+    if 0 < group < LEAST_SUM and halves is None:
+        return None
+    kind = PackedKind(matrix.coding, outputs, inputs, group, scale, "none" if zeros is None else "zeros")
+    if halves is not None:
+        return _packed(matrix, matrix.codes, kind, _scale_words(halves, matrix.group, kind, kind.per_scale_word))
+    return _in_float32(matrix, kind, None if zeros is None else -ZERO_BASE - zeros)
+
+
+def _wide(matrix: QuantizedMatrix, group: int) -> PackedMatrix:
+    outputs, inputs = matrix.shape
+    shift = "none" if matrix.offsets is None else "offsets"
+    return _in_float32(matrix, PackedKind(matrix.coding, outputs, inputs, group, "float32", shift), matrix.offsets)
+
+
+def _in_float32(matrix: QuantizedMatrix, kind: PackedKind, offsets: torch.Tensor | None) -> PackedMatrix:
+    scales, offsets = (
+        None if values is None else _grouped(values, matrix.group, kind).T.contiguous()
+        for values in (matrix.scales, offsets)
+    )
+    assert scales is not None
+    return _packed(matrix, matrix.codes, kind, scales, offsets)
+
+
+def _packed(
+    matrix: QuantizedMatrix,
+    codes: torch.Tensor,
+    kind: PackedKind,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> PackedMatrix:
+    """Joins the parts of a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
+    if kind.coding == "int8":
+        # A code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
+        codes = codes ^ 0x80
+    factors = None if factors is None else pad(factors, (0, kind.padded - kind.outputs))
     order = None if matrix.order is None else matrix.order.int()
     return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
 
@@ -237,10 +296,72 @@ def _half_bits(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
 
 
-def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
+def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind, per_word: int) -> torch.Tensor:
     """Joins numbers [outputs, G] of groups of ``group`` inputs into words int32 [units, words, padded outputs]."""
-    parts = _grouped(numbers, group, kind).view(kind.padded, kind.units, -1, kind.per_scale_word)
-    return _joined(parts.unbind(-1), 32 // kind.per_scale_word).permute(1, 2, 0).contiguous()
+    parts = _grouped(numbers, group, kind).view(kind.padded, kind.units, -1, per_word)
+    return _joined(parts.unbind(-1), 32 // per_word).permute(1, 2, 0).contiguous()
+
+
+def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
+    """Packs whole numbers as signed ones, whose bits are those of a bfloat16, sign and all; None for other numbers, and
+    where 8 bits do not hold them.
+
+    A weight is n * scale + offset, with what a middle of the codes takes from n added to the offset, which is then
+    small: half a scale at most in 8 bits, where each group has a middle of its own. It is rounded twice, and the sum
+    once, so that a weight is off by 2**-8 of its size and 2**-7 of that offset at most, and by 2**-16 of n * scale.
+    """
+    if matrix.coding not in ("uint4", "int4", "int8"):
+        return None
+    scales = matrix.scales.double()
+    offsets = torch.zeros_like(scales) if matrix.offsets is None else matrix.offsets.double()
+    if matrix.coding == "int8":
+        coding, moved = "signed8", _moved(matrix, scales, offsets)
+        if moved is None:
+            return None
+        codes, middles = moved
+    else:
+        coding, middles = "signed4", torch.tensor(7.5 if matrix.coding == "uint4" else -0.5)
+        codes = torch.where(matrix.codes < 8, matrix.codes ^ 15, matrix.codes ^ 8)
+    offsets = offsets + middles * scales
+    if coding == "signed4":
+        scales = scales / 2
+    most = torch.maximum(scales.abs(), offsets.abs() * _OFFSET_SHARE).amax(1)
+    power = torch.frexp(most).exponent.clamp(min=_POWERS[0])
+    if int(power.max()) > _POWERS[1]:
+        return None
+    outputs, inputs = matrix.shape
+    shift = "none" if matrix.offsets is None and coding == "signed8" else "offsets"
+    # At least two groups are in a unit, so that a word of offsets has two.
+    kept = group if group == LEAST_GROUP else gcd(group, COLUMNS * 16 // BITS[coding])
+    kind = PackedKind(coding, outputs, inputs, kept, "two_halves", shift)
+    spread = matrix.group if group else kind.units * kind.unit
+    scales = torch.ldexp(scales, _MOST_POWER - power[:, None])
+    upper = scales.to(torch.bfloat16)
+    words = _half_bits(upper) << 16 | _half_bits(scales - upper.double())
+    power += _SIZE_POWERS[coding]
+    rest = None
+    if shift == "offsets":
+        rest = _scale_words(_half_bits(torch.ldexp(offsets, -power[:, None])), spread, kind, 2)
+    factors = torch.ldexp(torch.ones(outputs), power)
+    return _packed(matrix, codes, kind, _scale_words(words, spread, kind, 1), rest, factors)
+
+
+def _moved(
+    matrix: QuantizedMatrix, scales: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns codes of int8, less a whole number for each group, as signed ones, and these numbers, float64; None where
+    there are none. Those of a matrix without offsets are 0."""
+    inputs = matrix.shape[1]
+    size = min(matrix.group, inputs)
+    numbers = matrix.codes.view(torch.int8).short()
+    groups = pad(numbers, (0, -inputs % size)).view(len(numbers), -1, size)
+    least, most = groups.amax(2) - _MOST_SIZE, groups.amin(2) + _MOST_SIZE
+    if bool((least > most).any()) or (matrix.offsets is None and bool((most < 0).any())):
+        return None
+    middles = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(least.double(), most.double())
+    if matrix.offsets is not None:
+        numbers = numbers - _spread(middles.short(), size, inputs)
+    return (numbers.abs() | (numbers < 0) << 7).to(torch.uint8), middles
 
 
 def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
@@ -285,7 +406,15 @@ def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
         found = (first & 8) << 12 | (first & 7) << 6 | (second & 8) << 9 | (second & 7) << 3
         found |= (third & 8) << 6 | third & 7
         return found | (fourth & 8) << 8 | (fourth & 6) << 12 | (fourth & 1) << 10
+    if coding == "signed4":
+        first, second, third, fourth = ((place.int() & 8) << 12 | (place.int() & 7) << 4 for place in places)
+        # What is a shift to the left, an exchange of bytes, or both away from where a bfloat16 has it.
+        return first | second >> 4 | _exchanged(third) | _exchanged(fourth >> 4)
     return _joined(places, BITS[coding])
+
+
+def _exchanged(halves: torch.Tensor) -> torch.Tensor:
+    return halves << 8 & 0xFF00 | halves >> 8
 
 
 def _joined(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:

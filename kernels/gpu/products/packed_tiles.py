@@ -18,7 +18,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
-from pillion.kernels.gpu.launch import interpreting
+from pillion.kernels.gpu.launch import check, interpreting
 from pillion.kernels.gpu.products.code_values import (
     code_step,
     code_values,
@@ -29,7 +29,13 @@ from pillion.kernels.gpu.products.code_values import (
     small_scale,
     small_zero,
 )
-from pillion.kernels.gpu.products.gpu_packing import COLUMNS, LEAST_GROUP, LEAST_SUM, ZERO_BASE, PackedKind
+from pillion.kernels.gpu.products.gpu_packing import (
+    COLUMNS,
+    LEAST_GROUP,
+    LEAST_SUM,
+    ZERO_BASE,
+    PackedKind,
+)
 
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
@@ -55,7 +61,8 @@ def packed_part(
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     row = rows + token.to(tl.int64)[None, :] * inputs
     factor = scales + output
-    if SCALE == "e8m0" or SCALE == "e5m3":
+    FACTORS: tl.constexpr = SCALE == "e8m0" or SCALE == "e5m3" or SCALE == "two_halves"
+    if FACTORS:
         factor = factors + output
     whole = end
     if TAIL:
@@ -81,20 +88,42 @@ def packed_part(
                     # Two codes in a byte are in order; they are moved to where the first two of half a word lie.
                     high = ((packed & 8) << 12) | ((packed & 0x80) << 5)
                     packed = high | ((packed & 7) << 6) | ((packed & 0x70) >> 1)
+                elif CODING == "signed4" and TAIL == 2:
+                    high = ((packed & 8) << 12) | ((packed & 0x80) << 4)
+                    packed = high | ((packed & 7) << 4) | ((packed & 0x70) >> 4)
                 acc = _unit(
                     acc, packed, whole, row, scales, offsets, factor, columns_of, table, output, columns, inputs,
                     padded, CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, piece, PLACES, PER_WORD, TAIL, RAGGED,
                     ORDERED, NATIVE_FP8,
                 )  # fmt: skip
-    if EXACT and (GROUP == 0 or SCALE == "e8m0" or SCALE == "e5m3"):
+    if EXACT and (GROUP == 0 or FACTORS):
         acc *= tl.load(factor)[:, None]
     return acc
 
 
 @triton.constexpr_function
+def _scales_in_word(scale, shift):
+    """Returns how many scales are in a word (PackedKind.per_scale_word)."""
+    if scale == "bfloat16" and shift == "none":
+        return 2
+    return 4 if scale == "e8m0" or scale == "e5m3" else 1
+
+
+@triton.jit
+def _words(
+    values, unit, PLACE: tl.constexpr, COLUMN: tl.constexpr, output, padded, PER_WORD: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    """Loads the words of scales or offsets that SHARED inputs of a unit have together, one of them at a place's
+    COLUMN."""
+    number = unit * (PER_WORD * _COLUMNS // SHARED) + (PLACE * _COLUMNS + COLUMN) // SHARED
+    return tl.load(values + number * padded + output)
+
+
+@triton.constexpr_function
 def _byte_of(place, piece, group, per_scale_word):
     """Returns which scale of a word of them a tile has, by the place of its codes and its piece of the columns. A scale
-    with a zero beside it is the upper half of its word."""
+    with another number beside it is the upper half of its word."""
     if per_scale_word == 1:
         return 1
     return (place * COLUMNS // group + piece) % per_scale_word if group else 0
@@ -111,11 +140,9 @@ def _unit(
     # fmt: on
     """Adds the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
-    # Scales of a byte or two are in words of so many; those with a zero, or of float16, are in words of their own.
-    HALVES: tl.constexpr = 2 if SCALE == "bfloat16" and SHIFT == "none" else 1
-    SCALES: tl.constexpr = 4 if SCALE == "e8m0" or SCALE == "e5m3" else HALVES
+    SCALES: tl.constexpr = _scales_in_word(SCALE, SHIFT)
     BESIDE: tl.constexpr = SHIFT != "none" and SCALE == "float32"
-    SCALE_WORDS: tl.constexpr = PER_WORD * _COLUMNS // (SCALES * GROUP) if SCALE != "float32" else 1
+    OFFSETS: tl.constexpr = SHIFT == "offsets" and SCALE == "two_halves"
     LOOKED_UP: tl.constexpr = _COMPILED and _is_looked_up(CODING, GROUP, SHIFT, row.dtype.element_ty == tl.float32)
     scale = acc
     beside = acc
@@ -130,8 +157,7 @@ def _unit(
         right = tl.load(cells, mask=(first + columns < inputs)[:, None], other=0.0) if RAGGED else tl.load(cells)
         if SCALE != "float32":
             if place * _COLUMNS % (SCALES * GROUP) == 0:
-                number = unit * SCALE_WORDS + place * _COLUMNS // (SCALES * GROUP)
-                scale_words = tl.load(scales + number * padded + output)
+                scale_words = _words(scales, unit, place, PIECE * DEPTH, output, padded, PER_WORD, SCALES * GROUP)
             if EXACT:
                 scale = scale_words[:, None]
             else:
@@ -146,12 +172,15 @@ def _unit(
                 beside = beside.to(tl.bfloat16)
             elif SHIFT == "zeros":
                 beside = (beside + _ZERO_BASE) * scale
+        elif OFFSETS:
+            if place * _COLUMNS % (2 * GROUP) == 0:
+                beside = _words(offsets, unit, place, 0, output, padded, PER_WORD, 2 * GROUP)[:, None]
         elif SHIFT != "none" and not BESIDE and not EXACT:
             beside = (small_zero(scale_words, SCALE)[:, None] + _ZERO_BASE) * scale
         if EXACT:
             weights = exact(
-                packed, beside, scale, place, CODING, SHIFT == "zeros", SUMMED, SCALE,
-                _byte_of(place, PIECE, GROUP, SCALES),
+                packed, beside, scale, place, CODING, SHIFT, SUMMED, SCALE, _byte_of(place, PIECE, GROUP, SCALES),
+                _byte_of(place, PIECE, GROUP, 2) if OFFSETS else 0,
             )  # fmt: skip
             if SUMMED:
                 if place % PLACES == 0:
@@ -213,6 +242,7 @@ def _in_float32(
 def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
     """Returns the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
     exact_weights = _is_exact(kind, dtype)
+    check(exact_weights or kind.scale != "two_halves", f"signed numbers multiply rows of bfloat16, not {dtype}")
     return {
         "CODING": kind.coding,
         "BIAS": _BIAS.get(kind.coding, 0.0),
@@ -239,6 +269,8 @@ def _places_of(kind: PackedKind) -> int:
 def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
     """Returns whether weights without their scales of float32 are made as numbers of ``dtype``, two at a time.
     Float32's are not, for they are for comparisons, and float16 holds no powers of two as far apart as scales."""
+    if kind.scale == "two_halves":
+        return dtype == torch.bfloat16
     if dtype != torch.bfloat16 or kind.coding == "nf4" or kind.shift == "offsets":
         return False
     if kind.coding == "fp4_e2m1" or kind.scale != "float32":

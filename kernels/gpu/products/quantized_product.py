@@ -3,8 +3,8 @@
     rows [T, K] --gathered in the matrix's order, where it has one--> tiles --'
     words --> weights (code_values.py) ---------------------------------dot, scales of groups--> out [T, N]
 
-Weights are exact, or rounded once, as if the matrix had been widened when it was loaded: in bfloat16 by 2**-9 of their
-size at most. float32 rows are multiplied by float32 weights.
+Weights are exact, or rounded once, as if the matrix had been widened when it was loaded: in bfloat16 by 2**-8 of their
+size at most, and by little more where they are signed numbers. float32 rows are multiplied by float32 weights.
 
 A row's bits do not depend on the other rows. Every output is one chain of additions: the inputs are cut into
 ``splits_of`` parts, by the matrix's shape alone, a part is one accumulator over its units in order, and the parts'

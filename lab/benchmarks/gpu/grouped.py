@@ -180,7 +180,7 @@ def expert_stacks(shape: ExpertShape, device: torch.device, smoke: bool) -> list
         copies = rotations(_bytes(first), smoke)
         return [(first if not number else first.clone(), first) for number in range(copies)]
     matrices = [random_matrix(shape.kind, shape.inputs, shape.outputs) for _ in range(PACKED_MATRICES)]
-    packed = [pack(matrix) for matrix in matrices]
+    packed = [pack(matrix, torch.bfloat16) for matrix in matrices]
     plain = torch.stack([matrix.dequantize(torch.bfloat16) for matrix in matrices]).to(device)
     repeats = -(-shape.experts // PACKED_MATRICES)
     parts = {

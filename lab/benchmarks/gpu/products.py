@@ -133,7 +133,7 @@ def _packed(
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 
     matrix = random_matrix(kind, inputs, outputs)
-    packed = pack(matrix)
+    packed = pack(matrix, torch.bfloat16)
     read = sum(part.numel() * part.element_size() for part in packed.parts.values())
     return matrix, [
         PackedMatrix(packed.kind, **{name: part.to(device, copy=True) for name, part in packed.parts.items()})
