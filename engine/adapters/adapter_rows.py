@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pillion.engine.adapters.adapter_targets import FLAG, targeted_outputs
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import Role, tensors_of
+from pillion.engine.models.layer_operations import LayerTensor, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import Int32, StepBatch
@@ -48,12 +49,14 @@ def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Describes a fused layer that adapters may change, or those of all ``experts``; 0 for a layer that all rows pass.
-    ``exact`` says that its rows and its matrices are float32 in every type of the model."""
+    ``exact`` says that its rows and its matrices are float32 in every type of the model. ``ends`` are the ends of the
+    projections that have a pair of matrices each."""
 
     outputs: int
     inputs: int
-    experts: int = 0
-    exact: bool = False
+    experts: int
+    exact: bool
+    ends: tuple[int, ...]
 
 
 def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max_rank: int) -> None:
@@ -90,5 +93,14 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
                 name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
                 if targeted is None or name in targeted:
                     exact = tensor.role is Role.EXACT_MATRIX
-                    found[name] = LayerShape(outputs, inputs, tensor.experts, exact)
+                    found[name] = LayerShape(outputs, inputs, tensor.experts, exact, _ends(tensor))
     return found
+
+
+def _ends(tensor: LayerTensor) -> tuple[int, ...]:
+    """Returns the ends of a fused layer's projections, which are those that checkpoints have in the most tensors, and
+    all of attention's and an MLP's."""
+    pieces = max((tensor.pieces_of(names) for names in tensor.checkpoint_names), key=len, default=[slice(None)])
+    if len(pieces) == 1 and tensor.name.rpartition(".")[2] in ("qkv", "gate_up"):
+        pieces = [slice(number, number + 1) for number in range(len(tensor.rows))]
+    return tuple(accumulate(sum(entries.size for entries in tensor.rows[part]) for part in pieces))

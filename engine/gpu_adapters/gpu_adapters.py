@@ -214,8 +214,13 @@ class GpuAdapters(PlainAdapters):
         layer, taken, experts = self._layers[name], set(), max(1, self._layers[name].experts)
         a = flat[layer.a_at : layer.b_at].view(experts, len(layer.ends), layer.rank, layer.inputs)
         b = flat[layer.b_at : layer.a_at + layer.values].view(experts, layer.outputs, layer.rank)
-        for pair in pairs:
+        for place, pair in enumerate(pairs):
             rank, last = pair.a.shape[-2], pair.first_output + pair.b.shape[-2]
+            if layer.rank > self._rank:
+                begin = place * self._rank
+                a[:, 0, begin : begin + rank] = pair.a
+                b[:, pair.first_output : last, begin : begin + rank] = pair.b
+                continue
             for number, end in enumerate(layer.ends):
                 begin = layer.ends[number - 1] if number else 0
                 if pair.first_output >= end or last <= begin:
@@ -230,7 +235,7 @@ class GpuAdapters(PlainAdapters):
         """Runs the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
         seen = set()
         for name, layer in self._layers.items():
-            key = layer.inputs, layer.ends, layer.exact, name in self._routers
+            key = layer.inputs, layer.ends, layer.rank, layer.exact, name in self._routers
             if layer.experts or key in seen:
                 continue
             seen.add(key)
@@ -246,16 +251,14 @@ class GpuAdapters(PlainAdapters):
         self._layers: dict[str, LayerSlot] = {}
         sizes = [0, 0]
         for name, shape in shapes.items():
-            ends = _ends(self._config, name, shape.outputs)
+            ends, rank = shape.ends, self._rank
             if not shape.experts and any(boundary % RUN_ROWS for boundary in ends[:-1]):
-                raise ConfigError(
-                    f"--enable-lora: the GPU kernels need projections of a multiple of {RUN_ROWS} outputs, but those of"
-                    f" {name} end at {', '.join(map(str, ends))}"
-                )
+                # No tile of outputs lies in one projection: each has ranks of its own in one slice.
+                ends, rank = (shape.outputs,), padded_rank(len(ends) * self._rank)
             experts, begin = len(self._shard.experts(shape.experts)), sizes[shape.exact]
             # Both matrices begin at multiples of 16 values, because the padded rank is one.
-            b_at = begin + max(1, experts) * len(ends) * self._rank * shape.inputs
-            layer = LayerSlot(begin, b_at, shape.inputs, shape.outputs, ends, self._rank, experts, shape.exact)
+            b_at = begin + max(1, experts) * len(ends) * rank * shape.inputs
+            layer = LayerSlot(begin, b_at, shape.inputs, shape.outputs, ends, rank, experts, shape.exact)
             self._layers[name] = layer
             sizes[shape.exact] += layer.values
         try:
@@ -297,13 +300,3 @@ class MixtureAdapters(NamedTuple):
     def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters | None:
         """Returns what is added to the experts' products of pairs of the rows from ``first`` on."""
         return self.adapters.of_pairs(self.layer + tensor.name, first, per_token, sampled=self.sampled)
-
-
-def _ends(config: ModelConfig, name: str, outputs: int) -> tuple[int, ...]:
-    """Returns the ends of a fused layer's projections."""
-    kind = name.rpartition(".")[2]
-    if kind == "qkv":
-        heads = config.heads_of(int(name.split(".")[1]))
-        queries, keys = config.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        return (queries, queries + keys, outputs) if outputs > queries else (queries,)
-    return (outputs // 2, outputs) if kind == "gate_up" else (outputs,)

@@ -22,8 +22,9 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
 
 
 def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
-    if device != CPU:
-        yield from _refused_on_gpus(flags)
+    if device != CPU and flags.pipeline_parallel_size > 1 and gpu_for_each(flags.processes):
+        # Where a pool is divided, its shards have the states of some heads, not of some layers.
+        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} with a GPU for each stage"
     together = [f"--tensor-parallel-size {flags.tensor_parallel_size}"] * (flags.tensor_parallel_size > 1)
     together += [f"--pipeline-parallel-size {flags.pipeline_parallel_size}"] * (flags.pipeline_parallel_size > 1)
     for size in together:
@@ -33,17 +34,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
             yield f"{size} with --enable-lora"
         if method := _model_that_drafts(flags):
             yield f"{size} with drafts by the method {method}"
-
-
-def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
-    """Yields what nobody has run on GPUs for such models, whatever the CPU can do of it."""
-    if flags.enable_lora:
-        yield "--enable-lora on a GPU"
-    if flags.pipeline_parallel_size > 1 and gpu_for_each(flags.processes):
-        # Where a pool is divided, its shards have the states of some heads, not of some layers.
-        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} with a GPU for each stage"
-    if method := _model_that_drafts(flags):
-        yield f"--speculative-config with the method {method} on a GPU"
 
 
 def _model_that_drafts(flags: WorkerFlags) -> str:

@@ -415,7 +415,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
                 BuildSpec(
                     name=f"low_rank_expand-{rank}-{dtype}",
                     kernel=low_rank_product._expand,
-                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16",
+                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16, i32:16",
                     constants=low_rank_product._expand_constants(layer, 4 if dtype == "fp32" else 2),
                 )
             )

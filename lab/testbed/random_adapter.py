@@ -33,23 +33,16 @@ def random_adapter(
     for name, shape in adapter_shapes(config).items():
         if not experts and (shape.experts or shape.exact):
             continue
-        outputs, inputs = shape.outputs, shape.inputs
+        inputs = shape.inputs
         each = (shape.experts,) if shape.experts else ()
         own_dtype = torch.float32 if shape.exact else dtype
-        # The width of heads may differ between layers, and a layer that reads another one's keys has queries alone.
-        queries = config.num_heads * config.heads_of(int(name.split(".")[1])).head_dim
-        keys = (outputs - queries) // 2
-        sizes = {
-            "qkv": (queries, keys, keys) if keys else (outputs,),
-            "gate_up": (outputs // 2, outputs // 2),
-        }.get(name.rpartition(".")[2], (outputs,))
         pairs, first = [], 0
-        for number, size in enumerate(sizes):
+        for number, end in enumerate(shape.ends):
             rank = ranks[number % len(ranks)]
             a = torch.randn(*each, rank, inputs, generator=generator) / inputs**0.5
-            b = torch.randn(*each, size, rank, generator=generator) / (2 * rank**0.5)
+            b = torch.randn(*each, end - first, rank, generator=generator) / (2 * rank**0.5)
             pairs.append(LowRank(first, a.to(own_dtype), b.to(own_dtype)))
-            first += size
+            first = end
         if name not in leave:
             layers[name] = tuple(pairs)
     return AdapterWeights(f"{seed:064x}", max(ranks), layers)

@@ -14,7 +14,13 @@ if not NATIVE:
     replace_once()
 
 MISSING = missing_packages()
-LEFT_OUT = ["test_cluster.py", "test_staged_cluster.py", "test_states_cluster.py", "test_surviving_pool.py"]
+LEFT_OUT = [
+    "test_cluster.py",
+    "test_hybrid_drafts.py",
+    "test_staged_cluster.py",
+    "test_states_cluster.py",
+    "test_surviving_pool.py",
+]
 collect_ignore = LEFT_OUT if MISSING else []
 
 

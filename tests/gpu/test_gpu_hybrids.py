@@ -19,6 +19,7 @@ from pillion.types import SamplingParams
 from tests.support.families import make_model, tokens_of
 from tests.support.gpu import DEVICE, NATIVE
 from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver
+from tests.support.mixed_adapters import mixed_steps, with_adapters
 
 pytestmark = [
     pytest.mark.usefixtures("own_cache"),
@@ -137,6 +138,29 @@ def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
         found.append(driver.run_all(driver.sequences.add(1)[0], text, [18, 1]))
     error = (found[0] - found[1]).abs().mean() / found[0].abs().mean()
     assert 0 < error < 0.1
+
+
+# A rate of each head and gates beside queries; four matrices in one; both mixers in the last layer; a last layer with a
+# state; matrices of few values.
+ADAPTED = {
+    "qwen3-5": {"num_hidden_layers": 2, "layer_types": [LINEAR, ATTENTION]},
+    "olmo-hybrid": {"num_hidden_layers": 2, "layer_types": [LINEAR, ATTENTION]},
+    "falcon-h1": {},
+    "granite-hybrid-dense": {"layer_types": [ATTENTION, LINEAR]},
+    "lfm2-biases": {},
+    "kimi-linear": {},
+}
+
+
+@LONG_INTERPRETED
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters(tmp_path, name):
+    """Steps mix adapters of all matrices with the model alone, against torch."""
+    _, flags = make_model(tmp_path / "model", HYBRIDS[name] | ADAPTED[name])
+    prepared, text = prepare(flags), tokens_of(18, 2)
+    wanted = mixed_steps(with_adapters(StateDriver(prepared, num_slots=300)), text)
+    driver = GpuStateDriver(prepared, num_slots=300, backend=gpu_backend(prepared, join=False))
+    close(mixed_steps(with_adapters(driver), text), wanted)
 
 
 def test_what_has_no_kernel_is_refused(tmp_path):

@@ -77,8 +77,6 @@ from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 
 # Operations that write keys and values, or states. After the last layer's last one only sampled rows go on.
 _MIXERS = (Attend, AttendLatents, StateOperation)
-# These products read all rows, in the last layer, too, which comes to its sampled rows with its attention.
-_BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 
 
 @dataclass(slots=True)
@@ -123,6 +121,8 @@ class GpuDecoder:
         """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
         and ``experts`` those of layers that have some."""
         self._model, self._states, self._experts = model, states, experts
+        # Whether a step has come to its sampled rows, which go on alone after the last attention or state.
+        self._sampled = False
         # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
         self.vectors = model.normed[:0]
         # Each of these parts has a plan in the record. A model has parts of one class.
@@ -141,7 +141,7 @@ class GpuDecoder:
         """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples - shape.vectors,
         vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
         model, config = self._model, self._model.config
-        residual = model.residual[: shape.tokens]
+        residual, self._sampled = model.residual[: shape.tokens], False
         first, *_ = model.layers.values()
         if 0 in model.layers:
             self._embed(residual, shape)
@@ -370,6 +370,7 @@ class GpuDecoder:
 
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
         """Goes on with the sampled rows alone, and ends where there are none."""
+        self._sampled = True
         step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
         step.count = self._record.num_samples
@@ -393,10 +394,8 @@ class GpuDecoder:
         """Adds the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
         adapters."""
         if shape.adapters:
-            # After its attention, the last layer computes the sampled rows alone.
-            sampled = self._is_last(index, shape) and name not in _BEFORE_ATTENTION
             assert self._model.adapters is not None
-            self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
+            self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=self._sampled)
 
     def _run_latents(
         self, index: int, layer: GpuLayer, operation: AttendLatents, step: _LayerStep, shape: StepShape
@@ -541,7 +540,7 @@ class GpuDecoder:
         adapters = None
         if shape.adapters:
             assert self._model.adapters is not None
-            adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._is_last(index, shape))
+            adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._sampled)
         beside = None
         if isinstance(operation, JoinedExperts) and not operation.joined:
             # Of steps with adapters, which may change the gate, the MLP applies it, else the router and the sum.

@@ -34,7 +34,7 @@ RANK_MULTIPLE = 16
 # A run has three int32 words: its adapter slot (-1 for padding), the place of its first row in the list of rows, and
 # its number of rows.
 RUN_WORDS = 3
-MAX_SLICES = 3
+MAX_SLICES = 4
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,7 +70,7 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    shrunk, matrices, runs, rows, out, outputs, width, slot_values, first_end, second_end,
+    shrunk, matrices, runs, rows, out, outputs, width, slot_values, first_end, second_end, third_end,
     RUN_ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
@@ -79,7 +79,9 @@ def _expand(
         columns = begin + tl.arange(0, BLOCK_OUTPUTS)
         ranks = tl.arange(0, BLOCK_RANKS)
         # A block of outputs lies in one slice, and uses the ranks of that slice.
-        part = (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32)
+        part = (
+            (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32) + (begin >= third_end).to(tl.int32)
+        )
         b = matrices + slot.to(tl.int64) * slot_values + columns[:, None].to(tl.int64) * RANK + ranks
         source = shrunk + row[:, None] * width + part * RANK + ranks
         sums = tl.zeros((RUN_ROWS, BLOCK_OUTPUTS), tl.float32)
@@ -163,11 +165,11 @@ def add_low_rank(
     _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"])](
         x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values, **constants
     )
-    ends = (*layer.ends[:-1], layer.outputs, layer.outputs)
+    ends = (*layer.ends[:-1], layer.outputs, layer.outputs, layer.outputs)
     constants = _expand_constants(layer, slots.element_size())
     _expand[(len(record.runs), cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
-        shrunk, slots[0, layer.b_at :], record.runs, record.rows, out, layer.outputs, width, slot_values, ends[0],
-        ends[1], **constants,
+        shrunk, slots[0, layer.b_at :], record.runs, record.rows, out, layer.outputs, width, slot_values,
+        *ends[: MAX_SLICES - 1], **constants,
     )  # fmt: skip
 
 
