@@ -579,11 +579,9 @@ def expert_specs() -> list[BuildSpec]:
     ]
     use, columns = tuned("sort_pairs", _ARCH), {"EXPERTS": 128}
     compared, block = {"COMPARED": pair_sorting.COMPARED}, {"BLOCK_PAIRS": pair_sorting.BLOCK_PAIRS}
-    few = {"PAIRS": pair_sorting.FEW_PAIRS, "num_warps": use["few_warps"], "DEPENDENT": True}
     summed = {"SUMMED": pair_sorting.SUMMED_COUNTS // 128, "num_warps": use["sum_warps"]}
     warps = {"num_warps": use["num_warps"]}
     sorting: tuple[tuple[Any, str, dict[str, int]], ...] = (
-        (pair_sorting._sort_few, "*i32:16, *i32:16, *i32:16, *i32:16, i32, i32", {**compared, **few}),
         (pair_sorting._count, "*i32:16, *i32:16, i32", {**block, **warps}),
         (pair_sorting._sum_up, "*i32:16, *i32:16, *i32:16, i32, i32", summed),
         (pair_sorting._place, "*i32:16, *i32:16, *i32:16, i32, i32", {**block, **compared, **warps}),
@@ -612,14 +610,16 @@ def _route_spec(
     constants = expert_routing.route_constants(how, hidden, tokens, 4 if dtype == "fp32" else 2, arch)
     rows, wide, whole = f"*{dtype}:16", "*fp32:16", "*i32:16"
     gate = rows if flags.get("GATE") else wide
-    pointers = [rows, rows, wide, wide, wide, wide, gate, whole, wide, whole, wide, whole]
-    numbers = ["i32", "i32", "i32:16", "fp32", "i32", "i32"]
+    pointers = [rows, rows, wide, wide, wide, wide, gate, whole, wide, whole, wide, *(whole,) * 4]
+    numbers = ["i32", "i32", "i32:16", "fp32", "i32", "i32", "i32"]
+    few = tokens * how.choices <= pair_sorting.FEW_PAIRS
+    sorting = {"SORTED": pair_sorting.FEW_PAIRS if few else 0, "OWN_COLUMNS": how.columns}
     nothing = dict.fromkeys(("BIAS", "CHOICE_BIAS", "FACTORS", "ADDED", "GATE"), False)
     return BuildSpec(
         name=f"route-{name}",
         kernel=expert_routing._route,
         signature=", ".join(pointers + numbers),
-        constants={**nothing, **flags, **constants},
+        constants={**nothing, **flags, **sorting, **constants},
         architectures=(arch,),
     )
 

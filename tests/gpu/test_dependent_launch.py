@@ -19,7 +19,7 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.gpu.attention import attention_kernel, kv_write, overlapped_attention
 from pillion.kernels.gpu.dependent import DEPENDENT_ARCH, dependent
-from pillion.kernels.gpu.experts import expert_adapters, expert_routing, grouped_product, pair_sorting
+from pillion.kernels.gpu.experts import expert_adapters, expert_routing, grouped_product
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.products import plain_product, quantized_product
 from pillion.kernels.gpu.rows import embedding, gated, norms
@@ -38,7 +38,6 @@ EARLY = (
     (quantized_product._product, set()),
     (quantized_product._sum, set()),
     (expert_routing._route, set()),
-    (pair_sorting._sort_few, set()),
     (expert_adapters._shrink_pairs, set()),
     (grouped_product._grouped, set()),
 )

@@ -14,6 +14,8 @@ from pillion.engine.models.layers import RouterBiases, route
 from pillion.errors import Internal
 from pillion.kernels.gpu.experts import expert_routing
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
+from pillion.kernels.gpu.experts.pair_sorting import PairOrder, most_tiles
+from tests.support.expert_pairs import sorted_pairs
 from tests.support.families import mixed
 from tests.support.guarded import Guarded
 
@@ -168,6 +170,24 @@ def test_rows_that_pad_a_step_have_no_experts(first, count):
     assert bool((scores[real:] == 0).all())
     assert bool((chosen[:real] >= 0).all())
     assert bool(scores[:real].isfinite().all())
+
+
+@pytest.mark.parametrize(("tokens", "per_token"), [(5, 3), (40, 3), (SHARED_ROWS + 9, 1)])
+@pytest.mark.parametrize("own", [range(40), range(10, 30)])
+def test_few_pairs_are_sorted_by_the_last_program(tokens, per_token, own):
+    """Of one tile and of several, whether programs share the parts of a product or not; also when a graph is
+    replayed."""
+    how = RouteOptions(40, per_token, True, exact=True)
+    rows, router = made(how, tokens, 24, torch.float32)
+    pairs, capacity = tokens * per_token, most_tiles(len(own), tokens * per_token, 16)
+    order, tiles = Guarded((pairs,), torch.int32), Guarded((capacity, 3), torch.int32)
+    into = PairOrder(order.inside, tiles.inside, torch.zeros(1, dtype=torch.int32, device=DEVICE), 16)
+    _, chosen = routed(rows, router, how, tokens - 1, own=own, into=into)
+    wanted, cut = sorted_pairs(chosen, 16)
+    assert into.order[: len(wanted)].tolist() == wanted
+    assert [tuple(tile) for tile in into.tiles[: int(into.count)].tolist()] == cut
+    assert order.margins_are_whole()
+    assert tiles.margins_are_whole()
 
 
 def test_experts_of_rows_that_are_no_numbers_are_in_range():

@@ -8,27 +8,34 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.gpu.experts import pair_sorting
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
-from pillion.kernels.gpu.experts.pair_sorting import PairSorter, most_tiles
+from pillion.kernels.gpu.experts.pair_sorting import (
+    COMPARED,
+    FEW_PAIRS,
+    PairOrder,
+    PairSorter,
+    columns_of,
+    most_tiles,
+    sort_few,
+)
 from tests.support.examples import examples
+from tests.support.expert_pairs import sorted_pairs
 from tests.support.guarded import MARK, Guarded
 
 
-def sorted_pairs(chosen: torch.Tensor, tile_rows: int) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """The pairs in order, and their tiles, in plain torch."""
-    flat = chosen.flatten().cpu()
-    order = [pair for pair in flat.argsort(stable=True).tolist() if flat[pair] >= 0]
-    tiles, first = [], 0
-    for expert in sorted(set(flat[flat >= 0].tolist())):
-        rows = int((flat == expert).sum())
-        tiles += [(expert, first + done, min(tile_rows, rows - done)) for done in range(0, rows, tile_rows)]
-        first += rows
-    return order, tiles
+@triton.jit(do_not_specialize=["pairs", "tile_rows"])
+def _sort_few(
+    chosen, order, tiles, count, pairs, tile_rows, experts: tl.constexpr, most: tl.constexpr, compared: tl.constexpr
+):
+    """Sorts as a router's last program does."""
+    sort_few(chosen, order, tiles, count, pairs, tile_rows, experts, most, compared)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -49,11 +56,17 @@ def test_pairs_are_in_the_order_of_a_stable_sort(few, tokens, choices, experts, 
     pairs, capacity = tokens * choices, most_tiles(experts, tokens * choices, tile_rows)
     order, tiles = Guarded((pairs,), torch.int32), Guarded((capacity, 3), torch.int32)
     count = Guarded((1,), torch.int32)
-    # Blocks of few pairs, so that there are several.
-    with mock.patch.multiple(pair_sorting, BLOCK_PAIRS=64, SUMMED_COUNTS=128, **({} if few else {"FEW_PAIRS": 0})):
-        sort = PairSorter(experts, pairs, DEVICE)
-        for _ in range(2):
-            sort(chosen.to(DEVICE), order.inside, tiles.inside, count.inside, tile_rows)
+    into, given = PairOrder(order.inside, tiles.inside, count.inside, tile_rows), chosen.to(DEVICE)
+    if few:
+        _sort_few[(1,)](
+            given, into.order, into.tiles, into.count, pairs, tile_rows, columns_of(experts), FEW_PAIRS, COMPARED
+        )
+    else:
+        # Blocks of few pairs, so that there are several.
+        with mock.patch.multiple(pair_sorting, BLOCK_PAIRS=64, SUMMED_COUNTS=128):
+            sort = PairSorter(experts, pairs, DEVICE)
+            for _ in range(2):
+                sort(given, into)
     wanted, cut = sorted_pairs(chosen, tile_rows)
     assert order.inside.tolist() == wanted + [MARK] * (pairs - len(wanted))
     assert count.inside.tolist() == [len(cut)]
@@ -87,11 +100,11 @@ def test_misuse_is_refused():
     )
     tiles, count = torch.zeros(3, 3, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(Internal, match="3 tiles are too few"):
-        PairSorter(2, 8, DEVICE)(chosen, order, tiles, count, 4)
+        PairSorter(2, 8, DEVICE)(chosen, PairOrder(order, tiles, count, 4))
     with pytest.raises(Internal, match="order"):
-        PairSorter(2, 8, DEVICE)(chosen, order[:7], tiles, count, 16)
-    with mock.patch.object(pair_sorting, "FEW_PAIRS", 0), pytest.raises(Internal, match="workspace"):
-        PairSorter(2, 0, DEVICE)(chosen, order, tiles, count, 16)
+        PairSorter(2, 8, DEVICE)(chosen, PairOrder(order[:7], tiles, count, 16))
+    with pytest.raises(Internal, match="workspace"):
+        PairSorter(2, 0, DEVICE)(chosen, PairOrder(order, tiles, count, 16))
     results = PairResults(torch.zeros(4, 8, device=DEVICE), torch.zeros(4, 2, device=DEVICE), chosen)
     with pytest.raises(Internal, match="found"):
         add_up(results, torch.zeros(4, 8, device=DEVICE))

@@ -1,9 +1,9 @@
 """Runs mixtures of experts on a GPU, without asking the device how many rows an expert has.
 
-    rows --router--> scores, chosen --sort--> order, tiles
+    rows --router, sort--> scores, chosen, order, tiles
     rows, gathered by order --up, activation--> inner --down--> found, at each pair's place --sum by scores--> rows
 
-Each arrow is one launch, but that many pairs are sorted in three. Grids follow the padded number of rows alone, so a
+Each arrow is one launch, but many pairs are sorted in three more. Grids follow the padded number of rows alone, so a
 mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. Where ranks have
 whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the sum over ranks adds up the
 rest. An MLP that all rows pass beside their experts is a part of the mixture where it can be, and else a summand
@@ -29,7 +29,14 @@ from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, Laye
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.grouped_product import GroupedProduct, most_rows
-from pillion.kernels.gpu.experts.pair_sorting import FEW_PAIRS, TILE_WORDS, PairSorter, most_tiles, tile_rows_of
+from pillion.kernels.gpu.experts.pair_sorting import (
+    FEW_PAIRS,
+    TILE_WORDS,
+    PairOrder,
+    PairSorter,
+    most_tiles,
+    tile_rows_of,
+)
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.products.fp8_product import Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
@@ -187,11 +194,14 @@ class GpuExperts:
         own = range(whole) if _joined(how) else self._model.shard.experts(whole)
         # With adapters, which may change its gate, an MLP of its own applies that itself.
         gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
-        self._choose(layer, how, routed, count, first, own, gate, added, scores, chosen)
         size = min(tile_rows_of(whole, pairs), *(self._most_rows(layer, tensor) for tensor in (how.gate_up, how.down)))
         order, capacity = buffers.order[:pairs], most_tiles(self._own, pairs, size)
         tiles = buffers.tiles[: capacity * TILE_WORDS].view(capacity, TILE_WORDS)
-        self._sort(chosen, order, tiles, buffers.count, size)
+        into = PairOrder(order, tiles, buffers.count, size)
+        few = pairs <= FEW_PAIRS
+        self._choose(layer, how, routed, count, first, own, gate, added, scores, chosen, into if few else None)
+        if not few:
+            self._sort(chosen, into)
         if how.scaled_inputs:
             scaled = buffers.scaled[: pairs * self._hidden]
             torch.mul(rows[:, None], scores.to(rows.dtype)[..., None], out=scaled.view(len(rows), choices, -1))
@@ -242,6 +252,7 @@ class GpuExperts:
         added: torch.Tensor | None,
         scores: torch.Tensor,
         chosen: torch.Tensor,
+        into: PairOrder | None,
     ) -> None:
         """Chooses the experts of rows; the arguments are those of :meth:`_find` and of :class:`ExpertRouter`."""
         self._route(
@@ -258,6 +269,7 @@ class GpuExperts:
             factors=_vector(layer, how.expert_scales),
             added=added,
             gate=None if gate is None else _matrix(layer, gate),
+            into=into,
         )
 
 

@@ -1,4 +1,4 @@
-"""Chooses the experts of each row: the router's product, scores, and the best experts, in one launch.
+"""Chooses the experts of each row: the router's product, scores, the best experts, and few pairs' order, in one launch.
 
     rows [T, H] --router [E, H]--> products --softmax or sigmoid--> scores --best k--> scores [T, k], chosen [T, k]
 
@@ -12,8 +12,11 @@ router's shape alone. The router is the left operand of the products of tiles, a
 Beside the experts that the router chooses, a row may have some that every row has, with a score of 1 or that of a gate:
 the sigmoid of the row's product with one vector, which is computed as the router's products are.
 
-The last program of a tile resets its ticket, so a graph that is replayed finds it as it was. Of equal scores that of
-the lowest expert wins, which torch.topk does not promise.
+Few pairs of a row and an expert are sorted here, too (:mod:`pillion.kernels.gpu.experts.pair_sorting`), by the program
+that has chosen last, which another ticket tells it.
+
+The last program of a tile, and of all, resets its ticket, so a graph that is replayed finds it as it was. Of equal
+scores that of the lowest expert wins, which torch.topk does not promise.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.experts.pair_sorting import COMPARED, FEW_PAIRS, PairOrder, columns_of, sort_few
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
@@ -37,6 +41,8 @@ ROWS = 16
 SHARED_ROWS = 256
 # The inputs are cut into at most so many parts, of a multiple of so many inputs.
 MOST_PARTS, PART_UNIT = 8, 128
+# So many tiles have a ticket at most. The ticket behind theirs is that of all tiles.
+TICKETS = max(SHARED_ROWS, FEW_PAIRS) // ROWS
 # A block of a product has at most this many experts.
 BLOCK_EXPERTS = 64
 # So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program,
@@ -329,20 +335,22 @@ def _settle(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end"])
+@triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end", "tile_rows"])
 def _route(
-    rows, router, bias, choice_bias, factors, added, gate, count, parts, tickets, scores, chosen, tokens, first, hidden,
-    scale, own_begin, own_end,
+    rows, router, bias, choice_bias, factors, added, gate, count, parts, tickets, scores, chosen, order, pair_tiles,
+    tile_count, tokens, first, hidden, scale, own_begin, own_end, tile_rows,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr, BIAS: tl.constexpr,
     CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, GATE: tl.constexpr, ALWAYS: tl.constexpr,
     MORE: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+    SORTED: tl.constexpr, OWN_COLUMNS: tl.constexpr, COMPARED: tl.constexpr, TICKETS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes one tile of rows; with SHARED one part and one block of experts of its product."""
+    """Computes one tile of rows; with SHARED one part and one block of experts of its product. At most SORTED pairs
+    are sorted, or none."""
     blocks: tl.constexpr = COLUMNS // BLOCK_EXPERTS
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -395,6 +403,17 @@ def _route(
                 gates, scores, chosen, row, tokens, row + first < tl.load(count), tiles * ROWS, own_begin, own_end,
                 rows.dtype.element_ty, EXPERTS, PER_TOKEN, ALWAYS, MORE, GATE, planes,
             )  # fmt: skip
+        if SORTED:
+            tl.debug_barrier()
+            before = tiles * 0
+            if tiles > 1:
+                before = tl.atomic_add(tickets + TICKETS, 1, sem="acq_rel")
+            if before == tiles - 1:
+                tl.store(tickets + TICKETS, 0)
+                sort_few(
+                    chosen, order, pair_tiles, tile_count, tokens * (PER_TOKEN + ALWAYS), tile_rows, OWN_COLUMNS,
+                    SORTED, COMPARED,
+                )  # fmt: skip
 
 
 def parts_of(hidden: int) -> tuple[int, int]:
@@ -415,7 +434,7 @@ class ExpertRouter:
         shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
         # Each row has a place for the gate's product, too.
         self._parts = torch.zeros(max(tiles, shared) * ROWS * (columns + 1), dtype=torch.float32, device=device)
-        self._tickets = torch.zeros(SHARED_ROWS // ROWS, dtype=torch.int32, device=device)
+        self._tickets = torch.zeros(TICKETS + 1, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -433,6 +452,7 @@ class ExpertRouter:
         factors: torch.Tensor | None = None,
         added: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
+        into: PairOrder | None = None,
     ) -> None:
         """Writes ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
         router [E, H] of their type; k is ``how.choices``.
@@ -442,7 +462,8 @@ class ExpertRouter:
         in ``chosen``, where others are -1. bias, choice_bias, factors: float32 [E], or None: what is added to products,
         what is added to scores where experts are chosen, and what multiplies scores. added: float32 [T, E] or None:
         what adapters add to products. gate: [1, H] of the type of the rows, what makes the score of the experts that
-        every row has; None where it is 1. Raises Internal for misshapen tensors.
+        every row has; None where it is 1. into: where at most FEW_PAIRS pairs are sorted to, None where they are not.
+        Raises Internal for misshapen tensors.
         """
         tokens, hidden = rows.shape
         vector, pairs = (how.experts,), (tokens, how.choices)
@@ -469,10 +490,15 @@ class ExpertRouter:
         check(needed <= len(self._parts), "more rows than the workspace holds")
         # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
         given = (scores if tensor is None else tensor for tensor in optional.values())
-        flags = {name: tensor is not None for name, tensor in optional.items()}
-        outs = self._parts, self._tickets, scores, chosen
+        flags: dict[str, int] = {name: tensor is not None for name, tensor in optional.items()}
         own = range(how.experts + how.always) if own is None else own
-        numbers = tokens, first, hidden, how.scale, own.start, own.stop
+        flags |= {"SORTED": 0 if into is None else FEW_PAIRS, "OWN_COLUMNS": columns_of(len(own))}
+        if into is not None:
+            into.check(chosen, len(own))
+            check(chosen.numel() <= FEW_PAIRS, "{} pairs are not few", chosen.numel())
+        sorting = (chosen,) * 3 if into is None else (into.order, into.tiles, into.count)
+        outs = self._parts, self._tickets, scores, chosen, *sorting
+        numbers = tokens, first, hidden, how.scale, own.start, own.stop, 1 if into is None else into.tile_rows
         _route[(tiles, parts, blocks) if shared else (tiles,)](
             rows, router, *given, count, *outs, *numbers, **constants, **flags
         )
@@ -502,6 +528,8 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "ROWS": ROWS,
         "BLOCK_EXPERTS": min(BLOCK_EXPERTS, how.columns),
         "BLOCK_INPUTS": use["inputs"],
+        "COMPARED": COMPARED,
+        "TICKETS": TICKETS,
         # Scores of more experts need more threads, whose registers hold all parts of them.
         "num_warps": min(ROWS, use["num_warps"] * max(1, how.columns // WARPS_EXPERTS)),
         "num_stages": use["num_stages"],

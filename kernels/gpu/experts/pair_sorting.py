@@ -7,24 +7,25 @@ Pair t * k + i is row t and its choice i. Pairs with expert -1 are in no tile. A
 so there are at most min(E, P) + P // B tiles: a capacity that the shape fixes, so that launches over tiles do not ask
 how many there are.
 
-Up to FEW_PAIRS one program sorts: a pair's place is the number of smaller keys, (expert, pair). More are sorted in
-three launches: each block of pairs counts its experts, one program sums the counts up over blocks and experts, and each
-block puts its pairs to their places. Places are sums of counts, never the order in which programs come, so a row finds
-the same neighbours in every run.
+Up to FEW_PAIRS are sorted in the launch that chooses the experts, by its last program: a pair's place is the number of
+smaller keys, (expert, pair). More are sorted in three launches: each block of pairs counts its experts, one program
+sums the counts up over blocks and experts, and each block puts its pairs to their places. Places are sums of counts,
+never the order in which programs come, so a row finds the same neighbours in every run.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 from pillion.kernels.gpu.tuned import tuned
 
-# So many pairs one program sorts.
+# So many pairs one program sorts at most.
 FEW_PAIRS = 512
 # Keys are compared with so many others at a time.
 COMPARED = 32
@@ -51,14 +52,14 @@ def _cut(totals, expert, tiles, count, tile_rows):
     return first
 
 
-@triton.jit(do_not_specialize=["pairs", "tile_rows"])
-def _sort_few(
+@triton.jit
+def sort_few(
     chosen, order, tiles, count, pairs, tile_rows,
-    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
+    """Sorts at most PAIRS pairs, which other programs may have written."""
     pair = tl.arange(0, PAIRS)
-    wait_for_earlier(DEPENDENT)
-    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1, cache_modifier=".cg")
     counted = expert >= 0
     _cut(tl.histogram(expert, EXPERTS, mask=counted), tl.arange(0, EXPERTS), tiles, count, tile_rows)
     # Pairs without an expert come behind all others. A thread has its pairs' comparisons, and adds them up on its own.
@@ -66,7 +67,7 @@ def _sort_few(
     place = tl.zeros((PAIRS,), tl.int32)
     for begin in range(0, pairs, COMPARED):
         other = begin + tl.arange(0, COMPARED)
-        theirs = tl.load(chosen + other, mask=other < pairs, other=-1)
+        theirs = tl.load(chosen + other, mask=other < pairs, other=-1, cache_modifier=".cg")
         keys = tl.where(theirs >= 0, theirs * PAIRS + other, EXPERTS * PAIRS)
         place += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
     tl.store(order + place, pair, mask=counted)
@@ -129,50 +130,55 @@ def most_tiles(experts: int, pairs: int, tile_rows: int) -> int:
     return min(experts, pairs) + pairs // tile_rows
 
 
+@dataclass(frozen=True, slots=True)
+class PairOrder:
+    """Says where pairs are sorted to: ``order`` int32 [P], ``tiles`` int32 [C, 3] of at most ``tile_rows`` pairs, and
+    ``count`` int32 [1]. What is behind the last pair and the last tile is left as it was."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor
+    tile_rows: int
+
+    def check(self, chosen: torch.Tensor, experts: int) -> None:
+        """Raises Internal unless there is room for pairs ``chosen`` int32 [T, k] of so many experts."""
+        pairs, tiles = chosen.numel(), self.tiles
+        check_tensor("chosen", chosen, (None, None), torch.int32)
+        check_tensor("order", self.order, (pairs,), torch.int32, chosen.device)
+        check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, chosen.device)
+        check_tensor("count", self.count, (1,), torch.int32, chosen.device)
+        check(pairs > 0 and self.tile_rows > 0, "{} pairs in tiles of {} rows", pairs, self.tile_rows)
+        check(len(tiles) >= most_tiles(experts, pairs, self.tile_rows), "{} tiles are too few", len(tiles))
+
+
 class PairSorter:
-    """Sorts pairs by expert. Owns the workspace: counts of blocks.
+    """Sorts many pairs by expert. Owns the workspace: counts of blocks.
 
     A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, experts: int, max_pairs: int, device: torch.device) -> None:
         """Reserves the workspace for at most ``max_pairs`` pairs of at most ``experts`` experts."""
-        self._experts, self._columns = experts, _columns(experts)
-        blocks = 0 if max_pairs <= FEW_PAIRS else cdiv(max_pairs, BLOCK_PAIRS) + 1
+        self._experts, self._columns = experts, columns_of(experts)
+        blocks = cdiv(max_pairs, BLOCK_PAIRS) + 1
         self._counts = torch.zeros(blocks * self._columns, dtype=torch.int32, device=device)
 
-    def __call__(
-        self, chosen: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, count: torch.Tensor, tile_rows: int
-    ) -> None:
-        """Sorts ``chosen`` int32 [T, k], numbers of experts or -1, into ``order`` int32 [P], ``tiles`` int32 [C, 3] of
-        at most ``tile_rows`` pairs, and ``count`` int32 [1]. What is behind the last pair and the last tile is left as
-        it was. Raises Internal for misshapen tensors."""
-        pairs = chosen.numel()
-        check_tensor("chosen", chosen, (None, None), torch.int32)
-        check_tensor("order", order, (pairs,), torch.int32, chosen.device)
-        check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, chosen.device)
-        check_tensor("count", count, (1,), torch.int32, chosen.device)
-        check(pairs > 0 and tile_rows > 0, "{} pairs in tiles of {} rows", pairs, tile_rows)
-        check(len(tiles) >= most_tiles(self._experts, pairs, tile_rows), "{} tiles are too few", len(tiles))
-        arch = arch_of(chosen.device)
-        use = tuned("sort_pairs", arch)
-        sizes = {"EXPERTS": self._columns, "COMPARED": COMPARED}
-        if pairs <= FEW_PAIRS:
-            sizes |= {"PAIRS": FEW_PAIRS, "num_warps": use["few_warps"], **dependent(arch)}
-            _sort_few[(1,)](chosen, order, tiles, count, pairs, tile_rows, **sizes)
-            return
+    def __call__(self, chosen: torch.Tensor, into: PairOrder) -> None:
+        """Sorts ``chosen`` int32 [T, k], numbers of experts or -1. Raises Internal for misshapen tensors."""
+        into.check(chosen, self._experts)
+        pairs, use = chosen.numel(), tuned("sort_pairs", arch_of(chosen.device))
         blocks, warps = cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
         check((blocks + 1) * self._columns <= len(self._counts), "more pairs than the workspace holds")
         own = {"EXPERTS": self._columns, "BLOCK_PAIRS": BLOCK_PAIRS, "num_warps": warps}
         _count[(blocks,)](chosen, self._counts, pairs, **own)
         _sum_up[(1,)](
-            self._counts, tiles, count, blocks, tile_rows, EXPERTS=self._columns, SUMMED=_summed(self._columns),
-            num_warps=use["sum_warps"],
+            self._counts, into.tiles, into.count, blocks, into.tile_rows, EXPERTS=self._columns,
+            SUMMED=_summed(self._columns), num_warps=use["sum_warps"],
         )  # fmt: skip
-        _place[(blocks,)](chosen, self._counts, order, pairs, blocks, COMPARED=COMPARED, **own)
+        _place[(blocks,)](chosen, self._counts, into.order, pairs, blocks, COMPARED=COMPARED, **own)
 
 
-def _columns(experts: int) -> int:
+def columns_of(experts: int) -> int:
     """Returns the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
     return max(32, next_power_of_2(experts))
 

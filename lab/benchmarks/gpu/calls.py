@@ -145,20 +145,20 @@ def route_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
     """Makes a case of sorting pairs of rows and random experts."""
-    from pillion.kernels.gpu.experts.pair_sorting import PairSorter, most_tiles, tile_rows_of
+    from pillion.kernels.gpu.experts.pair_sorting import PairOrder, PairSorter, most_tiles, tile_rows_of
 
     pairs = rows * PER_TOKEN
     tile_rows = tile_rows_of(EXPERTS, pairs)
     chosen = torch.rand(rows, EXPERTS, device=bench.device).argsort(1)[:, :PER_TOKEN].int().contiguous()
     order, count = (torch.empty(size, dtype=torch.int32, device=bench.device) for size in (pairs, 1))
     tiles = torch.empty(most_tiles(EXPERTS, pairs, tile_rows), 3, dtype=torch.int32, device=bench.device)
-    sort = PairSorter(EXPERTS, pairs, bench.device)
+    sort, into = PairSorter(EXPERTS, pairs, bench.device), PairOrder(order, tiles, count, tile_rows)
 
     def verify() -> None:
-        sort(chosen, order, tiles, count, tile_rows)
+        sort(chosen, into)
         assert torch.equal(order.long(), chosen.flatten().argsort(stable=True))
 
-    return KernelCase([_bound(sort, chosen, order, tiles, count, tile_rows)], 8.0 * pairs, verify)
+    return KernelCase([_bound(sort, chosen, into)], 8.0 * pairs, verify)
 
 
 def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:

@@ -245,8 +245,8 @@ TUNABLES: dict[str, Tunable] = {
     ),
     "sort_pairs": Tunable(
         "sort_pairs",
-        _small(("sort pairs", 32), ("sort pairs", 2048)),
-        {"few_warps": (4, 8, 16), "num_warps": (4, 8), "sum_warps": (4, 8)},
+        _small(("sort pairs", 2048)),
+        {"num_warps": (4, 8), "sum_warps": (4, 8)},
     ),
     "shrink_pairs_16": _shrink(32, 16),
     "shrink_pairs_128": _shrink(2048, 128),
