@@ -334,6 +334,21 @@ def _settle(
     tl.store(chosen + at, tl.where(own, numbers - own_begin, -1), mask=kept)
 
 
+@triton.jit
+def _sort_last(
+    ticket, programs, chosen, order, pair_tiles, tile_count, pairs, tile_rows,
+    OWN_COLUMNS: tl.constexpr, SORTED: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Sorts the pairs of all tiles in the last of so many programs that have written some."""
+    tl.debug_barrier()
+    before = programs * 0
+    if programs > 1:
+        before = tl.atomic_add(ticket, 1, sem="acq_rel")
+    if before == programs - 1:
+        tl.store(ticket, 0)
+        sort_few(chosen, order, pair_tiles, tile_count, pairs, tile_rows, OWN_COLUMNS, SORTED, COMPARED)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["tokens", "first", "own_begin", "own_end", "tile_rows"])
 def _route(
@@ -365,17 +380,11 @@ def _route(
     wait_for_earlier(DEPENDENT)
     if SHARED:
         part, block = tl.program_id(1), tl.program_id(2)
-        if GATE:
-            # The gate has the block behind the last one.
-            if block == blocks:
-                begin, end = part * DEPTH, tl.minimum(part * DEPTH + DEPTH, hidden)
-                product = _gate_part(rows, gate, read, begin, end, hidden, ROWS, BLOCK_INPUTS)
-                tl.store(gates + part * tiles * ROWS, product)
-            else:
-                _share(
-                    rows, router, mine, read, part, block, plane, hidden,
-                    EXPERTS, GROUPS, GROUP_COLUMNS, DEPTH, BLOCK_EXPERTS, BLOCK_INPUTS,
-                )  # fmt: skip
+        # The gate has the block behind the last one.
+        if GATE and block == blocks:
+            begin, end = part * DEPTH, tl.minimum(part * DEPTH + DEPTH, hidden)
+            product = _gate_part(rows, gate, read, begin, end, hidden, ROWS, BLOCK_INPUTS)
+            tl.store(gates + part * tiles * ROWS, product)
         else:
             _share(
                 rows, router, mine, read, part, block, plane, hidden,
@@ -404,16 +413,10 @@ def _route(
                 rows.dtype.element_ty, EXPERTS, PER_TOKEN, ALWAYS, MORE, GATE, planes,
             )  # fmt: skip
         if SORTED:
-            tl.debug_barrier()
-            before = tiles * 0
-            if tiles > 1:
-                before = tl.atomic_add(tickets + TICKETS, 1, sem="acq_rel")
-            if before == tiles - 1:
-                tl.store(tickets + TICKETS, 0)
-                sort_few(
-                    chosen, order, pair_tiles, tile_count, tokens * (PER_TOKEN + ALWAYS), tile_rows, OWN_COLUMNS,
-                    SORTED, COMPARED,
-                )  # fmt: skip
+            _sort_last(
+                tickets + TICKETS, tiles, chosen, order, pair_tiles, tile_count, tokens * (PER_TOKEN + ALWAYS),
+                tile_rows, OWN_COLUMNS, SORTED, COMPARED,
+            )  # fmt: skip
 
 
 def parts_of(hidden: int) -> tuple[int, int]:
