@@ -277,17 +277,22 @@ def paged_attention_specs() -> list[BuildSpec]:
         for arch in ARCHITECTURES
         if name in parted
     ]
-    heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
-    specs.append(
+    return [*specs, *_merge_specs()]
+
+
+def _merge_specs() -> list[BuildSpec]:
+    """Lists the merges of parts of Llama 3 8B, and of heads of 512 values, or as many latents."""
+    heads = {"KV_HEADS": 8, "GROUP": 4, "SINKS": False}
+    return [
         BuildSpec(
-            name="attention_parts_merge",
+            name=f"attention_parts_merge{name}",
             kernel=parted_attention._merge_parts,
             signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
-            constants={**paged_attention.merge_constants(90, {**heads, "SINKS": False}, 64, 128), "PARTS": 8},
+            constants={**paged_attention.merge_constants(90, {**heads, "HEAD_DIM": width}, 64, 128), "PARTS": parts},
             max_registers=128,
         )
-    )
-    return specs
+        for name, width, parts in (("", 128, 8), ("_512", 512, 4))
+    ]
 
 
 def overlapped_attention_specs() -> list[BuildSpec]:

@@ -133,7 +133,8 @@ def _attend(
         record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
     )
     # What the compiler would take out of this loop fills registers during the one over keys. In float32, and with heads
-    # of 128 but for those in float8 with windows, it does not, and registers are spilled if it stays.
+    # of 128 but for those in float8 with windows, it does not, and registers are spilled if it stays, or the loop over
+    # keys takes a tenth more instructions.
     STAYS: tl.constexpr = (BLOCK_D != 128 or (FP8 and WINDOW != 0)) and queries.dtype.element_ty != tl.float32
     for at in tl.range(start, stop, _WORDS, disable_licm=STAYS):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
