@@ -241,7 +241,7 @@ def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
     "family",
     [
         pytest.param(family, marks=[] if NATIVE else pytest.mark.long)
-        for family in ("gpt-oss", "deepseek-v3", "qwen3-moe-some-dense", "qwen2-moe", "llama4")
+        for family in ("gpt-oss", "deepseek-v3", "qwen3-moe-some-dense", "qwen2-moe", "llama4", "afmoe", "gemma4-moe")
     ],
 )
 def test_mixed_steps_are_those_of_torch(family, tmp_path):
