@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import gcd
 
 import numpy as np
 
-from pillion.engine.backends.backend import Backend, BackendLost, KVLayout, PoolPlace
+from pillion.engine.backends.backend import Backend, BackendLost, InFlightStep, KVLayout, PoolPlace
 from pillion.engine.backends.batching import build_draft_sampling, build_rows
 from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftPlan
 from pillion.engine.scheduling.sequence import Sequence
@@ -109,26 +110,38 @@ class DraftModel:
         drafting = [place for place, chunk in enumerate(scheduled) if chunk.draft_tokens]
         batch = replace(batch, sample_rows=batch.query_starts[1:][drafting] - np.int32(1))
         sequences = [chunk.chain.sequence for chunk in scheduled]
-        tokens, seqs = self._pass(batch, [(sequences[place], 0) for place in drafting]), drafting
-        if plan.num_tokens >= LEAST_READ_TOKENS:
-            read_s = (time.perf_counter() - began_s) / plan.num_tokens
-            self.seconds_to_read += (PASS_WEIGHT if self.seconds_to_read else 1.0) * (read_s - self.seconds_to_read)
         draft_tokens: list[list[int]] = [[] for _ in scheduled]
-        while drafting:
-            kept = []
-            for at, (place, token) in enumerate(zip(drafting, tokens, strict=True)):
-                if 0 <= token < self._vocab_size:
+        tokens: tuple[int, ...] = ()
+        # The last launched pass is the one that makes so many draft tokens of each sequence; ``seqs`` are the sequences
+        # of its sampled rows.
+        made, seqs = 1, drafting
+        under_way = deque([(self._launch(batch, [(sequences[place], 0) for place in drafting]), drafting)])
+        read = plan.num_tokens
+        while True:
+            kept = [at for at, place in enumerate(drafting) if scheduled[place].draft_tokens > made]
+            if kept and len(under_way) < self.backend.max_steps_under_way:
+                # The tokens of a pass that is under way are known to the device alone.
+                ids = [-1 - at if under_way else max(tokens[at], 0) for at in kept]
+                batch = self._next_pass(batch, [seqs[at] for at in kept], kept, ids)
+                drafting, seqs = [drafting[at] for at in kept], [*range(len(kept))]
+                under_way.append((self._launch(batch, [(sequences[place], made) for place in drafting]), drafting))
+                made += 1
+            elif under_way:
+                step, places = under_way.popleft()
+                tokens = step.wait().token_ids
+                for place, token in zip(places, tokens, strict=True):
                     draft_tokens[place].append(token)
-                    if len(draft_tokens[place]) < scheduled[place].draft_tokens:
-                        kept.append(at)
-            drafting, seqs = [drafting[at] for at in kept], [seqs[at] for at in kept]
-            if drafting:
-                began_s = time.perf_counter()
-                batch = self._next_pass(batch, seqs, kept, [draft_tokens[place][-1] for place in drafting])
-                after = [(sequences[place], len(draft_tokens[place])) for place in drafting]
-                tokens, seqs = self._pass(batch, after), [*range(len(kept))]
-                self._learn(len(kept), time.perf_counter() - began_s)
-        return [np.array(found, dtype=np.int32) if found else NO_DRAFT_TOKENS for found in draft_tokens]
+                now_s = time.perf_counter()
+                self._learn(read, len(places), now_s - began_s)
+                read, began_s = 0, now_s
+            else:
+                return [self._possible(found) for found in draft_tokens]
+
+    def _possible(self, tokens: Seq[int]) -> Int32:
+        """Returns the draft tokens before the first one that the main model does not have, as int32."""
+        wrong = (place for place, token in enumerate(tokens) if not 0 <= token < self._vocab_size)
+        count = next(wrong, len(tokens))
+        return np.array(tokens[:count], dtype=np.int32) if count else NO_DRAFT_TOKENS
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
         """Makes the batch of the known tokens of all chunks. The block tables reach as far as the draft tokens will."""
@@ -159,12 +172,18 @@ class DraftModel:
             rope_rows=None if batch.rope_rows is None else batch.rope_rows[rows] + np.int32(1),
         )
 
-    def _learn(self, sequences: int, seconds: float) -> None:
+    def _learn(self, read: int, sequences: int, seconds: float) -> None:
+        """Learns from how long a pass took: one that has ``read`` a text of so many tokens, or, where that is 0, one of
+        a token for each of so many sequences."""
+        if read:
+            weight = PASS_WEIGHT if self.seconds_to_read else 1.0
+            if read >= LEAST_READ_TOKENS:
+                self.seconds_to_read += weight * (seconds / read - self.seconds_to_read)
+            return
         bits = sequences.bit_length()
         known_s = self._pass_s.get(bits, seconds)
         self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
 
-    def _pass(self, batch: StepBatch, after: Seq[tuple[Sequence, int]]) -> tuple[int, ...]:
-        """Runs a pass, each of whose sampled rows chooses a token after so many draft tokens of a sequence."""
-        rows = build_draft_sampling(after, self.backend.vocab_size)
-        return self.backend.launch(batch, (), rows).wait().token_ids
+    def _launch(self, batch: StepBatch, after: Seq[tuple[Sequence, int]]) -> InFlightStep:
+        """Begins a pass, each of whose sampled rows chooses a token after so many draft tokens of a sequence."""
+        return self.backend.launch(batch, (), build_draft_sampling(after, self.backend.vocab_size))
