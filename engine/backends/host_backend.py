@@ -148,3 +148,14 @@ class HostBackend(ABC):
         if self._pool is None:
             raise Internal("a step before bind_pool")
         return self._pool
+
+
+def states_of_rows(rows: torch.Tensor) -> States:
+    """Returns rows in host memory as states: float32 stays; bfloat16 becomes uint16 with the same bits."""
+    return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
+
+
+def rows_of_states(states: States) -> torch.Tensor:
+    """Returns the rows of which :func:`states_of_rows` made states, over the same memory."""
+    rows = torch.from_numpy(states)
+    return rows.view(torch.bfloat16) if rows.dtype == torch.uint16 else rows

@@ -61,6 +61,15 @@ def step_bytes(
     return tokens * (row + TOKEN_RECORD_BYTES) + min(tokens, mixed_rows) * mixed + logits
 
 
+def head_bytes(layer: ModelConfig, states: int, dtype: str, tokens: int, rows: int) -> int:
+    """Returns the most bytes that an EAGLE head of one ``layer`` takes on a GPU beside its weights: those of a pass of
+    ``tokens`` tokens, ``rows`` of which draft, with a token beside each state and logits of draft ids; and the
+    ``states`` values of each token that the model's steps keep."""
+    item = 4 if dtype == "float32" else 2
+    logits = rows * (8 * layer.vocab_size + item * layer.hidden_size)
+    return step_bytes(layer, dtype, tokens, rows) + tokens * item * (2 * layer.hidden_size + states) + logits
+
+
 def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: int) -> int:
     """Returns the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
     if not isinstance(flags, StepFlags):

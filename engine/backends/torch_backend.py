@@ -13,7 +13,7 @@ import torch
 
 from pillion.engine.adapters.step_adapters import TorchAdapters
 from pillion.engine.backends.backend import bound_adapters, distinct_rows, kv_layout
-from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.host_backend import HostBackend, states_of_rows
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.config_parser import load_config
@@ -55,7 +55,7 @@ class TorchBackend(HostBackend):
         self._states = dict.fromkeys(layers, torch.empty(0))
 
     def _read_states(self, num_tokens: int) -> States:
-        return rows_to_numpy(torch.cat([self._states[layer] for layer in self.state_layers], 1))
+        return states_of_rows(torch.cat([self._states[layer] for layer in self.state_layers], 1))
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
         found: Float32 = self._normed[-batch.pooled :].float().numpy()
@@ -129,11 +129,6 @@ class TorchBackend(HostBackend):
         if batch.states is not None:
             carried.read(pool, batch.states.reads)
         return carried
-
-
-def rows_to_numpy(rows: torch.Tensor) -> States:
-    """Returns the rows for numpy: float32 stays; bfloat16 becomes uint16 with the same bits."""
-    return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
 def _indices(values: npt.NDArray[np.integer[Any]]) -> torch.Tensor:

@@ -62,6 +62,7 @@ from pillion.engine.backends.gpu.pool_parts import (
     parts_of,
     whole_parts,
 )
+from pillion.engine.backends.host_backend import states_of_rows
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters
 from pillion.engine.gpu_states.gpu_states import GpuStates
 from pillion.errors import ConfigError, Internal
@@ -112,11 +113,13 @@ class BoundPool:
         states: GpuStates | None,
         sampler: GpuSampler | None,
         experts: GpuExperts | None,
+        decoder: type[GpuDecoder],
         *,
         eager: bool,
     ) -> None:
         """Makes the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
-        [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none."""
+        [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none. ``decoder`` is the class that runs
+        the forward pass."""
         self.num_slots, self.products = len(parts[0][1]), model.plain_products
         # In these shards this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
@@ -128,7 +131,7 @@ class BoundPool:
         self._sampler = sampler
         # Where a model has states, each rank has a shard of its own, or all share the only one.
         self.states = None if states is None else states.over(parts[0][1])
-        self.decoder = GpuDecoder(model, self.parts, self.record, self.states, experts)
+        self.decoder = decoder(model, self.parts, self.record, self.states, experts)
         self.graphs = StepGraphs(
             self._run,
             limits.max_tokens,
@@ -221,6 +224,8 @@ class GpuBackend:
     gives_vectors = True
 
     adapters: GpuAdapters | None = None
+    # This class runs the forward pass.
+    decoder: type[GpuDecoder] = GpuDecoder
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
         """Makes the backend. With ``enforce_eager`` it captures no CUDA graphs."""
@@ -267,6 +272,16 @@ class GpuBackend:
         bound = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, each, strict=True)]
         self._bound = self._bind(bound, eager=self._eager)
 
+    @property
+    def model(self) -> GpuModel:
+        """Gives the model that this process computes, or its share of it."""
+        return self._model
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Makes each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
+        once, before ``bind_pool``, in a worker of one process."""
+        self._model.keep_states(layers)
+
     def warm_up(self, max_tokens: int) -> None:
         """Captures CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
         bound = self._bound_or_raise()
@@ -297,7 +312,8 @@ class GpuBackend:
             # Ranks above 0 have no logits, and nobody asks them for texts.
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
-            step = GpuInFlightStep(self, logits, texts)
+            kept = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
+            step = GpuInFlightStep(self, logits, texts, kept)
         except BackendLost:
             raise
         except Exception as error:
@@ -436,7 +452,7 @@ class GpuBackend:
         return _slots_of(tensor(mapped, device), num_slots, part_layout(self.layout, part).block_bytes)
 
     def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
-        own = self._states, self._sampler, self._experts
+        own = self._states, self._sampler, self._experts, self.decoder
         return BoundPool(self._model, parts, self.layout, self._limits, *own, eager=eager)
 
     def _bound_or_raise(self) -> BoundPool:
@@ -547,14 +563,17 @@ def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) 
 
 
 class GpuInFlightStep:
-    """Represents a launched step of a backend, with its logits [R, V] on the device, and what it gives of texts."""
+    """Represents a launched step of a backend, with its logits [R, V] on the device, what it gives of texts, and the
+    states that it keeps, which a copy brings to the host."""
 
-    def __init__(self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None) -> None:
+    def __init__(
+        self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None, kept: torch.Tensor | None
+    ) -> None:
         self._backend = backend
         # The last rows are those of texts.
         count = 0 if texts is None else sum(map(bool, texts.ids))
         self._logits = logits[: len(logits) - count]
-        self._texts = texts
+        self._texts, self._kept = texts, kept
         self._choice: GpuChoice | None = None
 
     def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
@@ -570,6 +589,8 @@ class GpuInFlightStep:
         else:
             self._backend.await_event(self._choice.done)
             sampled = self._choice.wait()
+        if self._kept is not None:
+            sampled = replace(sampled, states=states_of_rows(self._kept))
         return sampled if self._texts is None else replace(sampled, pooled=self._texts.rows())
 
 

@@ -140,12 +140,8 @@ class GpuDecoder:
     def run(self, shape: StepShape) -> torch.Tensor:
         """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples - shape.vectors,
         vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
-        model, config = self._model, self._model.config
-        residual, self._sampled = model.residual[: shape.tokens], False
-        first, *_ = model.layers.values()
-        if 0 in model.layers:
-            self._embed(residual, shape)
-        step = _LayerStep(residual, self._normed(residual, _first_norm(first)), self._record.num_rows)
+        model, config, self._sampled = self._model, self._model.config, False
+        step = _LayerStep(*self._begin(shape), self._record.num_rows)
         for index, layer in model.layers.items():
             self._begin_layer(index, layer, step, shape)
             if not step.ended:
@@ -155,12 +151,24 @@ class GpuDecoder:
         if not step.ended and model.shard.gives_logits:
             chosen = shape.samples - shape.vectors
             rows, self.vectors = step.rows[:chosen], step.rows[chosen:]
+            self._keep_outputs(step.residual)
             if chosen:
                 return self._logits(rows)
         if model.ranks is not None:
             # Where there are logits, gathering them shows that all ranks have written their KV.
             model.ranks.meet()
         return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+
+    def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the residual stream before the first layer, and what that layer's first operation reads."""
+        residual = self._model.residual[: shape.tokens]
+        first, *_ = self._model.layers.values()
+        if 0 in self._model.layers:
+            self._embed(residual, shape)
+        return residual, self._normed(residual, _first_norm(first))
+
+    def _keep_outputs(self, residual: torch.Tensor) -> None:
+        """Takes the residual stream of the sampled rows after the last layer, which nothing but an EAGLE head reads."""
 
     def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
         """Writes the embeddings of the step's tokens into the rows of the residual stream."""
@@ -193,11 +201,14 @@ class GpuDecoder:
         every.add_(found).mul_(sqrt(0.5))
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
-        inputs = self._model.config.token_inputs
+        """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone.
+        The inputs of some layers are kept for an EAGLE head."""
+        model, inputs = self._model, self._model.config.token_inputs
+        for place in (place for place, kept in enumerate(model.state_layers) if kept == index):
+            model.states[: shape.tokens].chunk(len(model.state_layers), 1)[place].copy_(step.residual)
         if inputs is not None:
             mine = slice(index * inputs.width, (index + 1) * inputs.width)
-            step.inputs = self._model.token_inputs[: shape.tokens, mine]
+            step.inputs = model.token_inputs[: shape.tokens, mine]
         step.mixers, step.added_up = sum(isinstance(operation, _MIXERS) for operation in layer.operations), None
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
@@ -351,9 +362,10 @@ class GpuDecoder:
 
     def _is_last(self, index: int, shape: StepShape) -> bool:
         """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
-        on: the model's last one, or, where no row is sampled, the last one that writes something."""
+        on: the model's last one, or, where no row is sampled, the last one that writes something or is kept."""
         config = self._model.config
-        return index == (config.num_layers - 1 if shape.samples else config.last_kept_layer)
+        kept = max((config.last_kept_layer, *self._model.state_layers))
+        return index == (config.num_layers - 1 if shape.samples else kept)
 
     def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
         """Ends the step, and returns True, where the layer has written all that a step without sampled rows has to

@@ -10,11 +10,12 @@ KV node is in gpu_worker.py, because a GPU machine that has torch and triton alo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -96,11 +97,7 @@ def load_gpu_backend(
     )
     rows = limits.max_samples + limits.max_scored
     needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, rows, mixed_rows=MAX_MIXED_ROWS)
-    size = f"{needed / 2**20:.0f} MiB"
-    too_large = f"a step of {limits.max_tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
-    if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
-        raise ConfigError(f"{too_large} {left / 2**20:.0f} MiB left: lower {BUDGET_FLAGS}")
-    try:
+    with room_for(limits.max_tokens, needed, device) as size:
         model = GpuModel(
             weights,
             prepared.max_model_len,
@@ -114,8 +111,6 @@ def load_gpu_backend(
         backend = make(model, layout, limits, enforce_eager=flags.enforce_eager)
         progress("compiling the GPU kernels")
         backend.take_workspace()
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{too_large} no more: lower {BUDGET_FLAGS}") from error
     progress(f"steps of up to {limits.max_tokens} tokens take up to {size} beside weights; the KV pool gets the rest")
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     share = "" if shard.whole else f"rank {shard.rank} of {shard.size}: "
@@ -126,6 +121,20 @@ def load_gpu_backend(
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+@contextlib.contextmanager
+def room_for(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
+    """Gives in words how many bytes are ``needed`` by a step of so many tokens, whose buffers the block allocates.
+    Raises ConfigError where the GPU has less."""
+    size = f"{needed / 2**20:.0f} MiB"
+    too_large = f"a step of {tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
+    if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
+        raise ConfigError(f"{too_large} {left / 2**20:.0f} MiB left: lower {BUDGET_FLAGS}")
+    try:
+        yield size
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{too_large} no more: lower {BUDGET_FLAGS}") from error
 
 
 def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:

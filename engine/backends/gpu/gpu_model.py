@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,6 +145,7 @@ class GpuModel:
         ranks: the worker's other ranks, None where it has none.
         layers: the process's layers, by their numbers in the model.
         max_tokens: the most of a step. longest: the most of a sequence.
+        state_layers, states: the layers whose inputs are kept for an EAGLE head, and these [max_tokens, ...].
     """
 
     def __init__(
@@ -157,13 +158,15 @@ class GpuModel:
         max_samples: int = 0,
         ranks: GpuRankGroup | None = None,
         shard: ModelShard | None = None,
+        operations: Sequence[Layer] = (),
         invariant: bool = False,
     ) -> None:
         """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
 
         ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
-        ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``invariant`` says
-        that a token's bits may depend on nothing but its sequence (``--batch-invariant``).
+        ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``operations`` are
+        those of the layers, by default what the config says. ``invariant`` says that a token's bits may depend on
+        nothing but its sequence (``--batch-invariant``).
         """
         self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
         config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
@@ -176,7 +179,7 @@ class GpuModel:
         self.adapters: GpuAdapters | None = None
         # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
         self.inner_values = _inner_values(weights)
-        every = layers_of(config)
+        every = operations or layers_of(config)
         self.layers = {index: GpuLayer(weights, index, every[index]) for index in self.shard.own_layers(config)}
         # These are quantized matrices, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
@@ -202,15 +205,21 @@ class GpuModel:
         self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
         self._make_rows()
+        self.keep_states(())
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Makes the buffer in which a step keeps the inputs of these layers, side by side, for all its rows."""
+        self.state_layers = tuple(layers)
+        self.states = self._rows(len(layers) * self.config.hidden_size)
+
+    def _rows(self, width: int) -> torch.Tensor:
+        """Makes a buffer of a step's rows."""
+        return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
 
     def _make_rows(self) -> None:
         """Makes the buffers of a step's rows."""
-        config = self.config
+        config, rows = self.config, self._rows
         every = [operation for layer in self.layers.values() for operation in layer.operations]
-
-        def rows(width: int) -> torch.Tensor:
-            return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
-
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
         self.added_up = rows(config.hidden_size if any(isinstance(one, AddUp) for one in every) else 0)
         self.latents = _LatentBuffers.of(config, rows)
@@ -296,14 +305,18 @@ class GpuModel:
             if key not in compiled:
                 compiled.add(key)
                 self._quantized.compile(matrix, bias, dtype)
-        plain = [each for layer in self.layers.values() for each in layer.plain(self.dtype)]
-        if isinstance(self.weights.head, torch.Tensor):
-            plain.append((self.weights.head, None))
-        for weight, bias in plain:
+        for weight, bias in self._plain_matrices():
             if (weight.shape, bias is None) not in compiled:
                 compiled.add((weight.shape, bias is None))
                 most = self.max_tokens if self.invariant else self._plain.most_rows(weight)
                 self._plain.compile(weight, bias, min(most, self.max_tokens))
+
+    def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Yields the plain matrices by which steps multiply, but for those of experts, and their biases."""
+        for layer in self.layers.values():
+            yield from layer.plain(self.dtype)
+        if isinstance(self.weights.head, torch.Tensor):
+            yield self.weights.head, None
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:

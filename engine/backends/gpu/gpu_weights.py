@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -325,7 +325,7 @@ def _named_tensors(
         operations = layers[index]
         if join:
             layer, operations = join_weights(layer, operations, shard, in_fp8=in_fp8)
-        for name, tensor in _layer_tensors(operations, layer, dtype, shard, in_fp8):
+        for name, tensor in layer_tensors(operations, layer, dtype, shard, in_fp8):
             yield f"layers.{index}.{name}", tensor
     if head is None:
         return
@@ -334,9 +334,10 @@ def _named_tensors(
         yield "lm_head", _stored(select_rows(head, mine), dtype)
 
 
-def _layer_tensors(
+def layer_tensors(
     operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard, in_fp8: bool
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
+    """Yields the names and weights of a layer, those that ``shard`` has of them."""
     for operation in operations:
         if not shard.whole and isinstance(operation, Mlp):
             down = whole.linear(operation.down).weight
@@ -391,6 +392,16 @@ def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | Packe
         return torch.stack([plain(matrix, dtype) for matrix in matrices])
     parts = {name: torch.stack([each.parts[name] for each in packed]) for name in packed[0].parts}
     return PackedMatrix(packed[0].kind, **parts)
+
+
+def own_weights(
+    config: ModelConfig, named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
+) -> GpuWeights:
+    """Returns tensors that are copied to memory of this process alone, as those of an EAGLE head are."""
+    plan = _planned(named, {})
+    weights = GpuWeights(config, plan, torch.empty(plan.nbytes, dtype=torch.uint8, device=device), dtype)
+    weights.fill(named, lambda line: None)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
