@@ -113,7 +113,7 @@ alone, unless its config says that the head is the embedding.
 Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
 and on torch's operators under every split policy, by workers of several [ranks](tensor-parallelism.md) and
 [stages](pipeline-parallelism.md), and on GPUs. Workers of one process also serve their adapters, KV in 8 bits, draft
-models and, on CPUs, EAGLE-3 heads.
+models and EAGLE-3 heads.
 
 Words of the second column: MLA is attention over latents; QK norms are norms of queries and keys; post-norms stand
 behind attention and MLP; the choice bias counts where experts are chosen and not in their sum; "with a window" and

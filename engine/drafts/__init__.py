@@ -7,6 +7,7 @@
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
     eagle_chains.py    the KV of an EAGLE-3 head, and the states that it reads
     eagle_head.py      the passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
+    gpu_eagle.py       the head on the GPU kernels
     eagle_config.py    ``config.json`` of an EAGLE-3 head;  eagle_weights.py: its tensors
 
 Read engine/scheduling/draft_tokens.py first. Tokens that are certain (engine/grammars), and the judging of proposed

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion.config import WorkerFlags
+from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.cpu.cpu_loading import core_share, unsupported
 from pillion.engine.backends.devices import resolve_device
@@ -27,7 +27,7 @@ from pillion.settings.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from pillion.engine.drafts.eagle_config import EagleConfig
-    from pillion.engine.drafts.eagle_head import EagleBackend
+    from pillion.engine.drafts.eagle_head import EagleBackend, HeadBackend
 
 log = logging.getLogger("pillion.worker")
 
@@ -81,25 +81,29 @@ def load_eagle_head(
     flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, threads: int, most_tokens: int
 ) -> tuple[DraftShape, DraftModel]:
     """Loads the EAGLE-3 head ``config.model``, and makes the backend of ``main`` keep the states that the head reads.
-    The passes have at most ``most_tokens`` tokens; a head of a worker of several ranks runs beside the first of them.
+    The passes have at most ``most_tokens`` tokens; a head of a worker of several ranks on CPUs runs beside the first of
+    them.
 
     Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
     """
     # The module that this imports needs torch, for which a decode worker waits only once it loads a model.
-    from pillion.engine.backends.host_backend import HostBackend
     from pillion.engine.drafts.eagle_config import load_eagle_config
     from pillion.engine.drafts.eagle_head import EagleModel, eagle_layout
 
     with _named(config.model):
         prepared, backend = main.prepared, main.backend
-        if not isinstance(backend, HostBackend):
-            raise ConfigError("EAGLE-3 heads run on CPUs")
+        on_gpu = resolve_device(flags) == "cuda"
+        if on_gpu and flags.processes > 1:
+            raise ConfigError(f"on GPUs EAGLE-3 heads run in workers of one process, not of {flags.processes}")
         folder = folder_of(config.model, config.revision)
         head = load_eagle_config(folder, load_config(prepared.folder))
         layout = eagle_layout(head, flags.block_size, prepared.dtype)
-        layout = replace(layout, block_size=flags.block_size * draft_blocks(backend.layout, layout))
-        own = _eagle_backend(flags, folder, head, layout, main, threads)
-        backend.keep_states(head.state_layers)
+        blocks = draft_blocks(backend.layout, layout, GPU_BLOCK_TOKENS if on_gpu else 0)
+        layout = replace(layout, block_size=flags.block_size * blocks)
+        if on_gpu:
+            own: HeadBackend = _gpu_head(flags, folder, head, layout, main, most_tokens)
+        else:
+            own = _eagle_backend(flags, folder, head, layout, main, threads)
         log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.state_layers])
         shape = DraftShape(
             namespace=bytes(HASH_BYTES),
@@ -117,7 +121,7 @@ def _eagle_backend(
     flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, threads: int
 ) -> EagleBackend:
     """Makes the backend of the head in ``folder``: on the CPU kernels, if these run the model and can run the head;
-    else on torch."""
+    else on torch. The model's backend keeps states from now on."""
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
     from pillion.engine.backends.host_backend import HostBackend
     from pillion.engine.checkpoints.checkpoint import open_checkpoint
@@ -127,9 +131,10 @@ def _eagle_backend(
     from pillion.engine.drafts.eagle_weights import load_eagle_weights
     from pillion.kernels.torch.torch_linear import Linear
 
-    prepared, own = main.prepared, main.backend
-    if isinstance(own, HostBackend):
-        own = own.here
+    prepared, backend = main.prepared, main.backend
+    assert isinstance(backend, HostBackend)
+    backend.keep_states(head.state_layers)
+    own = backend.here
     kernels = isinstance(own, CpuBackend) and not unsupported(head.layer, layout.block_size)
     if isinstance(own, CpuBackend) and own.model.shard.whole:
         embedding = own.model.weights.tensors["embedding"]
@@ -141,6 +146,24 @@ def _eagle_backend(
         return TorchEagle(head, weights, layout, prepared.max_model_len)
     cores = parse_cores(flags.cpu_affinity)[:threads]
     return CpuEagle(head, weights, layout, own.model, log.info, threads, cores, core_share(flags))
+
+
+def _gpu_head(
+    flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, most_tokens: int
+) -> HeadBackend:
+    """Makes the backend of the head in ``folder`` on a GPU, with compiled kernels and workspace, because the KV node's
+    pool takes the rest of the memory. The model's backend keeps states from now on."""
+    # Only a worker on a GPU imports Triton.
+    from pillion.engine.backends.gpu.gpu_backend import GpuBackend
+    from pillion.engine.backends.gpu.gpu_loading import limits_of
+    from pillion.engine.drafts.gpu_eagle import load_gpu_eagle
+
+    backend = main.backend
+    assert isinstance(backend, GpuBackend)
+    assert isinstance(flags, DecodeFlags)
+    limits = limits_of(flags, main.prepared)
+    limits = replace(limits, max_tokens=most_tokens, max_samples=limits.max_seqs, max_scored=0)
+    return load_gpu_eagle(flags, folder, head, layout, backend, limits)
 
 
 @contextlib.contextmanager

@@ -119,7 +119,9 @@ class EagleChains(DraftChains):
             right = min(sequence.num_computed - chunk.start, chunk.count)
             drafts = not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
             if right > 0 and sequence.state is SequenceState.RUNNING and drafts:
-                self._begun(sequence).keep(chunk.start, states[first : first + right].copy())
+                # A chain would drop the older ones of more states.
+                older = max(0, right - MAX_STATES_TOKENS)
+                self._begun(sequence).keep(chunk.start + older, states[first + older : first + right].copy())
 
     def _begun(self, sequence: Sequence) -> EagleChain:
         """Returns the sequence's chain; makes one where there is none."""

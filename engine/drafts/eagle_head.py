@@ -8,19 +8,20 @@ head drafts token p + 2:
     token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, if drafted
 
 (EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) Where the CPU kernels run the model they run the
-head, too (:mod:`pillion.engine.drafts.cpu_eagle`).
+head, too (:mod:`pillion.engine.drafts.cpu_eagle`), as the GPU kernels do (:mod:`pillion.engine.drafts.gpu_eagle`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout
-from pillion.engine.backends.host_backend import FinishedStep, HostBackend
+from pillion.engine.backends.backend import LAYOUT_VERSION, Backend, KVLayout
+from pillion.engine.backends.host_backend import FinishedStep, HostBackend, rows_of_states
 from pillion.engine.drafts.draft_chains import DraftPlan
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.eagle_chains import EagleChain
@@ -88,9 +89,8 @@ class TorchEagle(EagleBackend):
 
     def read(self, states: States) -> None:
         """Notes that the next step's rows have these states of the model."""
-        raw = torch.from_numpy(states)
         with torch.inference_mode():
-            self._inputs = self._weights.fuse(raw.view(torch.bfloat16) if raw.dtype == torch.uint16 else raw)
+            self._inputs = self._weights.fuse(rows_of_states(states))
 
     def follow(self, rows: Seq[int]) -> None:
         """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
@@ -138,11 +138,21 @@ class TorchEagle(EagleBackend):
             return weights.lm_head(weights.final_norm(self._outputs)).float()
 
 
+class HeadBackend(Backend, Protocol):
+    """Represents the backend of a head: an :class:`EagleBackend`, or that of a GPU."""
+
+    def read(self, states: States) -> None:
+        """Takes the states of the model that the next step's rows have."""
+
+    def follow(self, rows: Seq[int]) -> None:
+        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
+
+
 class EagleModel(DraftModel):
     """Runs the passes of an EAGLE-3 head, on the step thread. The first pass reads states of the model, and each of the
     others the head's own."""
 
-    backend: EagleBackend
+    backend: HeadBackend
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
         states = []

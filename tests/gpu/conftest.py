@@ -16,7 +16,7 @@ if not NATIVE:
 MISSING = missing_packages()
 LEFT_OUT = [
     "test_cluster.py",
-    "test_hybrid_drafts.py",
+    "test_draft_answers.py",
     "test_staged_cluster.py",
     "test_states_cluster.py",
     "test_surviving_pool.py",

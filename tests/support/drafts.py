@@ -13,7 +13,7 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.settings.speculative_config import SpeculativeConfig
-from tests.support.scheduler_harness import GREEDY
+from pillion.types import SamplingParams
 
 
 def speculative(tokens: int, method: str = "ngram") -> SpeculativeConfig:
@@ -21,8 +21,10 @@ def speculative(tokens: int, method: str = "ngram") -> SpeculativeConfig:
     return SpeculativeConfig(method=method, num_speculative_tokens=tokens) if tokens else SpeculativeConfig()
 
 
-def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> Sequence:
-    """Return a greedy stream of these tokens, whose own KV has a slot and is not computed."""
+def text_to_guess_for(
+    tokens: Seq[int], block_size: int, max_model_len: int, sampling: SamplingParams | None = None
+) -> Sequence:
+    """Return a stream of these tokens, greedy or sampled so, whose own KV has a slot and is not computed."""
     return Sequence(
         Holding(1, (), (0,)),
         block_size,
@@ -31,7 +33,7 @@ def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> 
         token_ids=np.array(tokens, np.int32),
         parent_hash=bytes(32),
         prompt_tokens=len(tokens),
-        sampling=GREEDY,
+        sampling=sampling or SamplingParams(temperature=0.0),
         max_tokens=100,
         max_model_len=max_model_len,
     )

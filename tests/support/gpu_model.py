@@ -39,6 +39,8 @@ def own_memory(device: torch.device) -> GetMemory:
 class FakeDevicePool:
     """Memory on the device that stands for a mapped pool."""
 
+    divided = False
+
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
         self.address, self.size_bytes, self.device_index = self.tensor.data_ptr(), size_bytes, 0

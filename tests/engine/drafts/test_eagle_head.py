@@ -285,12 +285,3 @@ def test_what_is_no_head_is_refused(main: pathlib.Path, tmp_path: pathlib.Path) 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="neither speculators_model_type nor draft_vocab_size"):
         load(loaded, main, tmp_path)
-
-
-def test_a_backend_that_keeps_no_states_is_refused(main: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    class Device:
-        """Stands for a GPU's backend."""
-
-    loaded = LoadedModel(prepare(flags(main)), Device())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="EAGLE-3 heads run on CPUs"):
-        load(loaded, main, save_head(tmp_path / "head", main))

@@ -1,0 +1,180 @@
+"""Runs an EAGLE-3 head on a GPU: its weights, its buffers and its forward pass, which is a model's of one layer.
+
+    read     states of the model --copied to the device, fc--> residual                 outside of CUDA graphs
+    follow   rows of the last pass's outputs --> residual                               outside of CUDA graphs
+    pass     tokens --embedding--> norm --> [both]      residual --norm--> [both]
+             [both] --qkv--> the layer's other operations, as a model's --> residual --> outputs
+             residual --norm--> LM head --> logits of draft ids --> logits of the model's ids --> tokens
+
+What the host queues for a pass it queues in order on one stream, so the states that :meth:`GpuEagle.read` puts into the
+residual stream are those of the next pass, and a pass may be launched before the tokens of the one before are known.
+The sampler has logits of all of the model's tokens, of which those that the head cannot draft stay minus infinity; so
+it is the model's, and the chosen tokens are ids of the model. The weights lie in this process's own memory, because a
+head is only one layer; the embedding is the model's, where the head has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.gpu.device_memory import to_device
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_decoder import GpuDecoder
+from pillion.engine.backends.gpu.gpu_loading import check_limits, room_for
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_step import StepShape
+from pillion.engine.backends.gpu.gpu_weights import GpuWeights, layer_tensors, own_weights
+from pillion.engine.backends.step_memory import head_bytes
+from pillion.engine.drafts.eagle_config import EagleConfig
+from pillion.engine.drafts.eagle_weights import EagleWeights, load_eagle_weights
+from pillion.engine.models.model_shard import whole_model
+from pillion.kernels.gpu.rows.embedding import embed
+from pillion.kernels.gpu.rows.norms import rms_norm
+from pillion.kernels.step import States
+from pillion.kernels.torch.torch_linear import Linear
+
+log = logging.getLogger("pillion.worker")
+
+
+def head_weights(config: EagleConfig, weights: EagleWeights, main: GpuWeights) -> GpuWeights:
+    """Copies the weights of a head to the GPU of ``main``, those of the model whose embedding the head may share."""
+    named = dict(layer_tensors(config.operations, weights.layer, main.dtype, whole_model(config.layer), in_fp8=False))
+    found = {f"layers.0.{name}": tensor for name, tensor in named.items()}
+    found |= {"fuse.weight": _plain(weights.fuse), "lm_head.weight": _plain(weights.lm_head)}
+    for name, norm in (
+        ("embedding_norm", weights.embedding_norm),
+        ("state_norm", weights.state_norm),
+        ("final_norm", weights.final_norm),
+    ):
+        found[name] = norm.weight
+    shared = weights.embedding is main["embedding"]
+    if not shared:
+        found["embedding"] = weights.embedding
+    plain = [(name, tensor) for name, tensor in found.items() if isinstance(tensor, torch.Tensor)]
+    held = own_weights(config.layer, plain, main.dtype, main.device)
+    if shared:
+        held["embedding"] = main["embedding"]
+    return held
+
+
+def _plain(linear: Linear) -> torch.Tensor:
+    assert isinstance(linear.weight, torch.Tensor)
+    return linear.weight
+
+
+class GpuEagleModel(GpuModel):
+    """Holds a head on a GPU, for passes of ``limits``.
+
+    Attributes:
+        both: [max_tokens, 2 * hidden], the normed embeddings and states of a pass, side by side.
+        outputs: [max_samples, hidden], what a pass leaves of its sampled rows for those that follow them.
+        target_ids: int64, the model's id of each token that the head can draft; None where all ids are alike.
+        drafted: [max_samples, draft vocab], logits of these tokens.
+    """
+
+    def __init__(
+        self,
+        head: EagleConfig,
+        weights: GpuWeights,
+        target_ids: torch.Tensor | None,
+        limits: GpuLimits,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        """Makes the model. ``weights`` are those of :func:`head_weights`."""
+        samples, hidden = limits.max_samples, head.layer.hidden_size
+        super().__init__(
+            weights,
+            limits.max_model_len,
+            limits.max_tokens,
+            samples,
+            max_samples=samples,
+            operations=(head.operations,),
+            invariant=invariant,
+        )
+        self.norm_before_residual = head.norm_before_residual
+        self.both, self.outputs = self._rows(2 * hidden), self.residual.new_zeros(samples, hidden)
+        self.target_ids = None if target_ids is None else target_ids.to(self.device)
+        self.drafted = self.outputs.new_zeros(samples if target_ids is not None else 0, head.draft_vocab_size)
+        if target_ids is not None:
+            self.logits.fill_(-torch.inf)
+
+    def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        yield from super()._plain_matrices()
+        yield self.weights["fuse.weight"], None
+
+
+class EagleDecoder(GpuDecoder):
+    """Runs the forward pass of a head over states that are in the residual stream."""
+
+    _model: GpuEagleModel
+
+    def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        model, weights, count = self._model, self._model.weights, shape.tokens
+        states, both, embedded = (rows[:count] for rows in (model.residual, model.both, model.found))
+        embed(self._record.token_ids[:count], model.sampled, weights["embedding"], embedded)
+        token, normed = both.chunk(2, 1)
+        for values, name, out in ((embedded, "embedding_norm", token), (states, "state_norm", normed)):
+            rms_norm(values, weights[name], out, model.config.rms_norm_eps, weights.norm_is_wide)
+        if model.norm_before_residual:
+            states.copy_(normed)
+        return states, both
+
+    def _keep_outputs(self, residual: torch.Tensor) -> None:
+        self._model.outputs[: len(residual)].copy_(residual)
+
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        model, count = self._model, len(normed)
+        if model.target_ids is None:
+            return super()._logits(normed)
+        found = model.product(normed, model.weights.head, None, model.drafted[:count])
+        return model.logits[:count].index_copy_(1, model.target_ids, found.float())
+
+
+class GpuEagle(GpuBackend):
+    """Implements :class:`pillion.engine.drafts.eagle_head.HeadBackend` on a GPU."""
+
+    decoder = EagleDecoder
+    _model: GpuEagleModel
+
+    def read(self, states: States) -> None:
+        """Begins to make the next step's inputs of the states of the model that its rows have."""
+        model = self._model
+        with torch.inference_mode():
+            rows = to_device(states.view(np.int16) if states.dtype == np.uint16 else states, model.device)
+            rows = rows.view(model.dtype)
+            model.product(rows, model.weights["fuse.weight"], None, model.residual[: len(rows)])
+
+    def follow(self, rows: Sequence[int]) -> None:
+        """Begins to copy the last step's outputs at ``rows`` of its ``sample_rows``: the next step's inputs."""
+        model = self._model
+        with torch.inference_mode():
+            wanted = to_device(np.array(rows, np.int64), model.device)
+            torch.index_select(model.outputs, 0, wanted, out=model.residual[: len(rows)])
+
+
+def load_gpu_eagle(
+    flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: GpuBackend, limits: GpuLimits
+) -> GpuEagle:
+    """Loads the head in ``folder`` for the model of ``main``, whose steps keep what the head reads from now on. Raises
+    ConfigError for a head that the GPU cannot run."""
+    model, dtype = main.model, layout.dtype
+    check_limits(model.device, layout)
+    weights = load_eagle_weights(folder, head, model.weights["embedding"], Linear.plain)
+    width = len(head.state_layers) * head.state_size
+    needed = head_bytes(head.layer, width, dtype, limits.max_tokens, limits.max_samples)
+    with room_for(limits.max_tokens, needed, model.device) as size:
+        main.keep_states(head.state_layers)
+        held = head_weights(head, weights, model.weights)
+        own = GpuEagleModel(head, held, weights.target_ids, limits, invariant=flags.batch_invariant)
+        backend = GpuEagle(own, layout, limits, enforce_eager=flags.enforce_eager)
+        backend.take_workspace()
+    log.info("the head's passes of up to %d tokens take up to %s beside its weights", limits.max_tokens, size)
+    return backend

@@ -1,0 +1,264 @@
+"""EAGLE-3 heads on a GPU: draft tokens are those of a reference, steps keep the inputs of layers, and answers are those
+without a head. Without a GPU, Triton's interpreter computes."""
+
+from __future__ import annotations
+
+# isort: on
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lab.testbed.eagle_heads import save_head
+from lab.testbed.tiny_model import save_model
+from pillion.config import DecodeFlags, ModelFlags
+from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
+from pillion.engine.backends.host_backend import rows_of_states, states_of_rows
+from pillion.engine.backends.loaded_model import LoadedModel
+from pillion.engine.backends.step_memory import head_bytes
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.drafts.draft_chains import DraftChunk, DraftPlan
+from pillion.engine.drafts.draft_loading import load_draft
+from pillion.engine.drafts.eagle_chains import EagleChain
+from pillion.engine.drafts.eagle_config import load_eagle_config
+from pillion.engine.drafts.eagle_head import EagleModel, TorchEagle
+from pillion.engine.drafts.eagle_weights import load_eagle_weights
+from pillion.engine.drafts.gpu_eagle import GpuEagle
+from pillion.engine.models.config_parser import load_config
+from pillion.errors import ConfigError
+from pillion.kernels.step import SamplingRows, StepBatch
+from pillion.settings.speculative_config import SpeculativeConfig
+from pillion.types import SamplingParams
+from tests.support.drafts import text_to_guess_for
+from tests.support.eagle_reference import EagleReference
+from tests.support.families import tokens_of
+
+# isort: off  (before the kernels)
+from tests.support.gpu_model import MAX_SEQS, MAX_TOKENS, FakeDevicePool, GpuDriver, gpu_backend, make_family
+from tests.support.torch_model import BackendDriver
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+BLOCK, SLOTS = 16, 16
+COLD = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def main(own_cache, tmp_path_factory):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save_model(tmp_path_factory.mktemp("eagle") / "main", num_hidden_layers=5, head_dim=16, **sizes)
+
+
+def load(folder, head, **flags):
+    """A model on the GPU, its head and the head's shape."""
+    made = DecodeFlags(
+        model=str(folder),
+        device="cuda",
+        max_model_len=128,
+        block_size=BLOCK,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_seqs=MAX_SEQS,
+        **{"dtype": "float32", **flags},
+    )
+    prepared = prepare(made)
+    loaded = LoadedModel(prepared, gpu_backend(prepared, BLOCK))
+    about = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
+    shape, drafts = load_draft(made, about, loaded, 1, MAX_TOKENS, None)
+    return loaded.backend, shape, drafts
+
+
+def greedy_rows(count):
+    return SamplingRows.of([SamplingParams(**COLD)] * count, [0] * count, [0] * count)
+
+
+def bind(backend, drafts):
+    pool = FakeDevicePool(SLOTS * backend.layout.block_bytes)
+    backend.bind_pool(pool, SLOTS)
+    drafts.bind_pool(pool, SLOTS)
+    for one in (backend, drafts.backend):
+        one.warm_up(MAX_TOKENS)
+
+
+def run_text(backend, chain, slots, start, end, *, keep=True):
+    """Computes these tokens by the model, and gives the states to the head."""
+    batch = StepBatch(
+        token_ids=chain.sequence.tokens(start, end),
+        positions=np.arange(start, end, dtype=np.int32),
+        query_starts=np.array([0, end - start], np.int32),
+        context_lens=np.array([end], np.int32),
+        block_tables=np.array([slots], np.int32),
+        sample_rows=np.array([end - start - 1], np.int32),
+    )
+    states = backend.launch(batch, (), greedy_rows(1)).wait().states
+    if keep:
+        chain.keep(start, states)
+
+
+def chain_of(tokens, shape, slots, **sampling):
+    chain = EagleChain(-1, text_to_guess_for(tokens, BLOCK, 128, SamplingParams(**{**COLD, **sampling})), shape)
+    for slot in slots:
+        chain.add_slot(slot)
+    return chain
+
+
+def draft(drafts, *scheduled):
+    found = drafts.run(DraftPlan(scheduled))
+    for chunk, tokens in zip(scheduled, found, strict=True):
+        chunk.chain.advance(chunk.start + chunk.count, tokens)
+    return [tokens.tolist() for tokens in found]
+
+
+HEADS = {
+    "speculators": {"state_layers": (0, 2, 4)},
+    "normed residual": {"norm_before_residual": True, "state_layers": (1, 4), "embedding": True, "model_type": "qwen3"},
+    "whole vocabulary": {"draft_vocab_size": 258, "original": True, "state_layers": (3, 1, 0)},
+}
+
+
+def states_of(model, text, layers):
+    """The inputs of these layers in transformers, side by side."""
+    with torch.inference_mode():
+        found = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer][0] for layer in layers], -1)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
+    folder = save_head(tmp_path / "head", main, **HEADS[kind])
+    backend, shape, drafts = load(main, folder)
+    assert isinstance(drafts.backend, GpuEagle)
+    # Of the model's five layers, blocks of four of the head's one do not fit wherever a slot begins.
+    assert shape.block_size == 2 * BLOCK
+    bind(backend, drafts)
+    reference = EagleReference(folder, AutoModelForCausalLM.from_pretrained(main))
+    draw = np.random.default_rng(1)
+    texts = [draw.integers(2, 250, length).tolist() for length in (41, 12)]
+    first, second = chain_of(texts[0], shape, [12, 15]), chain_of(texts[1], shape, [13])
+    run_text(backend, first, [0, 1, 2], 0, 30)
+    assert draft(drafts, DraftChunk(first, 0, 30, 0)) == [[]]
+    run_text(backend, first, [0, 1, 2], 30, 40)
+    # The beginning of this text was computed elsewhere.
+    run_text(backend, second, [4], 0, 4, keep=False)
+    run_text(backend, second, [4], 4, 11)
+    found = draft(drafts, DraftChunk(second, 0, 7, 2), DraftChunk(first, 30, 10, 3))
+    assert found == [reference.draft_tokens(texts[1], 2, begin=4), reference.draft_tokens(texts[0], 3)]
+    # The next tokens are others than were drafted: the states of draft tokens are overwritten.
+    for token in (7, 9):
+        first.sequence.append(token)
+    run_text(backend, first, [0, 1, 2], 40, 42)
+    first.settle()
+    assert draft(drafts, DraftChunk(first, 40, 2, 3)) == [reference.draft_tokens([*texts[0], 7, 9], 3)]
+    drafts.backend.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_keep_the_inputs_of_layers(dtype, main):
+    """Of all rows: of chunks and decodes, of steps launched ahead, and of a step that samples nothing."""
+    prepared = prepare(ModelFlags(model=str(main), dtype=dtype))
+    backend = gpu_backend(prepared)
+    backend.keep_states((4, 0, 2))
+    driver = GpuDriver(prepared, num_slots=12, backend=backend)
+    texts = tokens_of(22, 2), tokens_of(6, 3)
+    model = AutoModelForCausalLM.from_pretrained(main, dtype=getattr(torch, dtype)).eval()
+    wanted = [states_of(model, text, (4, 0, 2)) for text in texts]
+    one, two = driver.sequences.add(2)
+    first = backend.launch(driver.sequences.step([(one, texts[0][:21])], sample=()), (), SamplingRows.of([], [], []))
+    parts = [(one, texts[0][21:]), (two, texts[1])]
+    second = backend.launch(driver.sequences.step(parts), (), greedy_rows(2))
+    # The interpreter cuts bfloat16 off, and each layer adds to the error.
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.3}
+    for step, expected in ((first, wanted[0][:21]), (second, torch.cat((wanted[0][21:], wanted[1])))):
+        states = rows_of_states(step.wait().states)
+        assert states.dtype == getattr(torch, dtype)
+        torch.testing.assert_close(states, expected, **near)
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+    {"temperature": 1.5, "seed": 4, "frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_draft_tokens_are_torch_s(dtype, main, tmp_path):
+    """Sampled ones, too, of the same states: three streams, which draft 3 tokens, 1 and 2."""
+    folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
+    backend, shape, drafts = load(main, folder, dtype=dtype)
+    head, width = load_eagle_config(folder, load_config(main)), 3 * 32
+    weights = load_eagle_weights(folder, head, backend.model.weights["embedding"].cpu())
+    host = EagleModel(TorchEagle(head, weights, drafts.backend.layout, 128), backend.layout.block_bytes, 258)
+    bind(backend, drafts)
+    memory = torch.full((SLOTS * backend.layout.block_bytes,), 0xFF, dtype=torch.uint8).numpy()
+    host.bind_pool(memoryview(memory), SLOTS)
+    draw, found = np.random.default_rng(3), []
+    texts = [draw.integers(2, 250, length).tolist() for length in (20, 9, 3)]
+    states = [torch.from_numpy(draw.standard_normal((len(text) - 1, width))) for text in texts]
+    for one in (drafts, host):
+        chains = [chain_of(texts[at], shape, [at], **SAMPLINGS[at]) for at in range(3)]
+        for chain, rows in zip(chains, states, strict=True):
+            chain.keep(0, states_of_rows(rows.to(getattr(torch, dtype))))
+        counts = zip(chains, (3, 1, 2), strict=True)
+        found.append(draft(one, *(DraftChunk(chain, 0, chain.end, count) for chain, count in counts)))
+    assert [len(tokens) for tokens in found[0]] == [3, 1, 2]
+    assert found[0] == found[1]
+
+
+def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_known(main, tmp_path, monkeypatch):
+    backend, shape, drafts = load(main, save_head(tmp_path / "head", main, state_layers=(0, 2, 4)))
+    bind(backend, drafts)
+    chain, seen, launch = chain_of([*range(2, 9)], shape, [3]), [], drafts.backend.launch
+
+    def launching(batch, copies, rows):
+        step = launch(batch, copies, rows)
+        seen.append(batch.token_ids.tolist())
+        return SimpleNamespace(wait=lambda: seen.append("known") or step.wait())
+
+    monkeypatch.setattr(drafts.backend, "launch", launching)
+    chain.keep(0, np.ones((6, 3 * 32), np.float32))
+    draft(drafts, DraftChunk(chain, 0, 6, 3))
+    assert seen == [[*range(3, 9)], [-1], "known", [-1], "known", "known"]
+
+
+@pytest.mark.parametrize("family", ["gemma4", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkeypatch):
+    """The last layers of a model, which write no keys and values, run for their inputs alone where nothing is
+    sampled."""
+    monkeypatch.setattr(StepGraphs, "_pads_without_graph", False)
+    folder, flags = make_family(tmp_path / "model", family, hidden_size=32, intermediate_size=32)
+    prepared = prepare(flags)
+    layers = 0, load_config(folder).num_layers - 1
+    on_torch, text = TorchBackend(prepared, BLOCK, 1), tokens_of(12, 2)
+    made = gpu_backend(prepared)
+    found = []
+    for backend, driver in ((made, GpuDriver), (on_torch, BackendDriver)):
+        backend.keep_states(layers)
+        driven = driver(prepared, num_slots=8, backend=backend)
+        (one,) = driven.sequences.add()
+        step = backend.launch(driven.sequences.step([(one, text)], sample=()), (), SamplingRows.of([], [], []))
+        found.append(step.wait().states)
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_head_takes_is_told(main, tmp_path):
+    backend, _, drafts = load(main, save_head(tmp_path / "head", main, state_layers=(0, 2, 4)))
+    model = drafts.backend.model
+    owned = [one for one in (*vars(model).values(), backend.model.states) if isinstance(one, torch.Tensor)]
+    kept = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in owned}
+    told = head_bytes(model.config, 3 * 32, "float32", MAX_TOKENS, MAX_SEQS)
+    assert told / 4 < sum(kept.values()) <= told
+
+
+def test_what_does_not_run_is_refused(main, tmp_path):
+    folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
+    with pytest.raises(ConfigError, match="head: on GPUs EAGLE-3 heads run in workers of one process, not of 2"):
+        load(main, folder, tensor_parallel_size=2)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["head_dim"] = 24
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"head: the GPU kernels attend heads of 16, 32, .* not 24"):
+        load(main, folder)
