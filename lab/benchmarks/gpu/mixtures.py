@@ -3,8 +3,9 @@
     decodes:  limit = (weights outside experts + experts that are chosen + KV) / copy bandwidth
     a chunk:  limit = the products of its rows at their own rate, or the same bytes, whichever takes longer
 
-Of E experts, B rows that choose k each, evenly, touch E x (1 - (1 - k / E)^B) on average. Beside a model's steps stand
-the products of its experts alone by ``torch.nn.functional.grouped_mm``, which sorts and combines nothing.
+Of E experts, B rows that choose k each, evenly, touch E x (1 - (1 - k / E)^B) on average, and those that all rows pass.
+Beside a model's steps stand the products of its experts alone by ``torch.nn.functional.grouped_mm``, which sorts and
+combines nothing.
 
 All weights are bfloat16. What matrices of few bits take is measured kernel by kernel.
 """
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 
 from lab.benchmarks.gpu.bench import Bench, Row
-from lab.benchmarks.gpu.mixture_shapes import mixtures_of
+from lab.benchmarks.gpu.mixture_shapes import FURTHER, mixtures_of
 from lab.benchmarks.gpu.model import RandomModel, RunningBackend
 from lab.benchmarks.gpu.shapes import BatchEntry
 from lab.benchmarks.gpu.step import decode_steps
+from pillion.engine.models.layer_operations import Experts
 
 # Rows of a decode step, with the most that a step may take of its limit; a chunk's rows, with the same.
 DECODES = {1: "<= 1.7", 8: "<= 1.25", 32: "<= 1.15"}
@@ -45,21 +47,28 @@ def run(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, name: str, config: Mapping[str, Any], rate: float) -> None:
+    goals = name not in FURTHER
     decodes, chunk, context = (SMOKE_DECODES, SMOKE_CHUNK, SMOKE_CONTEXT) if bench.smoke else (DECODES, CHUNK, CONTEXT)
     steps, warm = (2, 0) if bench.smoke else (STEPS, WARM_STEPS)
     room = max(context + warm + steps, chunk) + 64
     model = RandomModel(bench, max_tokens=chunk, max_seqs=max(decodes), max_model_len=room, config=config)
-    mixture = _Touched(model, int(config["num_experts_per_tok"]), rate)
+    mixture = _Touched(model, rate)
     running = model.backend(max(decodes) * room)
     try:
         for rows, target in decodes.items():
             pace = running.pace(decode_steps(running.tables, rows, context, warm + steps)).after(warm)
             limit_s = mixture.bytes_of(rows, context) / bench.bandwidth
-            _report(bench, f"{name}, decode step of {rows}", statistics.median(pace.landed), limit_s, target)
+            _report(
+                bench,
+                f"{name}, decode step of {rows}",
+                statistics.median(pace.landed),
+                limit_s,
+                target if goals else "",
+            )
             _report_grouped(bench, name, mixture, rows)
         took_s = _chunk_s(running, chunk, 1 if bench.smoke else CHUNKS)
         limit_s = max(mixture.bytes_of(chunk, 0) / bench.bandwidth, mixture.product_s(chunk))
-        _report(bench, f"{name}, chunk of {chunk}", took_s, limit_s, CHUNK_TARGET)
+        _report(bench, f"{name}, chunk of {chunk}", took_s, limit_s, CHUNK_TARGET if goals else "")
         _report_grouped(bench, name, mixture, chunk)
     finally:
         running.close()
@@ -75,18 +84,24 @@ def _chunk_s(running: RunningBackend, chunk: int, count: int) -> float:
 class _Touched:
     """What steps of a mixture read and multiply, from the plan of its weights."""
 
-    def __init__(self, model: RandomModel, per_token: int, rate: float) -> None:
-        self._model, self._per_token, self._rate = model, per_token, rate
+    def __init__(self, model: RandomModel, rate: float) -> None:
+        self._model, self._rate = model, rate
+        layers = model.model.layers.values()
+        how = next(each for layer in layers for each in layer.operations if isinstance(each, Experts))
+        self._per_token = how.per_token
         places = model.weights.plan.places
         # The matrices of a layer's experts are one tensor of three dimensions, [experts, outputs, inputs].
         self.stacked = {name: place.shape for name, place in places.items() if len(place.shape) == 3}
         self._expert_bytes = sum(places[name].nbytes for name in self.stacked)
         self.experts = next(iter(self.stacked.values()))[0]
+        # The stacks end with the experts that all rows pass, where there are any.
+        self._always = self.experts - how.router.shape[0]
 
     def bytes_of(self, rows: int, context: int) -> float:
         """Returns the bytes of weights and KV that a step of so many rows reads, with routing that is even."""
-        share = 1.0 - (1.0 - self._per_token / self.experts) ** rows
-        model = self._model
+        chosen = self.experts - self._always
+        touched = self._always + chosen * (1.0 - (1.0 - self._per_token / chosen) ** rows)
+        model, share = self._model, touched / self.experts
         return model.step_bytes - (1.0 - share) * self._expert_bytes + rows * context * model.kv_token_bytes
 
     def product_s(self, rows: int) -> float:
@@ -95,11 +110,16 @@ class _Touched:
         others = (model.step_bytes - self._expert_bytes) / 2
         expert = self._expert_bytes / 2 / self.experts
         # All rows pass all layers; logits are made of one row, and the head is a small part of a model.
-        return 2.0 * rows * (others - model.weights["lm_head"].numel() + self._per_token * expert) / self._rate
+        return (
+            2.0
+            * rows
+            * (others - model.weights["lm_head"].numel() + (self._per_token + self._always) * expert)
+            / self._rate
+        )
 
     def grouped(self, rows: int) -> Callable[[], None]:
         """Returns a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
-        pairs, device = rows * self._per_token, self._model.bench.device
+        pairs, device = rows * (self._per_token + self._always), self._model.bench.device
         chosen = torch.randint(self.experts, (pairs,), device=device)
         ends = torch.bincount(chosen, minlength=self.experts).cumsum(0).int()
         lefts = {width: torch.randn(pairs, width, device=device).bfloat16() for _, _, width in self.stacked.values()}
