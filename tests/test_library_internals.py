@@ -118,6 +118,13 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("triton", "GridExecutor", lambda: interpreter().GridExecutor, ("_restore_args_dev",)),
     ("triton", "cache", lambda: pytest.importorskip("triton.runtime.cache"), ("triton_key",)),
     ("triton", "runtime.driver", lambda: pytest.importorskip("triton").runtime.driver, ("set_active",)),
+    (
+        "triton",
+        "DependenciesFinder",
+        lambda: pytest.importorskip("triton.runtime.jit").DependenciesFinder,
+        ("_update_hash",),
+    ),
+    ("triton", "JITFunction", lambda: pytest.importorskip("triton.runtime.jit").JITFunction, ("cache_key",)),
     ("triton", "knobs.compilation", lambda: pytest.importorskip("triton").knobs.compilation, ("listener",)),
     ("transformers", "continuous_batching.utils", batching, ("WorkloadHints",)),
     ("transformers", "LlamaConfig()", lambda: LlamaConfig(), ("_attn_implementation",)),

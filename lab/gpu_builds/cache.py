@@ -5,8 +5,15 @@
     python -m lab.gpu_builds.cache --folder FOLDER --carried FILE    unpacks first, and compiles what is missing
 
 The launchers run as on a GPU, over CPU tensors without values, under a driver that compiles for one architecture and
-launches nothing. So what is compiled is what a launch would ask for: the constants of every candidate that the tuner
-tries, and the kernels of whole models' steps.
+launches nothing. So what is compiled is what a launch would ask for. Names say of what the kernels are, as patterns
+after ``--only`` do:
+
+    tune: KERNEL       the constants of every candidate that the tuner tries
+    SECTION: CASE      what a section of the benchmarks launches with the constants in use
+    model: NAME        the kernels of a whole model's steps, of decodes and of a chunk
+    tests: FILE        the kernels of a file of tests, which runs for that (``tests/support/compiling_tests.py``)
+
+A folder's ``done.json`` lists what is compiled there of the sources as they are: none of that is tried again.
 
 What a key of Triton's cache is made of (triton/runtime/cache.py, get_cache_key; read in 3.6 and 3.7): Triton's version
 and a digest of its compiler, Python files and libtriton.so alike; the text and the line of the kernel and of all that
@@ -20,6 +27,7 @@ another file for each. Hence:
   wheel of the other machine's Python: where all else in it is byte for byte what compiles here, its library's digest
   takes the place of this one's in the keys. The machine code is then that of the same compiler's sources, built for
   another Python.
+* A process that looks for kernels has to make its keys as these do (:mod:`lab.gpu_builds.compilations`).
 * An entry names its files by absolute paths (``__grp__*.json``), which unpacking writes anew.
 """
 
@@ -27,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -35,6 +44,8 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -45,6 +56,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from lab.gpu_builds.compilations import counted_kernels, stable_keys
+
 ARCH = 90
 # As of an H200: plans are cut for so many multiprocessors.
 PROCESSORS = 132
@@ -52,9 +65,29 @@ PROCESSORS = 132
 KEPT = (".cubin", ".json")
 MANIFEST = "manifest.json"
 GROUP = "__grp__"
-# A model's kernels do not depend on its number of layers.
+# What a folder has of which sources.
+DONE = "done.json"
+SOURCES = (
+    "engine/**/*.py",
+    "kernels/gpu*/**/*.py",
+    "kernels/gpu/tuning/*.json",
+    "lab/benchmarks/gpu/*.py",
+    "lab/gpu_builds/*.py",
+    "tests/gpu/*.py",
+    "tests/support/*.py",
+)
+# A model's kernels do not depend on its number of layers. Its steps are those of the sections: of as many tokens as a
+# chunk of mixtures, and of as many rows as their decodes.
 LAYERS = 2
-MODEL_TOKENS = 64
+MODEL_SEQS = 64
+DENSE = "Llama 3 8B"
+# A step is measured with kernels that begin early, too.
+EARLY = {"dependent_launch": 1}
+TEST_LIMIT_S = 1800
+COMPILING = "tests.support.compiling_tests"
+# The compiler's key for a process of tests.
+KEY = "TESTS_COMPILER_KEY"
+ROOT = Path(__file__).resolve().parents[2]
 _TRITON_PARTS = ("triton/compiler/", "triton/backends/", "triton/language/", "triton/runtime/cache.py")
 _LIBRARY = "triton/_C/libtriton.so"
 
@@ -117,25 +150,42 @@ class _CompilingDriver:
 
 @functools.cache
 def _begin(key: str) -> None:
-    """Makes this process compile, and make neither launches nor random numbers."""
+    """Makes this process compile, and make neither launches nor random numbers, nor torch's products."""
     import torch
+
+    from lab.benchmarks.gpu import bench
+
+    compile_for_gpu(key)
+    torch.set_num_threads(1)
+    # One copy of each case's data is enough.
+    bench.ROTATED_BYTES = 1
+    # Memory that nobody writes takes none: a step's weights and a pool's tokens have no values here.
+    torch.Tensor.normal_ = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.randn = lambda *size, **kwargs: torch.empty(*size, **kwargs)
+    torch.mm = lambda left, right, *, out: out  # type: ignore[assignment]
+    torch.addmm = lambda bias, left, right, *, out: out  # type: ignore[assignment]
+    torch._scaled_mm = lambda *args, out, **kwargs: out
+
+
+def compile_for_gpu(key: str) -> None:
+    """Makes launches of this process compile, under this ``key``."""
     from triton.runtime import cache, driver
 
     from pillion.kernels.gpu import launch
 
+    stable_keys()
     driver.set_active(_CompilingDriver())
     cache.triton_key = lambda: key
     launch.INTERPRETED_PROCESSORS = PROCESSORS
-    torch.set_num_threads(1)
-    # Memory that nobody writes takes none: a step's weights and a pool's tokens have no values here.
-    torch.Tensor.normal_ = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.randn = lambda *size, **kwargs: torch.empty(*size, **kwargs)
 
 
-def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int] | None]]:
-    """Yields what is compiled: each candidate of the tunable kernels, those of the chunk's attention first; models."""
-    from lab.benchmarks.gpu.mixture_shapes import MIXTURES
+def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields what is compiled, by its name and the constants that are tried: each candidate of the tunable kernels,
+    those of the chunk's attention first; what sections and models launch; tests."""
+    from lab.benchmarks.gpu.launches import section_launches
+    from lab.benchmarks.gpu.mixture_shapes import ALL_MIXTURES
     from lab.benchmarks.gpu.tunables import TUNABLES
+    from lab.benchmarks.gpu.visit_parts import compiled_tests
     from pillion.kernels.gpu.tuned import tuned
 
     def wanted(name: str) -> bool:
@@ -143,34 +193,31 @@ def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int] |
 
     for name in sorted(TUNABLES, key=lambda name: not name.startswith("attention_chunk")):
         tunable = TUNABLES[name]
-        if wanted(name):
+        if wanted(f"tune: {name}"):
             candidates = tunable.candidates(tuned(tunable.kernel, ARCH, **tunable.facts))
-            yield from ((name, use) for use in itertools.islice(candidates, most))
-    yield from ((name, None) for name in ("Llama 3 8B", *MIXTURES) if wanted(name))
+            yield from ((f"tune: {name}", use) for use in itertools.islice(candidates, most))
+    yield from ((name, EARLY) for name in (f"model: {DENSE}",) if wanted(name))
+    models = (f"model: {name}" for name in (DENSE, *ALL_MIXTURES))
+    tests = (f"tests: {path.stem}" for path in compiled_tests())
+    yield from ((name, {}) for name in (*models, *section_launches(), *tests) if wanted(name))
 
 
-def _compile(key: str, name: str, use: dict[str, int] | None) -> tuple[int, int]:
+def _compile(key: str, name: str, use: dict[str, int]) -> tuple[int, int]:
     """Compiles one job; returns how many kernels it compiled, and how many were in the cache."""
+    kind, _, what = name.partition(": ")
+    if kind == "tests":
+        return _run_tests(key, what)
     _begin(key)
     counts = counted_kernels()
-    if use is None:
-        _run_model(name)
+    if kind == "tune":
+        _launch_candidate(what, use)
+    elif kind == "model":
+        _run_model(what, use)
     else:
-        _launch_candidate(name, use)
+        from lab.benchmarks.gpu.launches import section_launches
+
+        section_launches()[name](_bench())
     return counts["compiled"], counts["in the cache"]
-
-
-def counted_kernels() -> collections.Counter[str]:
-    """Counts the kernels of this process from now on, those that it compiles and those that are in Triton's cache."""
-    from triton import knobs
-
-    counts: collections.Counter[str] = collections.Counter()
-
-    def count(*, cache_hit: bool, **more: Any) -> None:
-        counts["in the cache" if cache_hit else "compiled"] += 1
-
-    knobs.compilation.listener = count
-    return counts
 
 
 def _bench() -> Any:
@@ -193,26 +240,50 @@ def _launch_candidate(name: str, use: dict[str, int]) -> None:
             make().calls[0]()
 
 
-def _run_model(name: str) -> None:
-    from lab.benchmarks.gpu.mixture_shapes import MIXTURES
+def _run_model(name: str, use: dict[str, int]) -> None:
+    from lab.benchmarks.gpu.mixture_shapes import ALL_MIXTURES, fewer_layers
+    from lab.benchmarks.gpu.mixtures import CHUNK
     from lab.benchmarks.gpu.model import RandomModel
+    from lab.benchmarks.gpu.search import trying
     from lab.benchmarks.gpu.shapes import LLAMA_8B
     from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 
-    config: dict[str, Any] = {**(MIXTURES.get(name) or LLAMA_8B.config()), "num_hidden_layers": LAYERS}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:LAYERS]
-    model = RandomModel(_bench(), max_tokens=MODEL_TOKENS, max_seqs=MODEL_TOKENS, max_model_len=4096, config=config)
-    GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).take_workspace()
+    config = fewer_layers(ALL_MIXTURES.get(name) or LLAMA_8B.config(), LAYERS)
+    with contextlib.ExitStack() as stack:
+        for kernel, on in use.items():
+            stack.enter_context(trying(kernel, ARCH, {"on": on}))
+        model = RandomModel(_bench(), max_tokens=CHUNK, max_seqs=MODEL_SEQS, max_model_len=2 * CHUNK, config=config)
+        GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).take_workspace()
 
 
-def compile_all(only: Sequence[str], most: int, processes: int, key: str, say: Callable[[str], None]) -> dict[str, int]:
-    """Compiles all jobs side by side; returns counts of kernels and of jobs that failed."""
+def _run_tests(key: str, name: str) -> tuple[int, int]:
+    """Runs a file of tests for what it launches: in a process of its own, since tests choose where kernels run."""
+    command = ["-m", "pytest", "-q", "-p", COMPILING, "-p", "no:cacheprovider", f"tests/gpu/{name}.py"]
+    environment = {**os.environ, KEY: key}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_LIMIT_S
+    )
+    found = re.search(r"^compiled (\d+), in the cache (\d+)$", done.stdout, re.M)
+    if found is None:
+        raise RuntimeError(f"no count: {(done.stdout + done.stderr)[-200:]}")
+    return int(found[1]), int(found[2])
+
+
+def compile_all(
+    only: Sequence[str], most: int, processes: int, key: str, folder: Path, say: Callable[[str], None]
+) -> dict[str, int]:
+    """Compiles all jobs side by side, but for those that ``folder`` lists as done; returns counts of kernels and of
+    jobs that failed or were done."""
     found: collections.Counter[str] = collections.Counter()
+    about = {"sources": sources_digest(), "key": _digest(key)}
+    known = json.loads((folder / DONE).read_text("utf-8")) if (folder / DONE).exists() else {}
+    done: list[str] = known["jobs"] if {name: known.get(name) for name in about} == about else []
+    wanted = {f"{name} {use or ''}".rstrip(): (name, use) for name, use in jobs(only, most)}
     # A fork begins with all that is imported.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        under_way = {pool.submit(_compile, key, name, use): f"{name} {use or ''}" for name, use in jobs(only, most)}
+        under_way = {pool.submit(_compile, key, *job): title for title, job in wanted.items() if title not in done}
+        found["done before"] = len(wanted) - len(under_way)
         for job in as_completed(under_way):
             try:
                 compiled, hits = job.result()
@@ -220,7 +291,17 @@ def compile_all(only: Sequence[str], most: int, processes: int, key: str, say: C
             except Exception as error:  # noqa: BLE001  (too much shared memory, say: the others are compiled)
                 found["failed"] += 1
                 say(f"{under_way[job]}: {type(error).__name__}: {str(error)[:200]}")
-    return dict(found)
+            done = [*done, under_way[job]]
+            (folder / DONE).write_text(json.dumps({**about, "jobs": done}), "utf-8")
+    return {what: count for what, count in found.items() if count}
+
+
+def sources_digest() -> str:
+    """Returns a digest of the files that say what is launched, and with which constants."""
+    found = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def pack(folder: Path, target: Path, key: str) -> int:
@@ -235,6 +316,8 @@ def pack(folder: Path, target: Path, key: str) -> int:
         head = tarfile.TarInfo(MANIFEST)
         head.size = len(text)
         archive.addfile(head, io.BytesIO(text))
+        if (folder / DONE).exists():
+            archive.add(folder / DONE, DONE)
         for entry in entries:
             for path in sorted(entry.iterdir()):
                 if path.suffix in KEPT:
@@ -282,7 +365,7 @@ def main() -> int:
         print(f"Triton's compiler is {_digest(key)}", flush=True)
         if args.carried:
             print(unpack(args.carried, folder, key), flush=True)
-        found = compile_all(args.only, args.most, args.processes, key, lambda line: print(line, flush=True))
+        found = compile_all(args.only, args.most, args.processes, key, folder, lambda line: print(line, flush=True))
         counts = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
         print(f"kernels: {counts or 'none'}; {time.monotonic() - began_s:.0f} s on {args.processes} cores", flush=True)
         if args.pack:

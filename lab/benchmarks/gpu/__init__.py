@@ -11,7 +11,8 @@ a limit that was measured in the same process: the device's copy bandwidth, or i
   `peer_loop` drives).
 - Shared by sections: `bench` (timers and rows), `shapes`, `mixture_shapes` and `model` (random models), `pools` and
   `calls` (kernels on random data).
-- Visits: `visit` uses a GPU that is lent for minutes, and `visit_parts` lists what it runs.
+- Visits: `visit` uses a GPU that is lent for minutes, `visit_parts` lists what it runs, `used_files` finds the files of
+  which a part's results are, and `launches` are those of sections, to be compiled ahead.
 - Tuner: `tune` is its command, `search` tries candidates, `tunables` lists what can be tuned.
 
 Open `bench` first.

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lab.benchmarks.gpu.bench import Bench, failure
-from lab.gpu_builds.cache import counted_kernels
+from lab.gpu_builds.compilations import counted_kernels, stable_keys
 
 # The sections in the order in which they run, with the seconds that each may take.
 SECTIONS = {
@@ -46,6 +46,7 @@ def main() -> int:
         from lab.testbed.triton_interpreter import replace_once
 
         replace_once()
+    stable_keys()
     bench, kernels = Bench(smoke=args.smoke, rows=args.rows, only=args.only), counted_kernels()
     try:
         importlib.import_module(f"lab.benchmarks.gpu.{args.name}").run(bench)

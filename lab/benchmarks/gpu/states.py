@@ -71,6 +71,11 @@ def rule_case(bench: Bench, lengths: list[int], context: int) -> KernelCase:
     return KernelCase([case.rule], moved, lambda: _Case(bench, layer, [VERIFIED_ROWS], 0).verify())
 
 
+def layer_kernels(bench: Bench, lengths: list[int], context: int) -> Callable[[], None]:
+    """Returns a call of all kernels of the layer, for texts of these lengths that stand after ``context`` tokens."""
+    return _Case(bench, TINY if bench.smoke else QWEN3_NEXT, lengths, context).kernels
+
+
 def _state_bytes(layer: LayerOfStates, count: int) -> float:
     shape = layer.delta
     return 4.0 * count * (shape.heads * shape.key_dim * shape.head_dim + (TAPS - 1) * shape.mixed)

@@ -52,7 +52,9 @@ def main() -> int:
         print("tune: torch sees no CUDA device here", file=sys.stderr)
         return 2
     from lab.benchmarks.gpu.tunables import TUNABLES
+    from lab.gpu_builds.compilations import stable_keys
 
+    stable_keys()
     patterns = args.kernels or ["*"]
     strange = [pattern for pattern in patterns if not fnmatch.filter(TUNABLES, pattern)]
     if strange:

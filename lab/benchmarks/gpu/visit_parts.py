@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lab.benchmarks.gpu.mixture_shapes import FURTHER, MIXTURES
 from lab.benchmarks.gpu.section import SECTIONS
+from lab.benchmarks.gpu.used_files import used_files
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = "tests/gpu"
@@ -26,37 +28,50 @@ _SAMPLING = ("kernels/gpu/*.py", "kernels/gpu/sampling/*.py")
 _EVERY_KERNEL = ("kernels/gpu/**/*.py", "kernels/gpu_states/*.py")
 # Constants that a search has found: measurements depend on them, and the search itself does not.
 _TUNING = ("kernels/gpu/tuning/*.json",)
-_STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py")
+_STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py", "engine/gpu_states/*.py")
 _CLUSTER = (*_STEPS, "engine/scheduling/*.py", "kvstore/gpu/*.py", "lab/benchmarks/gpu/e2e.py")
+# Of what tests and sections import, files in these places say on what a GPU their results depend.
+_COUNTED = re.compile(
+    r"kernels/gpu(_states)?/|engine/(backends/gpu|gpu_\w+)/|kvstore/gpu/|lab/benchmarks/gpu/|tests/(gpu|support)/"
+)
 # The test of a KV node's death is the last part of all. The tests of builds need no GPU and are left out.
 _DEATH, _BUILDS = "test_surviving_pool.py", "test_build.py"
-# The kernels of these tests never ran on a GPU, or have changed most since: their tests come before all others.
+# The kernels of these tests never ran on a GPU, or have changed most since: their tests come before all others, those
+# first on whose kernels most models depend.
 _FIRST = (
     "test_expert_routing.py",
-    "test_pair_sorting.py",
+    "test_code_values.py",
+    "test_quantized_product.py",
     "test_grouped_product.py",
     "test_gpu_experts.py",
-    "test_quantized_product.py",
-    "test_plain_product.py",
-    "test_dependent_launch.py",
-    "test_batch_invariance.py",
+    "test_layer_kinds.py",
     "test_paged_attention.py",
-    "test_expert_adapters.py",
-    "test_low_rank_product.py",
-    "test_fp8_product.py",
-    "test_sampling.py",
+    "test_kv_write.py",
+    "test_gated.py",
+    "test_embedding.py",
+    "test_norms.py",
+    "test_pair_sorting.py",
+    "test_plain_product.py",
     "test_state_kernels.py",
     "test_gpu_hybrids.py",
-    "test_layer_kinds.py",
-    "test_hybrid_ranks.py",
+    "test_sampling.py",
+    "test_low_rank_product.py",
+    "test_expert_adapters.py",
     "test_quantized_models.py",
+    "test_fp8_product.py",
+    "test_latent_attention.py",
+    "test_batch_invariance.py",
+    "test_dependent_launch.py",
     "test_overlapped_attention.py",
+    "test_hybrid_ranks.py",
 )
-# These tests run whole models or clusters, and have passed on a GPU: they come after what is measured.
+# These tests run whole models or clusters, which have passed on a GPU or need more packages: they come after what is
+# measured.
 _LATER = (
     "test_backend.py",
     "test_cluster.py",
     "test_divided_pools.py",
+    "test_hybrid_drafts.py",
     "test_rank_group.py",
     "test_ranks.py",
     "test_staged_cluster.py",
@@ -65,13 +80,28 @@ _LATER = (
     "test_texts.py",
     "test_weights.py",
 )
+# These start processes, which choose for themselves where kernels run.
+_PROCESSES = ("test_hybrid_ranks.py",)
 # Sections with a place of their own, and those that come after the search of constants. Others are new.
 _NAMED = ("mixtures", "step", "small", "attention", "mps", "e2e", "peer")
 _USUAL = ("prefill", "line", "products", "ranks")
-# The models whose kernels are compiled ahead begin with these letters.
-MODELS = ("[A-Z]*", "gpt-oss*")
-# Seconds of one file of tests, most of which its kernels are compiled, and the most of a new section.
+# What is compiled ahead has names (lab/gpu_builds/cache.py): this is the model of most sections.
+_DENSE = ("model: Llama 3 8B",)
+_LAUNCHES = ("attention", "grouped", "products", "small", "states")
+# Seconds of one file of tests, most of which its kernels are compiled where they were not ahead, and the most of a new
+# section.
 TEST_S, NEW_S = 150, 120
+# Files with many kernels, counted: 1.5 seconds for each, and half a minute.
+_LONG_TESTS = {
+    "test_backend.py": 260,
+    "test_batch_invariance.py": 190,
+    "test_expert_adapters.py": 180,
+    "test_gpu_hybrids.py": 190,
+    "test_kv_write.py": 240,
+    "test_norms.py": 180,
+    "test_paged_attention.py": 170,
+    "test_quantized_product.py": 220,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +135,61 @@ class VisitPart:
 def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ...] = (), title: str = "") -> VisitPart:
     """Makes the part of a section, or ``only`` of those of its measurements whose names have one of these words."""
     command = ("-m", "lab.benchmarks.gpu.section", name, "--rows", ROWS, *(("--only", *only) if only else ()))
-    return VisitPart(title or name, command, seconds, (f"lab/benchmarks/gpu/{name}.py", *files))
+    kernels = (f"{name}: *",) if name in _LAUNCHES else _DENSE
+    own = counted_files(ROOT / "lab" / "benchmarks" / "gpu" / f"{name}.py")
+    own = tuple(place for place in own if place.startswith("lab/"))
+    return VisitPart(title or name, command, seconds, (*own, *files), kernels=kernels)
 
 
 def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str, ...]) -> VisitPart:
     """Makes the part that searches kernels' constants."""
     command = ("-m", "lab.benchmarks.gpu.tune", *kernels, "--out", FOLDER, "--rows", ROWS, "--time-s", SECONDS)
     return VisitPart(
-        title, command, seconds, ("lab/benchmarks/gpu/tunables.py", *files), kernels=kernels or ("[a-z]*",)
+        title,
+        command,
+        seconds,
+        ("lab/benchmarks/gpu/tunables.py", *files),
+        kernels=tuple(f"tune: {name}" for name in kernels or ("*",)),
     )
 
 
 def tests_of(path: Path) -> VisitPart:
-    """Makes the part of a file of tests. They run again where the file has changed, or a module of the kernels or the
-    backend that it names."""
+    """Makes the part of a file of tests. They run again where the file has changed, or what it imports of kernels, of
+    the backend and of other tests' helpers."""
     place = path.relative_to(ROOT).as_posix()
     command = ("-m", "pytest", place, "-q", "-p", "no:cacheprovider", "-o", "timeout=1200")
-    modules = r"\bpillion\.((?:kernels\.gpu|engine\.backends\.gpu|engine\.gpu_)[\w.]*)"
-    named = re.findall(modules, path.read_text("utf-8"))
-    places = sorted({name.replace(".", "/") for name in named})
-    files = tuple(pattern for module in places for pattern in (f"{module}.py", f"{module}/*.py"))
-    return VisitPart(f"tests: {path.stem.removeprefix('test_')}", command, TEST_S, (place, *files), beside=True)
+    name, seconds = f"tests: {path.stem.removeprefix('test_')}", _LONG_TESTS.get(path.name, TEST_S)
+    return VisitPart(name, command, seconds, counted_files(path), beside=True)
+
+
+def counted_files(path: Path) -> tuple[str, ...]:
+    """Returns those files that a module uses on which its results on a GPU depend."""
+    return tuple(place for place in used_files(ROOT, path) if _COUNTED.match(place))
+
+
+def kernel_tests() -> list[Path]:
+    """Lists the files of tests that come early, in their order."""
+    left_out = (_DEATH, _BUILDS, *_LATER)
+    paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in left_out]
+    return sorted(paths, key=lambda path: _FIRST.index(path.name) if path.name in _FIRST else len(_FIRST))
+
+
+def compiled_tests() -> list[Path]:
+    """Lists those of them whose kernels can be compiled ahead, because they start no processes."""
+    return [path for path in kernel_tests() if path.name not in _PROCESSES]
 
 
 def visit_parts() -> list[VisitPart]:
     """Lists all parts in order: tests of kernels come early, and first of all those of kernels that are new."""
-    paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in (_DEATH, _BUILDS)]
-    paths.sort(key=lambda path: _FIRST.index(path.name) if path.name in _FIRST else len(_FIRST))
-    tests, later = ([tests_of(path) for path in paths if (path.name in _LATER) is whole] for whole in (False, True))
+    tests, later = (
+        [tests_of(path) for path in paths] for paths in (kernel_tests(), [ROOT / TESTS / name for name in _LATER])
+    )
     measured = [
         tuning("chunk attention: tiles", ("attention_chunk*",), 60, _ATTENTION),
         *tests,
-        replace(section("mixtures", 150, _STEPS), kernels=MODELS),
+        replace(
+            section("mixtures", 150, _STEPS, tuple(MIXTURES)), kernels=tuple(f"model: {name}" for name in MIXTURES)
+        ),
         *(section(name, min(SECTIONS[name], NEW_S), _STEPS) for name in SECTIONS if name not in (*_NAMED, *_USUAL)),
         section("step", 120, _STEPS, ("graphs",), "dense steps"),
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
@@ -146,6 +199,10 @@ def visit_parts() -> list[VisitPart]:
         section("e2e", 110, _CLUSTER, ("colocated",), "end to end: co-located"),
         section("e2e", 200, _CLUSTER, ("auto",), "end to end: auto"),
         section("e2e", 200, _CLUSTER, ("disaggregated",), "end to end: disaggregated"),
+        replace(
+            section("mixtures", 100, _STEPS, tuple(FURTHER), "further mixtures"),
+            kernels=tuple(f"model: {name}" for name in FURTHER),
+        ),
         section("peer", 280, (*_STEPS, "lab/benchmarks/gpu/peer_loop.py")),
     ]
     tuned = tuning("tuning of all kernels", (), 240, _EVERY_KERNEL)

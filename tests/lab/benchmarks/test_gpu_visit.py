@@ -15,7 +15,7 @@ from lab.benchmarks.gpu import visit_parts
 from lab.benchmarks.gpu.section import SECTIONS
 from lab.benchmarks.gpu.visit import RESERVE_S, Visit, _tests, visit_page
 from lab.benchmarks.gpu.visit_parts import ROWS, VisitPart, batches, in_order
-from lab.gpu_builds.cache import pack, unpack
+from lab.gpu_builds.cache import jobs, pack, unpack
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ROW = {
@@ -119,7 +119,21 @@ def test_every_section_and_every_test_has_a_part():
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert there - tested == {"tests/gpu/test_build.py"}
     for each in parts:
-        assert all(list(ROOT.glob(pattern)) or each.beside for pattern in each.files), each.name
+        assert all(list(ROOT.glob(pattern)) for pattern in each.files), each.name
+
+
+def test_a_part_depends_on_what_its_tests_import():
+    files = {each.name: each.files for each in visit_parts.visit_parts()}
+    assert "kernels/gpu/rows/gated.py" in files["tests: gated"]
+    assert "kernels/gpu/rows/norms.py" not in files["tests: gated"]
+    # These tests name no kernel.
+    assert {"kernels/gpu/attention/paged_attention.py", "tests/support/gpu_model.py"} <= {*files["tests: layer_kinds"]}
+    assert "lab/benchmarks/gpu/mixture_shapes.py" in files["mixtures"]
+
+
+def test_every_pattern_of_a_part_names_kernels_to_compile_ahead():
+    for pattern in {pattern for each in visit_parts.visit_parts() for pattern in each.kernels}:
+        assert next(jobs([pattern], 1), None), pattern
 
 
 def test_the_page_has_figures_and_what_is_next(clone):
@@ -167,11 +181,12 @@ def test_a_packed_cache_is_found_where_it_is_unpacked(tmp_path):
 
 @pytest.mark.long
 def test_kernels_that_were_compiled_without_a_gpu_are_found_by_the_next_process(tmp_path):
-    command = [sys.executable, "-m", "lab.gpu_builds.cache", "--only", "gated", "--most", "2", "--processes", "1"]
+    command = [sys.executable, "-m", "lab.gpu_builds.cache", "--only", "tune: gated", "--most", "2", "--processes", "1"]
     packed = tmp_path / "packed.tar.xz"
     for folder, words, said in (
         ("first", ["--pack", str(packed)], "2 compiled"),
-        ("second", ["--carried", str(packed)], "2 in the cache"),
+        ("second", ["--carried", str(packed)], "2 done before"),
+        ("second", [], "2 in the cache"),
     ):
         done = subprocess.run(
             [*command, "--folder", str(tmp_path / folder), *words],
@@ -182,3 +197,4 @@ def test_kernels_that_were_compiled_without_a_gpu_are_found_by_the_next_process(
         )
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
+        (tmp_path / folder / "done.json").unlink()
