@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.gpu.gpu_loading import check_limits
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
 from pillion.engine.checkpoints.prepare import prepare
 from tests.gpu.test_backend import close
 from tests.support.families import FAMILIES, GEMMA4, make_model, tokens_of
@@ -78,6 +79,31 @@ def test_codes_and_one_order_of_sums(options, tmp_path):
     else:
         close(found, wanted[30:34])
         assert torch.equal(found, whole)
+
+
+def test_the_product_of_token_inputs_is_compiled_at_the_start(tmp_path, monkeypatch):
+    """It is no layer's, and no step may wait for its kernels where all products of layers are quantized."""
+    model = GpuDriver(made(tmp_path / "model", "gemma4")[0], num_slots=8).backend._model
+    compiled = []
+    seen = {"compile": lambda self, weight, *_: compiled.append(weight), "most_rows": lambda self, weight: 1}
+    monkeypatch.setattr(model, "_plain", type("Seen", (), seen)())
+    monkeypatch.setattr(model, "layers", {})
+    model.compile_products()
+    assert [id(weight) for weight in compiled] == [
+        id(model.weights.head),
+        id(model.weights["token_inputs.projection"]),
+    ]
+
+
+def test_plans_of_all_parts_begin_at_cache_lines(tmp_path):
+    """A kernel is compiled for pointers to multiples of 16 bytes, and once more for others; an item has 32 bytes."""
+    driver = GpuDriver(made(tmp_path / "model", "gemma4")[0], num_slots=8)
+    plans = driver.backend._bound.record.attention
+    assert [part.attention_words for part in driver.backend._bound.parts] == [len(plan) for plan in plans]
+    assert len(plans) == 2
+    assert {plan.data_ptr() % 32 for plan in plans} == {0}
+    begins = [GpuStepRecord(7, 3, 16, words, DEVICE).attention for words in ([33, 9, 1], [8, 8])]
+    assert {plan.data_ptr() % 32 for each in begins for plan in each} == {0}
 
 
 def test_the_workspace_is_taken_without_a_pool(tmp_path):

@@ -315,8 +315,10 @@ class GpuModel:
         """Yields the plain matrices by which steps multiply, but for those of experts, and their biases."""
         for layer in self.layers.values():
             yield from layer.plain(self.dtype)
-        if isinstance(self.weights.head, torch.Tensor):
-            yield self.weights.head, None
+        # These are no layer's, and are plain where the layers are quantized, too.
+        for matrix in (self.weights.head, self.weights.get("token_inputs.projection")):
+            if isinstance(matrix, torch.Tensor):
+                yield matrix, None
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:

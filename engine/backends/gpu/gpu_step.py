@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
+from pillion.kernels.gpu.attention.gpu_attention_plan import ITEM_WORDS, GpuAttentionPlan
 from pillion.kernels.gpu.sampling.sampling_record import NO_ROW, RECORD_FIELDS, write_rows
 from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
@@ -25,6 +26,11 @@ from pillion.kernels.step import Int32, SamplingRows, StepBatch
 HOST_RECORDS = 3
 # Each of the two numbers of rows has so many words, so that kernels find both at addresses of 16 bytes.
 _COUNT_WORDS = 4
+
+
+def _in_items(words: int) -> int:
+    """Returns how many words the items of attention have that ``words`` fit into."""
+    return -(-words // ITEM_WORDS) * ITEM_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +78,10 @@ class GpuStepRecord:
         self._counts_at = slice(4 * max_tokens, 4 * max_tokens + 2 * _COUNT_WORDS)
         begin = self._counts_at.stop
         self._sampling_at = slice(begin, begin + RECORD_FIELDS * max_samples)
-        first = self._sampling_at.stop
-        self._plans_at = [first + sum(attention_words[:part]) for part in range(len(attention_words))]
-        words = first + sum(attention_words)
+        # Plans begin at multiples of an item's words, so that items lie in one cache line each, and no part needs a
+        # kernel of its own for numbers that begin elsewhere.
+        ends = accumulate((_in_items(count) for count in attention_words), initial=_in_items(self._sampling_at.stop))
+        *self._plans_at, words = ends
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
