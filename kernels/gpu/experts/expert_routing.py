@@ -180,7 +180,7 @@ def _of_best_groups(
 # fmt: off
 @triton.jit
 def _choose(
-    products, column, expert, real, choice_bias,
+    products, column, real, biases,
     GROUP_COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr, SIGMOID: tl.constexpr,
     CHOICE_BIAS: tl.constexpr,
@@ -196,7 +196,7 @@ def _choose(
         every = every / tl.sum(tl.sum(every, 0), 1)[None, :, None]
     choices = every
     if CHOICE_BIAS:
-        choices += tl.load(choice_bias + expert)
+        choices += biases
     keys = tl.where(real, _keys(choices), _CHOSEN)
     if GROUPS > 1:
         keys = _of_best_groups(keys, GROUPS, GROUP_COLUMNS, KEPT_GROUPS, GROUP_BEST)
@@ -286,7 +286,7 @@ def _always(
 # fmt: off
 @triton.jit
 def _settle(
-    mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane, scale,
+    parts, bias, choice_bias, factors, added, count, scores, chosen, begin, row, tokens, first, plane, scale,
     own_begin, own_end, ALWAYS: tl.constexpr, TYPE: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, PER_TOKEN: tl.constexpr,
@@ -295,30 +295,36 @@ def _settle(
 ):
     # fmt: on
     """Adds up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
-    # A warp has whole rows, the lanes of all slabs, so that it finds their best experts on its own. What is loaded for
-    # all rows has their shape, too: from a load of fewer values the compiler would take another division.
+    # A warp has whole rows, the lanes of all slabs, so that it finds their best experts on its own. Every release of
+    # the compiler shares a vector out from its begin on, a slab's rows to all warps; of a load with more dimensions
+    # Triton 3.6 shares the slabs out. What is loaded for all rows is such a vector, too: from a load of fewer values
+    # the compiler would take another division.
     lanes: tl.constexpr = min(COLUMNS, SLAB_COLUMNS)
     slabs: tl.constexpr = COLUMNS // lanes
-    column = tl.arange(0, slabs)[:, None, None] * lanes + tl.arange(0, lanes)[None, None, :]
-    column = tl.broadcast_to(column, (slabs, row.shape[0], lanes))
+    rows: tl.constexpr = row.shape[0]
+    cell = tl.arange(0, slabs * rows * lanes)
+    column, each = cell // (rows * lanes) * lanes + cell % lanes, begin + cell // lanes % rows
     expert, real = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
-    counted = row + first < tl.load(count)
-    shown = counted[None, :, None]
-    products = tl.zeros(column.shape, tl.float32)
+    many = tl.load(count)
+    counted, shown = row + first < many, each + first < many
+    products = tl.zeros(cell.shape, tl.float32)
     for part in tl.static_range(PARTS):
         # Other programs wrote them, so the processor's own cache may not be asked.
-        at = mine[None, :, None] + part * plane + column
+        at = parts + each.to(tl.int64) * COLUMNS + part * plane + column
         products += tl.load(at, mask=shown, other=0.0, cache_modifier=".cg")
     kind: tl.constexpr = tl.float32 if EXACT else TYPE
     if BIAS:
         products += tl.load(bias + expert).to(kind).to(tl.float32)
     products = products.to(kind).to(tl.float32)
     if ADDED:
-        at = added + row.to(tl.int64)[None, :, None] * EXPERTS + expert
-        products += tl.load(at, mask=shown & real, other=0.0)
+        products += tl.load(added + each.to(tl.int64) * EXPERTS + expert, mask=shown & real, other=0.0)
     products = tl.where(real, products, float("-inf"))
+    biases = tl.load(choice_bias + expert) if CHOICE_BIAS else products
+    shape: tl.constexpr = (slabs, rows, lanes)
+    products, biases = tl.reshape(products, shape), tl.reshape(biases, shape)
+    column, real = tl.reshape(column, shape), tl.reshape(real, shape)
     found, numbers = _choose(
-        products, column, expert, real, choice_bias, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS, GROUP_BEST, PER_TOKEN,
+        products, column, real, biases, GROUP_COLUMNS, EXPERTS, GROUPS, KEPT_GROUPS, GROUP_BEST, PER_TOKEN,
         PLACES, SIGMOID, CHOICE_BIAS,
     )  # fmt: skip
     if NORMALIZE:
@@ -402,7 +408,7 @@ def _route(
         if SHARED:
             tl.store(tickets + tile, 0)
         _settle(
-            mine, bias, choice_bias, factors, added, count, scores, chosen, row, tokens, first, plane,
+            parts, bias, choice_bias, factors, added, count, scores, chosen, tile * ROWS, row, tokens, first, plane,
             scale, own_begin, own_end, ALWAYS, rows.dtype.element_ty, EXPERTS, GROUPS, GROUP_COLUMNS, COLUMNS,
             KEPT_GROUPS, GROUP_BEST, PER_TOKEN, PLACES, SIGMOID, NORMALIZE, EXACT, BIAS, CHOICE_BIAS, FACTORS,
             ADDED, planes,
