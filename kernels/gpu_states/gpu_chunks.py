@@ -69,3 +69,11 @@ def across(column, CHUNK: tl.constexpr):
     """Turns a column [CHUNK, 1] into a row [1, CHUNK]."""
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.sum(tl.where(place == other, column, 0.0), 0)[None, :]
+
+
+@triton.jit
+def running(column, CHUNK: tl.constexpr):
+    """Returns for each row of a column [CHUNK, 1] the sum of the rows up to it. Triton 3.6 compiles no scan of a matrix
+    with one column, where a thread has room for several."""
+    place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    return tl.sum(tl.where(place >= other, across(column, CHUNK), 0.0), 1)[:, None]

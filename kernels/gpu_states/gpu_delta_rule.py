@@ -30,7 +30,7 @@ from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
-from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, wide_dot
+from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, running, wide_dot
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
     READS,
@@ -203,7 +203,7 @@ def _solve(
         query, key = _keys(mixed, key_side, origin, begin, end, key_head, KEY_HEADS, KEY_DIM, MIXED, CHUNK, BLOCK)
         learnt = chunk_rows(learns + head + one, side + one, origin, begin, end, one < 1, HEADS, 1, CHUNK)
         factors = _factors(forgets, side, origin, begin, end, head, HEADS, KEY_DIM, BY_ROWS, CHUNK, BLOCK)
-        sums = tl.cumsum(factors, 0)
+        sums = tl.cumsum(factors, 0) if BY_ROWS else running(factors, CHUNK)
         reads, alike = _likeness(query, key, sums, BY_ROWS, CHUNK)
         # This becomes the inverse without its diagonal: each row needs those before it.
         inverse = tl.where(place > other, -learnt * alike, 0.0)

@@ -25,7 +25,7 @@ from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
-from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, wide_dot
+from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, running, wide_dot
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
     READS,
@@ -169,7 +169,7 @@ def _state_space(
             rows = row + place
             mine = (rows >= begin) & (rows < end)
             time = _times(steps + head, side, row, begin, end, moved, steps_stride, CHUNK)
-            sums = tl.cumsum(rate * time, 0)
+            sums = running(rate * time, CHUNK)
             left = tl.exp(tl.where(place >= other, sums - across(sums, CHUNK), float("-inf")))
             scores, found = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
             scores, found, write = _met(

@@ -45,7 +45,7 @@ LARGE_TILE_SPILL_BYTES = 80
 GROUP_SUM_SPILL_BYTES = 80
 # Products of keys in float32 are exact, without tensor cores, so that a thread holds rows of both sides. They are for
 # comparisons.
-EXACT_KEYS_SPILL_BYTES = 4504
+EXACT_KEYS_SPILL_BYTES = 4552
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
 _PLACES = {"PAGES": 238, "SLOT_VALUES": 98304}
