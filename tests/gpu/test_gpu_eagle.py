@@ -5,6 +5,7 @@ from __future__ import annotations
 
 # isort: on
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,18 +17,18 @@ from lab.testbed.eagle_heads import save_head
 from lab.testbed.tiny_model import save_model
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
+from pillion.engine.backends.gpu.gpu_loading import limits_of
 from pillion.engine.backends.host_backend import rows_of_states, states_of_rows
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.backends.step_memory import head_bytes
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.drafts.draft_chains import DraftChunk, DraftPlan
-from pillion.engine.drafts.draft_loading import load_draft
+from pillion.engine.drafts.draft_chains import DraftChunk, DraftPlan, DraftShape
 from pillion.engine.drafts.eagle_chains import EagleChain
 from pillion.engine.drafts.eagle_config import load_eagle_config
-from pillion.engine.drafts.eagle_head import EagleModel, TorchEagle
+from pillion.engine.drafts.eagle_head import EagleModel, TorchEagle, eagle_layout
 from pillion.engine.drafts.eagle_weights import load_eagle_weights
-from pillion.engine.drafts.gpu_eagle import GpuEagle
+from pillion.engine.drafts.gpu_eagle import GpuEagle, load_gpu_eagle
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.step import SamplingRows, StepBatch
@@ -52,22 +53,22 @@ def main(own_cache, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("eagle") / "main", num_hidden_layers=5, head_dim=16, **sizes)
 
 
-def load(folder, head, **flags):
-    """A model on the GPU, its head and the head's shape."""
-    made = DecodeFlags(
-        model=str(folder),
-        device="cuda",
-        max_model_len=128,
-        block_size=BLOCK,
-        max_num_batched_tokens=MAX_TOKENS,
-        max_num_seqs=MAX_SEQS,
-        **{"dtype": "float32", **flags},
-    )
+def flags_of(folder, **flags):
+    sizes = {"max_model_len": 128, "max_num_batched_tokens": MAX_TOKENS, "max_num_seqs": MAX_SEQS}
+    return DecodeFlags(model=str(folder), device="cuda", block_size=BLOCK, **sizes, **{"dtype": "float32", **flags})
+
+
+def load(folder, head_folder, **flags):
+    """A model on the GPU, its head and the head's shape, as draft_loading.py makes them."""
+    made = flags_of(folder, **flags)
     prepared = prepare(made)
-    loaded = LoadedModel(prepared, gpu_backend(prepared, BLOCK))
-    about = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=3)
-    shape, drafts = load_draft(made, about, loaded, 1, MAX_TOKENS, None)
-    return loaded.backend, shape, drafts
+    backend, head = gpu_backend(prepared, BLOCK), load_eagle_config(head_folder, load_config(folder))
+    # Of the model's five layers, blocks of four of the head's one do not fit wherever a slot begins.
+    layout = eagle_layout(head, 2 * BLOCK, prepared.dtype)
+    limits = replace(limits_of(made, prepared), num_speculative_tokens=3)
+    own = load_gpu_eagle(made, head_folder, head, layout, backend, limits)
+    shape = DraftShape(bytes(32), layout.block_size, 258, 128, 3, MAX_TOKENS, reads_states=True)
+    return backend, shape, EagleModel(own, backend.layout.block_bytes, 258)
 
 
 def greedy_rows(count):
@@ -129,9 +130,6 @@ def states_of(model, text, layers):
 def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
     folder = save_head(tmp_path / "head", main, **HEADS[kind])
     backend, shape, drafts = load(main, folder)
-    assert isinstance(drafts.backend, GpuEagle)
-    # Of the model's five layers, blocks of four of the head's one do not fit wherever a slot begins.
-    assert shape.block_size == 2 * BLOCK
     bind(backend, drafts)
     reference = EagleReference(folder, AutoModelForCausalLM.from_pretrained(main))
     draw = np.random.default_rng(1)
@@ -253,12 +251,26 @@ def test_what_a_head_takes_is_told(main, tmp_path):
     assert told / 4 < sum(kept.values()) <= told
 
 
-def test_what_does_not_run_is_refused(main, tmp_path):
+def test_a_worker_on_a_gpu_loads_a_head(main, tmp_path):
+    """In one process, and where the kernels attend the head's heads."""
+    pytest.importorskip("xxhash", reason="loading by a worker's flags imports the KV store")
+    from pillion.engine.drafts.draft_loading import load_draft
+
     folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
+    loaded = LoadedModel(prepare(flags_of(main)), gpu_backend(prepare(flags_of(main)), BLOCK))
+
+    def load_by_flags(**flags):
+        about = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=3)
+        return load_draft(flags_of(main, **flags), about, loaded, 1, MAX_TOKENS, None)
+
+    shape, drafts = load_by_flags()
+    assert isinstance(drafts.backend, GpuEagle)
+    assert (shape.block_size, shape.reads_states) == (2 * BLOCK, True)
+    assert loaded.backend.model.state_layers == (0, 2, 4)
     with pytest.raises(ConfigError, match="head: on GPUs EAGLE-3 heads run in workers of one process, not of 2"):
-        load(main, folder, tensor_parallel_size=2)
+        load_by_flags(tensor_parallel_size=2)
     config = json.loads((folder / "config.json").read_text())
     config["transformer_layer_config"]["head_dim"] = 24
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"head: the GPU kernels attend heads of 16, 32, .* not 24"):
-        load(main, folder)
+        load_by_flags()
