@@ -42,6 +42,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -180,8 +181,8 @@ def compile_for_gpu(key: str) -> None:
 
 
 def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yields what is compiled, by its name and the constants that are tried: each candidate of the tunable kernels,
-    those of the chunk's attention first; what sections and models launch; tests."""
+    """Yields what is compiled, by its name and the constants that are tried, in the order of a visit's parts: each
+    candidate of the chunk's attention; tests; what models and sections launch; candidates of the other kernels."""
     from lab.benchmarks.gpu.launches import section_launches
     from lab.benchmarks.gpu.mixture_shapes import ALL_MIXTURES
     from lab.benchmarks.gpu.tunables import TUNABLES
@@ -191,15 +192,23 @@ def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]
     def wanted(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
 
-    for name in sorted(TUNABLES, key=lambda name: not name.startswith("attention_chunk")):
-        tunable = TUNABLES[name]
-        if wanted(f"tune: {name}"):
-            candidates = tunable.candidates(tuned(tunable.kernel, ARCH, **tunable.facts))
-            yield from ((f"tune: {name}", use) for use in itertools.islice(candidates, most))
-    yield from ((name, EARLY) for name in (f"model: {DENSE}",) if wanted(name))
-    models = (f"model: {name}" for name in (DENSE, *ALL_MIXTURES))
+    def candidates(name: str) -> Iterator[tuple[str, dict[str, int]]]:
+        tunable, title = TUNABLES[name], f"tune: {name}"
+        if wanted(title):
+            found = tunable.candidates(tuned(tunable.kernel, ARCH, **tunable.facts))
+            yield from ((title, use) for use in itertools.islice(found, most))
+
+    first = [name for name in TUNABLES if name.startswith("attention_chunk")]
+    for name in first:
+        yield from candidates(name)
     tests = (f"tests: {path.stem}" for path in compiled_tests())
-    yield from ((name, {}) for name in (*models, *section_launches(), *tests) if wanted(name))
+    models = (f"model: {name}" for name in (DENSE, *ALL_MIXTURES))
+    yield from ((name, {}) for name in (*tests, *models) if wanted(name))
+    yield from ((name, EARLY) for name in (f"model: {DENSE}",) if wanted(name))
+    yield from ((name, {}) for name in section_launches() if wanted(name))
+    for name in TUNABLES:
+        if name not in first:
+            yield from candidates(name)
 
 
 def _compile(key: str, name: str, use: dict[str, int]) -> tuple[int, int]:
@@ -270,10 +279,16 @@ def _run_tests(key: str, name: str) -> tuple[int, int]:
 
 
 def compile_all(
-    only: Sequence[str], most: int, processes: int, key: str, folder: Path, say: Callable[[str], None]
+    only: Sequence[str],
+    most: int,
+    processes: int,
+    key: str,
+    folder: Path,
+    say: Callable[[str], None],
+    until_s: float = math.inf,
 ) -> dict[str, int]:
-    """Compiles all jobs side by side, but for those that ``folder`` lists as done; returns counts of kernels and of
-    jobs that failed or were done."""
+    """Compiles all jobs side by side, but for those that ``folder`` lists as done, and begins none after ``until_s`` of
+    time.monotonic(); returns counts of kernels and of jobs that failed, were done or are left."""
     found: collections.Counter[str] = collections.Counter()
     about = {"sources": sources_digest(), "key": _digest(key)}
     known = json.loads((folder / DONE).read_text("utf-8")) if (folder / DONE).exists() else {}
@@ -285,6 +300,10 @@ def compile_all(
         under_way = {pool.submit(_compile, key, *job): title for title, job in wanted.items() if title not in done}
         found["done before"] = len(wanted) - len(under_way)
         for job in as_completed(under_way):
+            if time.monotonic() > until_s:
+                found["left"] = sum(other.cancel() for other in under_way)
+            if job.cancelled():
+                continue
             try:
                 compiled, hits = job.result()
                 found.update({"compiled": compiled, "in the cache": hits})
@@ -353,6 +372,7 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, help="the wheel of Triton, of this release, that will look for kernels")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of names of kernels and models")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="candidates of each kernel")
+    parser.add_argument("--time-s", type=float, default=math.inf, help="begin no job after this time")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     args = parser.parse_args()
     began_s = time.monotonic()
@@ -365,7 +385,10 @@ def main() -> int:
         print(f"Triton's compiler is {_digest(key)}", flush=True)
         if args.carried:
             print(unpack(args.carried, folder, key), flush=True)
-        found = compile_all(args.only, args.most, args.processes, key, folder, lambda line: print(line, flush=True))
+        until_s = began_s + args.time_s
+        found = compile_all(
+            args.only, args.most, args.processes, key, folder, lambda line: print(line, flush=True), until_s
+        )
         counts = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
         print(f"kernels: {counts or 'none'}; {time.monotonic() - began_s:.0f} s on {args.processes} cores", flush=True)
         if args.pack:

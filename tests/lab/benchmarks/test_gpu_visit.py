@@ -198,3 +198,15 @@ def test_kernels_that_were_compiled_without_a_gpu_are_found_by_the_next_process(
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
         (tmp_path / folder / "done.json").unlink()
+
+
+@pytest.mark.long
+def test_no_kernel_is_begun_after_the_given_time(tmp_path):
+    command = [sys.executable, "-m", "lab.gpu_builds.cache", "--only", "tune: gated", "--most", "8", "--processes", "1"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path), "--time-s", "0"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert " left" in done.stdout
+    begun = json.loads((tmp_path / "done.json").read_text())["jobs"]
+    assert 0 < len(begun) < 8
