@@ -72,7 +72,8 @@ CASES = [
     ("plain", torch.bfloat16, CLAMPED, True, True, False, 32),
     ("plain", torch.float32, "relu2", False, True, False, 16),
     ("plain", torch.bfloat16, None, False, True, True, 64),
-    ("int4 32", torch.bfloat16, "silu", True, False, False, 16),
+    ("int4 32 signed", torch.bfloat16, "silu", True, False, False, 16),
+    ("int4 32 float16", torch.bfloat16, "silu", True, False, False, 16),
     ("fp4_e2m1 32 powers", torch.bfloat16, None, False, True, True, 16),
 ]
 
