@@ -98,8 +98,8 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
 
 
 def _ends(tensor: LayerTensor) -> tuple[int, ...]:
-    """Returns the ends of a fused layer's projections, which are those that checkpoints have in the most tensors, and
-    all of attention's and an MLP's."""
+    """Returns where each projection of a fused layer ends among its outputs. The projections are the tensors of the
+    checkpoint format that splits the layer into the most tensors."""
     pieces = max((tensor.pieces_of(names) for names in tensor.checkpoint_names), key=len, default=[slice(None)])
     if len(pieces) == 1 and tensor.name.rpartition(".")[2] in ("qkv", "gate_up"):
         pieces = [slice(number, number + 1) for number in range(len(tensor.rows))]

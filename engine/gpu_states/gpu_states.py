@@ -28,6 +28,7 @@ from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateOperation, StateSpace
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.state_layout import LayerPieces
+from pillion.kernels.gpu.launch import next_power_of_2
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
@@ -99,7 +100,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
             if operation.norm is not None and shard.size > operation.groups:
                 whole = operation.heads * operation.head_dim // operation.groups
                 group = _SharedGroup(shard.state_keys.start, operation.groups, whole)
-                widths["squares"] = 1 << (operation.groups - 1).bit_length()
+                widths["squares"] = next_power_of_2(operation.groups)
     in_order = len(chosen) == len(columns)
     return _OwnLayer(
         inputs=_values(pieces.inputs, device),

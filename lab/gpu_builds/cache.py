@@ -66,7 +66,7 @@ PROCESSORS = 132
 KEPT = (".cubin", ".json")
 MANIFEST = "manifest.json"
 GROUP = "__grp__"
-# What a folder has of which sources.
+# This file of a folder lists the jobs that are compiled there, with a digest of the sources that they were made of.
 DONE = "done.json"
 SOURCES = (
     "engine/**/*.py",
@@ -86,7 +86,7 @@ DENSE = "Llama 3 8B"
 EARLY = {"dependent_launch": 1}
 TEST_LIMIT_S = 1800
 COMPILING = "tests.support.compiling_tests"
-# The compiler's key for a process of tests.
+# A process of tests reads the compiler's key from this environment variable.
 KEY = "TESTS_COMPILER_KEY"
 ROOT = Path(__file__).resolve().parents[2]
 _TRITON_PARTS = ("triton/compiler/", "triton/backends/", "triton/language/", "triton/runtime/cache.py")

@@ -152,7 +152,7 @@ def test_instructions_make_weights_of_signed_numbers(coding, offsets):
     kind = packed.kind
     assert (kind.scale, kind.shift) == ("two_halves", "offsets" if offsets or coding != "int8" else "none")
     wanted, factors = matrix.dequantize(torch.float64), packed.factors[:2].double()
-    # Of the offset there is at most half a scale in 8 bits, and in 4 bits what is left beside the middle.
+    # What remains of an offset is at most half a scale in 8 bits; in 4 bits it is the rest beside the middle code.
     left = scales.abs() / 2
     if coding != "int8":
         left = ((rest if offsets else 0) + scales * (7.5 if coding == "uint4" else -0.5)).abs()

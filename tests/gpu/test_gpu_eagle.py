@@ -63,7 +63,8 @@ def load(folder, head_folder, **flags):
     made = flags_of(folder, **flags)
     prepared = prepare(made)
     backend, head = gpu_backend(prepared, BLOCK), load_eagle_config(head_folder, load_config(folder))
-    # Of the model's five layers, blocks of four of the head's one do not fit wherever a slot begins.
+    # A slot holds BLOCK tokens of the model's five layers. Blocks of the head, which has one layer, with four times as
+    # many tokens would not fit at each slot's begin, so they have twice as many.
     layout = eagle_layout(head, 2 * BLOCK, prepared.dtype)
     limits = replace(limits_of(made, prepared), num_speculative_tokens=3)
     own = load_gpu_eagle(made, head_folder, head, layout, backend, limits)
@@ -155,7 +156,8 @@ def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_keep_the_inputs_of_layers(dtype, main):
-    """Of all rows: of chunks and decodes, of steps launched ahead, and of a step that samples nothing."""
+    """A step keeps the inputs of all its rows, of chunks and of decodes, also if it is launched ahead or samples
+    nothing."""
     prepared = prepare(ModelFlags(model=str(main), dtype=dtype))
     backend = gpu_backend(prepared)
     backend.keep_states((4, 0, 2))

@@ -48,7 +48,7 @@ BLOCK_EXPERTS = 64
 # So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program,
 # which has a warp for each row at most.
 WARPS_EXPERTS, MAX_EXPERTS = 256, 1024
-# Of a row's scores so many are a slab, which a warp's threads have four by four.
+# A row's scores are divided into slabs of this many columns: each of a warp's 32 threads holds four of a slab.
 SLAB_COLUMNS = tl.constexpr(128)
 # This key is below those of all scores. What is chosen has it, and what cannot be.
 _CHOSEN = tl.constexpr(-(2**31))
@@ -345,7 +345,7 @@ def _sort_last(
     ticket, programs, chosen, order, pair_tiles, tile_count, pairs, tile_rows,
     OWN_COLUMNS: tl.constexpr, SORTED: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Sorts the pairs of all tiles in the last of so many programs that have written some."""
+    """Sorts the pairs of all tiles, in the program that finishes last of the ``programs`` that write pairs."""
     tl.debug_barrier()
     before = programs * 0
     if programs > 1:
@@ -370,8 +370,8 @@ def _route(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes one tile of rows; with SHARED one part and one block of experts of its product. At most SORTED pairs
-    are sorted, or none."""
+    """Chooses the experts of one tile of rows. With SHARED, a program computes one part of the tile's product, for one
+    block of experts. The launch sorts its pairs, which are at most SORTED, unless SORTED is 0."""
     blocks: tl.constexpr = COLUMNS // BLOCK_EXPERTS
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     row = tile * ROWS + tl.arange(0, ROWS)

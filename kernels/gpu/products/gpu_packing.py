@@ -331,7 +331,7 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
         return None
     outputs, inputs = matrix.shape
     shift = "none" if matrix.offsets is None and coding == "signed8" else "offsets"
-    # At least two groups are in a unit, so that a word of offsets has two.
+    # A group is so small that a unit has two or more, because a word of offsets holds those of two groups.
     kept = group if group == LEAST_GROUP else gcd(group, COLUMNS * 16 // BITS[coding])
     kind = PackedKind(coding, outputs, inputs, kept, "two_halves", shift)
     spread = matrix.group if group else kind.units * kind.unit

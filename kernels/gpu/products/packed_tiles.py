@@ -242,7 +242,7 @@ def _in_float32(
 def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
     """Returns the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
     exact_weights = _is_exact(kind, dtype)
-    check(exact_weights or kind.scale != "two_halves", f"signed numbers multiply rows of bfloat16, not {dtype}")
+    check(exact_weights or kind.scale != "two_halves", "signed numbers multiply rows of bfloat16, not {}", dtype)
     return {
         "CODING": kind.coding,
         "BIAS": _BIAS.get(kind.coding, 0.0),
