@@ -22,7 +22,8 @@ from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, PICTURES, TE
 DEFAULTED = words(
     """
     activation_function attention_bias attention_chunk_size attention_in_multiplier attention_k_eq_v
-    attention_multiplier attention_out_bias attention_out_multiplier attn_scale attn_temperature_tuning
+    attention_multiplier attention_out_bias attention_out_multiplier attn_layer_indices attn_scale
+    attn_temperature_tuning
     block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_L_cache conv_bias conv_kernel
     decoder_sparse_step dim_model_base embedding_multiplier enable_bias enable_moe_block expert_selection_fn ffn_dim
     final_logit_softcapping first_k_dense_replace floor_scale full_attn_idxs global_attn_every_n_layers head_dim

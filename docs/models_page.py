@@ -27,7 +27,7 @@ LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
     "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV)": """
-        bailing_hybrid bamba falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
+        bailing_hybrid falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
         qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
     "sparse attention, which chooses the tokens that a query sees": """
@@ -86,6 +86,7 @@ STATES = {
     "delta_layers": "gated delta nets",
     "kimi_layers": "gated delta nets whose matrices forget by rows (KDA), no rotation",
     "olmo_hybrid_layers": "gated delta nets",
+    "bamba_layers": "state spaces (Mamba-2)",
     "mamba_layers": "state spaces (Mamba-2)",
     "falcon_h1_layers": "state spaces (Mamba-2) beside attention",
     "nemotron_h_layers": "layers that are a state space (Mamba-2), attention, an MLP or experts",

@@ -21,6 +21,7 @@ from pillion.engine.models.config_keys import words
 from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.linear_config import (
+    bamba_layers,
     delta_layers,
     falcon_h1_layers,
     kimi_layers,
@@ -985,6 +986,15 @@ ROWS: dict[str, ModelFamily] = {
         linear=mamba_layers,
         # Chunks round otherwise than tokens, and mean the same.
         ignored=("mamba_chunk_size", "normalization_function", "init_method"),
+    ),
+    "bamba": ModelFamily(
+        {"partial_rotary_factor": 0.5, "time_step_limit": None},
+        layer=partial(hybrid_layer, mixer=state_space, norms=("input_layernorm", "", "pre_ff_layernorm", "")),
+        rope=RopeRules(partial=True),
+        linear=bamba_layers,
+        names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
+        # Half of each head is rotated, whatever the second of these says.
+        ignored=("mamba_chunk_size", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
     ),
     "nemotron_h": ModelFamily(
         {

@@ -19,12 +19,11 @@ _NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
 
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads LFM2's convolutions: layers that no list says to have attention have one."""
-    count, listed = size(raw, "num_hidden_layers"), raw.get("full_attn_idxs")
+    count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("conv",))
-    if layers is None and not isinstance(listed, list | None):
-        raise ConfigError(f"config.json: full_attn_idxs must be a list, not {listed!r}")
     if layers is None:
-        layers = tuple(listed is not None and layer not in listed for layer in range(count))
+        attends = _listed(raw, "full_attn_idxs")
+        layers = tuple(attends is not None and layer not in attends for layer in range(count))
     bias = bool(raw.get("conv_bias"))
     return LinearConfig(layers=layers, taps=size(raw, "conv_L_cache"), taps_bias=bias, bias=bias)
 
@@ -89,6 +88,12 @@ def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("linear_attention", "mamba"))
     return _state_spaces(raw, (True,) * count if layers is None else layers)
+
+
+def bamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads Bamba's state spaces, which all layers have but those that its config lists."""
+    attends = _listed(raw, "attn_layer_indices") or []
+    return _state_spaces(raw, tuple(layer not in attends for layer in range(size(raw, "num_hidden_layers"))))
 
 
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
@@ -164,6 +169,14 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
         key_heads=groups,
         key_dim=size(raw, "mamba_d_state"),
     )
+
+
+def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
+    """Returns the layers that a config lists; None for null and a missing key."""
+    listed = raw.get(key)
+    if not isinstance(listed, list | None):
+        raise ConfigError(f"config.json: {key} must be a list, not {listed!r}")
+    return listed
 
 
 def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:

@@ -133,6 +133,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": False,
         "mamba_proj_bias": True,
     },
+    "bamba": {
+        **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")},
+        "model_type": "bamba",
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "pad_token_id": 2,
+        "mlp_bias": True,
+    },
     "falcon-h1": {
         **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")},
         "model_type": "falcon_h1",
@@ -215,8 +223,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 def token_by_token(model: Any, text: Sequence[int]) -> torch.Tensor:
     """Returns the logits that transformers' model has for each token of a text, each in a step of its own."""
     found, cache = [], None
-    for token in text:
-        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+    for place, token in enumerate(text):
+        # Bamba's model itself counts positions from 0 in each step.
+        at = torch.tensor([[place]])
+        out = model(torch.tensor([[token]]), position_ids=at, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         found.append(out.logits[0, -1].float())
     return torch.stack(found)

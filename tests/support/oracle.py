@@ -51,7 +51,10 @@ class Oracle:
         tokens: list[int] = []
         gaps: list[float] = []
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.stop):
-            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            # Bamba's model itself counts positions from 0 in each step.
+            end = len(prompt) + len(tokens)
+            places = torch.arange(end - ids.shape[1], end)[None]
+            out = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
             top = out.logits[0, -1].float().topk(2)
             tokens.append(int(top.indices[0]))
             gaps.append(float(top.values[0] - top.values[1]))
