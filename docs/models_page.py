@@ -97,11 +97,12 @@ INTRO = """# Models
 <!-- written by docs/models_page.py; run `make dashboards` -->
 
 {families} families of transformers' decoder-only models of text are served
-([why](decisions/models.md#one-decoder-a-row-for-each-family)). A key of a `config.json` that its family does not know,
-and that is not off, is refused by its name before weights are read; the third column has those of transformers' own
-keys. Tests compare each family with transformers in float32 (`tests/engine/models/test_families.py`), and families of
-each kind also over a `kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have
-no adapters yet.
+([why](decisions/models.md#one-decoder-a-row-for-each-family)). A key of a `config.json` that its family does not know
+is refused by its name before weights are read, unless it is off, a label or bookkeeping; `--ignore-config-key NAME`
+leaves one out where the model is right without it. The third column has refused keys of transformers' own. Tests
+compare each family with transformers in float32 (`tests/engine/models/test_families.py`), and families of each kind
+also over a `kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have no
+adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
 ([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers

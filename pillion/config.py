@@ -310,6 +310,9 @@ class ModelFlags:
         least=0,
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
+    ignore_config_key: tuple[str, ...] = flag(
+        (), "Key of config.json that is left out, where Pillion refuses it and the model is right without it.", kind=str
+    )
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
 
     def __post_init__(self) -> None:

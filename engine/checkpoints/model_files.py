@@ -66,8 +66,9 @@ class ModelSource:
         return self.path.is_file()
 
 
-def locate(model: str, revision: str, progress: Progress) -> ModelSource:
-    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, if it finds none."""
+def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence[str] = ()) -> ModelSource:
+    """Turns a ``--model`` flag into files on this machine; the config of a hub's model is checked without
+    ``ignored_keys`` before its weights are downloaded. Raises ConfigError, in one line, if it finds none."""
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
@@ -84,7 +85,7 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
         return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
     if is_hub_id(model):
         progress(f"looking for {model} ({revision}) on the hub")
-        check_hub_config(model, revision)
+        check_hub_config(model, revision, ignored_keys)
         return ModelSource(Path(download(model, revision)), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
@@ -127,7 +128,7 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
-def check_hub_config(model: str, revision: str) -> None:
+def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()) -> None:
     """Raises ConfigError for a model that cannot be served, before gigabytes of its weights are downloaded."""
     _require_hub_client()
     from huggingface_hub import try_to_load_from_cache
@@ -135,7 +136,7 @@ def check_hub_config(model: str, revision: str) -> None:
     if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
         small = Path(download(model, revision, ("*config.json",)))
         if (small / "config.json").is_file():
-            load_config(small)
+            load_config(small, ignored_keys)
 
 
 def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
@@ -207,8 +208,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def index_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that say which of its safetensors files has which tensor, the usual one first."""
-    found = sorted(folder.glob("*.safetensors.index.json"))
+    """Returns the files of a folder that say which of its safetensors files has which tensor, the usual one first.
+    transformers writes the variant into the name of one: ``model.safetensors.index.fp16.json``."""
+    found = sorted({*folder.glob("*.safetensors.index.json"), *folder.glob("*.safetensors.index.*.json")})
     return sorted(found, key=lambda path: path.name != INDEX_NAME)
 
 

@@ -38,7 +38,7 @@ from pillion.engine.checkpoints.model_files import (
     weight_files,
 )
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
-from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config
+from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, without_keys
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.engine.quantized.gguf_files import convert_gguf, quantized_types
@@ -93,7 +93,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
     """
     weights = WeightKind.of(flags)
-    source = locate(flags.model, flags.revision, progress)
+    source = _source(flags, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
     ends = set(record.eos_token_ids)
     name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
@@ -126,8 +126,25 @@ def is_prepared(flags: ModelFlags) -> bool:
     does."""
     if not is_local(flags.model) or flags.tokenizer:
         return False
-    source = locate(flags.model, flags.revision, lambda line: None)
+    source = _source(flags, lambda line: None)
     return flags.load_format == "dummy" or ModelCache().read_record(source.path, str(WeightKind.of(flags))) is not None
+
+
+def _source(flags: ModelFlags, progress: Progress) -> ModelSource:
+    """Finds the model's files; with --ignore-config-key a folder of links to them, whose config lacks the keys."""
+    source, ignored = locate(flags.model, flags.revision, progress, flags.ignore_config_key), flags.ignore_config_key
+    if not ignored:
+        return source
+    if source.is_gguf:
+        raise ConfigError(f"--ignore-config-key {ignored[0]}: {source.name} is a GGUF file, which has no config.json")
+    digest = hashlib.sha256(json.dumps([str(source.path), _stamps(source.path), ignored]).encode()).hexdigest()[:32]
+
+    def fill(into: Path) -> None:
+        config = without_keys(read_json(source.path / "config.json"), ignored)
+        (into / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+        link_with_tokenizer(source.path, into, progress)
+
+    return replace(source, path=ModelCache().folder(f"{digest}-without-keys", fill, progress))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,21 @@ torch.
 
 A key that a family does not know may change its arithmetic, and a model without a part of it answers nonsense that
 looks like an answer. So each key must be one of these: read for every family, among the defaults of the family's row,
-bookkeeping, or set to a value that changes nothing.
+bookkeeping, or set to a value that changes nothing: null, false, 0, nothing, or a label. What no family at all knows
+is passed over by name in the log. ``--ignore-config-key`` removes a key before it is judged.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from pillion.errors import ConfigError
+
+log = logging.getLogger("pillion.model")
 
 
 def words(text: str) -> frozenset[str]:
@@ -48,7 +54,40 @@ BOOKKEEPING = words(
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
     no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
     num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
-    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p frequency_penalty max_new_tokens min_p
+    presence_penalty stop_strings stop_token_ids
+
+    bf16 device device_map flash_attention flash_attn flash_attn_version fp16 fp32 fuse_cross_entropy
+    fuse_linear_cross_entropy fuse_norm fuse_swiglu init_device inference is_quantized legacy low_cpu_mem_usage
+    max_memory offload_folder onnx torch_compile trust_remote_code use_auth_token use_bf16 use_cuda_graph use_fast
+    use_flash_attention use_flash_attention_2 use_flash_attention_3 use_flash_attn use_flash_attn_2 use_fp16
+    use_fused_rms_norm use_fused_rmsnorm use_fused_rope use_fused_swiglu use_kernels use_liger_kernel
+    use_memory_efficient_attention use_safetensors use_sdpa use_sdpa_attention use_triton use_xformers
+
+    activation_dropout attention_softmax_in_fp32 batch_size deepspeed dropout dropout_rate emb_dropout embd_dropout
+    ffn_dropout gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs init_std
+    initializer_factor is_training label_smoothing label_smoothing_factor layerdrop learning_rate loss_type lr
+    lr_scheduler_type max_steps num_train_epochs optim optimizer output_dropout per_device_train_batch_size
+    recompute router_z_loss_coef router_z_loss_coefficient scale_attention_softmax_in_fp32 seed sequence_parallel
+    train_batch_size training training_args use_gradient_checkpointing use_recompute warmup_ratio warmup_steps
+    weight_decay z_loss_coef
+
+    add_bos_token add_eos_token add_prefix_space additional_special_tokens chat_template clean_up_tokenization_spaces
+    cls_token_id mask_token_id max_seq_len max_seq_length model_max_seq_len padding padding_side seq_len seq_length
+    tokenizer truncation truncation_side
+
+    base_model datasets language languages model_card_data model_version revision tags version
+    """
+)
+# Parts of the names of keys that may be about arithmetic, so that their text is no label.
+_ARITHMETIC = words(
+    """
+    act activation activations arch architecture attention attn backbone bias block blocks conv cross decay delta
+    embed embedding embeddings expert experts ffn fn func function fusion gate gated gating head heads hybrid
+    implementation index indexer key kind kv latent layer layernorm layers linear mamba method mixer mlp mode moe mup
+    norm normalization order pattern pooling pos position positional q qk qkv query residual rope rotary router routing
+    scale scaling schedule score scores scoring shared softmax sparse ssm state strategy sublayer type v value variant
+    window
     """
 )
 # Most families lack these options; with the values here they change nothing. Any other option is switched off by null,
@@ -112,7 +151,7 @@ _OF_EAGLE = words(
 
 def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first key of an EAGLE-3 head's config that Pillion does not implement."""
-    _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {})
+    _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {}, "remove it only if the head is right without it")
 
 
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
@@ -122,21 +161,30 @@ def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
 
 
 def refuse_unknown_keys(
-    name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any]
+    name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any], others: Set[str]
 ) -> None:
     """Raises ConfigError for the first key that the family ``name`` does not understand; ``own`` are the keys that it
-    reads beside those of all families, ``ignored`` those that it does not read, and ``fixed`` those that may say
-    nothing but what the family does anyway."""
+    reads beside those of all families, ``ignored`` those that it does not read, ``fixed`` those that may say nothing
+    but what the family does anyway, and ``others`` all keys that other families read."""
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
         known = known.union(_OF_WINDOWS)
     neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
-    _refuse(name, "", raw, known, {**neutral, **fixed})
+    _pass_over(name, _refuse(name, "", raw, known, {**neutral, **fixed}, others=others) - others)
 
 
-def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping."""
-    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {})
+def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
+    """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
+    in :func:`refuse_unknown_keys`."""
+    passed = _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {}, others=others)
+    _pass_over(name, passed - others)
+
+
+@functools.lru_cache(maxsize=64)
+def _pass_over(name: str, keys: frozenset[str]) -> None:
+    """Names keys in the log, once in a process, though it reads a config many times."""
+    if keys:
+        log.info("%s: keys of config.json without effect here are passed over: %s", name, ", ".join(sorted(keys)))
 
 
 def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,14 +197,37 @@ def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
     _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
 
 
-def _refuse(name: str, kind: str, raw: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, Any]) -> None:
+def _is_label(key: str, value: Any) -> bool:
+    """Returns whether a value is text under a name that has nothing to do with arithmetic."""
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) for text in texts) and _ARITHMETIC.isdisjoint(re.split(r"[\W_]+", key.lower()))
+
+
+def _refuse(
+    name: str,
+    kind: str,
+    raw: Mapping[str, Any],
+    known: Iterable[str],
+    neutral: Mapping[str, Any],
+    way_out: str = "if the model is right without it: --ignore-config-key {}",
+    *,
+    others: Set[str] | None = None,
+) -> frozenset[str]:
+    """Returns the unknown keys whose values change nothing; where ``others`` are given, a label of a key that is none
+    of them changes nothing, either."""
+    passed = set()
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
         # Keys that begin with an underscore are written and read by transformers for its own purposes.
-        if key.startswith("_") or (value == neutral[key] if key in neutral else not value):
+        if key.startswith("_"):
+            continue
+        label = others is not None and key not in others | neutral.keys() and _is_label(key, value)
+        if label or (value == neutral[key] if key in neutral else not value):
+            passed.add(key)
             continue
         shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]}..."
         raise ConfigError(
             f"{name}: config.json has {kind}{key} = {shown}, which is not supported and may change the model's"
-            " arithmetic; remove it only if the model is right without it"
+            f" arithmetic; {way_out.format(key)}"
         )
+    return frozenset(passed)

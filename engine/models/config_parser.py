@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pillion.engine.models.families import (
     DEFAULTS,
     EITHER_WAY,
     FAMILIES,
+    FAMILY_KEYS,
     REMOVED,
     SAME_AS,
     TEXT_AS,
@@ -85,9 +86,10 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ENCODER_KINDS
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
-    config = read_config(folder)
+def load_config(folder: Path, ignored_keys: Iterable[str] = ()) -> ModelConfig:
+    """Reads the config of a folder, without some keys where it is not prepared yet. Raises ConfigError for a missing
+    config or an unsupported model."""
+    config = without_keys(read_config(folder), ignored_keys)
     try:
         return parse_config(config)
     except ConfigError as error:
@@ -104,6 +106,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def without_keys(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns a config without the keys of --ignore-config-key, wherever they stand in it. Raises ConfigError for one
+    that it does not have."""
+    kept = dict(config)
+    for name in names:
+        if name not in _keys(kept):
+            raise ConfigError(f"--ignore-config-key {name}: config.json has no such key")
+        kept = _without(kept, name)
+    return kept
+
+
+def _keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _keys(inner)
+
+
+def _without(value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without(inner, name) for key, inner in value.items() if key != name}
+
+
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
     labels = labels_of(config)
@@ -115,7 +141,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     name, family = _family_of(config)
     raw = {**family.defaults, **config}
-    refuse_unknown_keys(name, family.own, family.ignored, family.fixed, raw)
+    refuse_unknown_keys(name, family.own, family.ignored, family.fixed, raw, FAMILY_KEYS)
     derived = _derived(raw, family)
     raw |= derived
     options = {**{key: raw[key] for key in family.defaults}, **derived}
@@ -134,11 +160,12 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     full_dim = layers["layer_heads"][slides.index(False)].head_dim if layers else 0
     ropes, layer_ropes = _ropes(raw, options, family, (head_dim, full_dim), has_rope, slides)
     qkv_bias, o_bias, mlp_bias = _biases(options, family.biases)
+    moe = _moe(raw, options, family, num_layers)
     return ModelConfig(
         family=name,
         vocab_size=size(raw, "vocab_size"),
         hidden_size=size(raw, "hidden_size"),
-        intermediate_size=size(options, "intermediate_size_mlp", size(raw, "intermediate_size")),
+        intermediate_size=_mlp_width(raw, options, moe),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads if latents is None else 1,
@@ -172,13 +199,20 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         else above_zero(options, "scale_emb", above_zero(options, "embedding_multiplier", 1.0)),
         residual_scale=_residual_scale(options, num_layers),
         logit_divisor=_logit_divisor(options, size(raw, "hidden_size")),
-        moe=_moe(raw, options, family, num_layers),
+        moe=moe,
         latents=latents,
         linear=linear,
         bos_token_id=next(iter(vocabulary_ids(raw, "bos_token_id", size(raw, "vocab_size"))), None),
         eos_token_ids=vocabulary_ids(raw, "eos_token_id", size(raw, "vocab_size")),
         quantization=parse_quantization(name, raw),
     )
+
+
+def _mlp_width(raw: Mapping[str, Any], options: Mapping[str, Any], moe: MoeConfig | None) -> int:
+    """Returns the inner width of dense MLPs. A config without any such layer may leave it out."""
+    of_experts = moe.intermediate_size if moe is not None and all(moe.layers) else None
+    width = size(raw, "intermediate_size", of_experts)
+    return size(options, "intermediate_size_mlp", width)
 
 
 def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
@@ -242,7 +276,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None:
         text = {key: value for key, value in without_pictures(config).items() if key != "model_type"}
     else:
-        refuse_unknown_outer_keys(outer, config)
+        refuse_unknown_outer_keys(outer, config, FAMILY_KEYS)
     said = text.get("model_type") or known[0]
     said = SAME_AS.get(said, said)
     if said not in known:
@@ -479,7 +513,8 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         raise ConfigError(
             f"config.json: {chosen} = {per_token} experts per token are more than there are: {num_experts}"
         )
-    inner = size(options, "moe_intermediate_size", size(raw, "intermediate_size"))
+    of_experts = options.get("moe_intermediate_size") is not None
+    inner = size(options, "moe_intermediate_size") if of_experts else size(raw, "intermediate_size")
     groups, kept = _expert_groups(options, own, num_experts, per_token)
     return MoeConfig(
         num_experts=num_experts,

@@ -414,11 +414,6 @@ def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"rope_parameters": {key: value for key, value in rope.items() if not key.startswith("mrope_")}}
 
 
-def _qwen35_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Qwen3.5's mixtures, all of whose layers have experts."""
-    return {"intermediate_size": raw["intermediate_size"] or raw["moe_intermediate_size"], **_without_pictures(raw)}
-
-
 def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns that OLMo-Hybrid has no positions, where a config says of its rotary embedding that it has no base."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -656,13 +651,8 @@ ROWS: dict[str, ModelFamily] = {
         biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
         norm="layer",
         gated=False,
-        # Two of these are other names of what has a key above, and two are about how softmax is rounded.
-        ignored=(
-            "activation_function",
-            "layer_norm_epsilon",
-            "attention_softmax_in_fp32",
-            "scale_attention_softmax_in_fp32",
-        ),
+        # Other names of what has a key above.
+        ignored=("activation_function", "layer_norm_epsilon"),
         fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
     "cohere": replace(_COHERE, layer=partial(llama_layer, qk_norm=QkNorm(kind="layer_by_head"))),
@@ -851,7 +841,7 @@ ROWS: dict[str, ModelFamily] = {
         first_position=0,
         # The second half of these is about heads for other tasks.
         ignored=(
-            *("n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing", "predict_special_tokens"),
+            *("n_ctx", "reorder_and_upcast_attn", "predict_special_tokens"),
             *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
             "summary_first_dropout",
         ),
@@ -871,7 +861,6 @@ ROWS: dict[str, ModelFamily] = {
             ("model.", "model.decoder."),
         ),
         first_position=2,
-        ignored=("dropout", "layerdrop", "init_std", "activation_dropout"),
         fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "learned_embeddings": True},
     ),
     "llama4_text": ModelFamily(
@@ -957,7 +946,7 @@ ROWS: dict[str, ModelFamily] = {
         ignored=_DRAFTING,
     ),
     "qwen3_5_text": _QWEN35,
-    "qwen3_5_moe_text": replace(_QWEN35, defaults={**_DELTA_NET, "intermediate_size": None}, derived=_qwen35_moe),
+    "qwen3_5_moe_text": _QWEN35,
     "falcon_h1": ModelFamily(
         {"time_step_limit": None},
         layer=falcon_h1_layer,
@@ -1114,6 +1103,8 @@ ROWS: dict[str, ModelFamily] = {
 DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
+# Keys that some family reads, or knows the meaning of.
+FAMILY_KEYS = frozenset().union(*({*row.own, *row.ignored, *row.fixed} for row in FAMILIES.values()))
 
 # These models of text and images have a text model that can be served. The text_config of a config has the model_type
 # that transformers assumes where it says nothing, which stands in the same file, or one of the others here.

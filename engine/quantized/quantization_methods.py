@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from pillion.engine.quantized.auto_round_config import SEARCH_KEYS, WHOLE_NUMBERS, parse_auto_round
 from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
@@ -153,6 +154,10 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
+# Outputs and inputs of a block that shares a scale in Model Optimizer's weight-only FP8.
+_FP8_BLOCK = 128
+
+
 def _modelopt(raw: Raw) -> Quantization:
     """Reads a config of NVIDIA's Model Optimizer, or its older file of its own, which nests and names it otherwise."""
     known = """
@@ -165,12 +170,20 @@ def _modelopt(raw: Raw) -> Quantization:
         raise ConfigError(f"config.json: quantization_config: quantization must be an object, not {inner!r}")
     if inner is not raw:
         refuse_others(inner, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
-    algorithm, cache = (words_of(inner, key, "") for key in ("quant_algo", "kv_cache_quant_algo"))
-    if algorithm not in ("nvfp4", "w4a16_nvfp4") or cache not in ("", "none", "fp8"):
-        raise unsupported(f"modelopt, {algorithm or 'an unnamed algorithm'}", "nvfp4 and w4a16_nvfp4 are")
-    group, rounds = whole(inner, "group_size", 16), algorithm == "nvfp4"
-    scheme = MatrixScheme(layout="modelopt_nvfp4", kind="fp4", bits=4, group=group, activations="fp4" if rounds else "")
-    return Quantization(method="modelopt", schemes=((ANY_MODULE, scheme),))
+    usual = {"modelopt_fp8": "fp8", "modelopt_fp4": "nvfp4"}.get(raw["quant_method"], "")
+    algorithm, cache = words_of(inner, "quant_algo", usual), words_of(inner, "kv_cache_quant_algo", "")
+    fp8 = MatrixScheme(layout="codes", kind="fp8", bits=8, rows=0, activations="fp8")
+    fp4 = MatrixScheme(layout="modelopt_nvfp4", kind="fp4", bits=4, group=whole(inner, "group_size", 16))
+    schemes = {
+        "fp8": fp8,
+        "fp8_per_channel_per_token": replace(fp8, rows=1, fp8_rows=True),
+        "fp8_pb_wo": replace(fp8, rows=_FP8_BLOCK, group=_FP8_BLOCK, activations=""),
+        "nvfp4": replace(fp4, activations="fp4"),
+        "w4a16_nvfp4": fp4,
+    }
+    if algorithm not in schemes or cache not in ("", "none", "fp8"):
+        raise unsupported(f"modelopt, {algorithm or 'an unnamed algorithm'}", f"{', '.join(schemes)} are")
+    return Quantization(method="modelopt", schemes=((ANY_MODULE, schemes[algorithm]),))
 
 
 def _mxfp4(raw: Raw) -> Quantization:
@@ -196,7 +209,7 @@ METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "bitsandbytes": _bitsandbytes,
-    "modelopt": _modelopt,
+    **dict.fromkeys(("modelopt", "modelopt_fp8", "modelopt_fp4"), _modelopt),
     "mxfp4": _mxfp4,
     OWN_METHOD: _own,
 }

@@ -86,6 +86,7 @@ class SpeculativeConfig:
             quantization=self.quantization,
             quantization_group_size="auto",
             served_model_name=(),
+            ignore_config_key=(),
             max_model_len=0,
             tensor_parallel_size=self.draft_tensor_parallel_size,
             enable_lora=False,

@@ -145,7 +145,9 @@ def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> li
     if scheme.rows == 1:
         groups = groups_of(name, columns, scheme.group)
         return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
-    return [(*experts, -(-rows // scheme.rows), -(-columns // scheme.group))]
+    blocks, groups = -(-rows // scheme.rows), -(-columns // scheme.group)
+    # Model Optimizer writes blocks with the axes of their values.
+    return [(*experts, blocks, groups), (*experts, blocks, 1, groups, 1)]
 
 
 def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, most: float) -> torch.Tensor:

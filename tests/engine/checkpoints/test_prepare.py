@@ -27,7 +27,7 @@ from pillion.engine.checkpoints import fingerprint as fingerprint_module
 from pillion.engine.checkpoints.fingerprint import fingerprint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate, weight_files
-from pillion.engine.checkpoints.prepare import check_counts, choose_dtype, prepare
+from pillion.engine.checkpoints.prepare import check_counts, choose_dtype, is_prepared, prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.load_model import precision_notes
 from pillion.engine.models.config_parser import load_config
@@ -455,6 +455,40 @@ def test_any_complete_set_of_files_that_one_index_names_is_read(folder, stem):
     assert "a.safetensors.index.json names 'nowhere.safetensors', which is not in the folder" in refused(flags(folder))
     (folder / "a.safetensors.index.json").unlink()
     assert "3 safetensors files and no index: which of them are the model's?" in refused(flags(folder))
+
+
+def test_shards_of_a_variant(folder):
+    whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, variant="fp16", max_shard_size="50KB")
+    names = {path.name for path in folder.iterdir()}
+    assert "model.safetensors.index.fp16.json" in names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
+
+
+def test_a_key_of_the_config_may_be_ignored(folder, monkeypatch):
+    plain = prepare(flags(folder))
+    answer = BackendDriver(plain).greedy([5, 6, 7], 8)
+    edit_json(folder / "config.json", new_option=True, rope_scaling={"rope_type": "default", "own": 2.0})
+    assert "new_option = True" in refused(flags(folder))
+    assert "the rope parameter own = 2.0" in refused(flags(folder, ignore_config_key=("new_option",)))
+    given = flags(folder, ignore_config_key=("new_option", "own"))
+    assert not is_prepared(given)
+    found = prepare(given)
+    assert is_prepared(given)
+    assert (found.fingerprint, found.name, found.eos_token_ids) == (plain.fingerprint, plain.name, plain.eos_token_ids)
+    assert BackendDriver(found).greedy([5, 6, 7], 8) == answer
+    edit_json(folder / "config.json", rms_norm_eps=0.1)
+    assert prepare(given).fingerprint != found.fingerprint
+    assert "config.json has no such key" in refused(flags(folder, ignore_config_key=("near",)))
+    (folder / "a.gguf").write_bytes(b"GGUF")
+    file = ModelFlags(model=str(folder / "a.gguf"), ignore_config_key=("new_option",))
+    assert "--ignore-config-key new_option: a is a GGUF file, which has no config.json" in refused(file)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    assert "new_option = True" in refused(ModelFlags(model="owner/name"))
+    assert "the rope parameter own" in refused(ModelFlags(model="owner/name", ignore_config_key=("new_option",)))
 
 
 def test_the_file_goes_before_an_index_beside_it_as_in_transformers(folder, caplog):

@@ -7,15 +7,16 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import docs.family_defaults
 import docs.models_page
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS
+from pillion.engine.models import config_keys
 from pillion.engine.models.config_keys import BOOKKEEPING
-from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
+from pillion.engine.models.config_parser import known_architectures, load_config, parse_config, without_keys
 from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
@@ -225,6 +226,94 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     for of_text in ("bos_token_id", "eos_token_ids"):
         del saved[of_text], plain[of_text]
     assert saved == plain
+
+
+# The defaults of these classes make no model of theirs, either, or positions that no published one has.
+NO_DEFAULT = {
+    "deepseek_v2": "num_experts_per_tok must be",
+    "dots1": "n_routed_experts must be",
+    **dict.fromkeys(("glm4_moe", "glm4v_moe", "glm4v_moe_text"), "a rotary embedding of 21 of 42"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({*known_architectures()} & {*CONFIG_MAPPING}))
+def test_the_defaults_of_transformers_are_a_config(name: str) -> None:
+    made = CONFIG_MAPPING[name]()
+    for saved in (json.loads(made.to_json_string(use_diff=each)) for each in (True, False)):
+        if name in NO_DEFAULT:
+            with pytest.raises(ConfigError, match=NO_DEFAULT[name]):
+                parse_config(saved)
+        else:
+            assert parse_config(saved).vocab_size == made.get_text_config().vocab_size
+
+
+def test_experts_in_every_layer_need_no_dense_width() -> None:
+    base = {**BASE, "model_type": "solar_open", "num_key_value_heads": 4, "moe_intermediate_size": 48}
+    del base["intermediate_size"]
+    assert parse_config(base).intermediate_size == 48
+    glm = {**base, "model_type": "glm4_moe", "partial_rotary_factor": 1.0, "intermediate_size": None}
+    assert parse_config({**glm, "first_k_dense_replace": 0}).intermediate_size == 48
+    with pytest.raises(ConfigError, match="intermediate_size must be a whole number above 0, not None"):
+        parse_config({**glm, "first_k_dense_replace": 1})
+
+
+HARMLESS = {
+    "use_flash_attention": True,
+    "use_sdpa": True,
+    "device_map": {"": 0},
+    "max_seq_length": 2048,
+    "pad_token": "<pad>",
+    "tags": ["chat", "en"],
+    "gradient_checkpointing": True,
+    "learning_rate": 2e-5,
+    "add_bos_token": True,
+    "model_family": "own",
+    "created_by": "a tool",
+    "qat": False,
+    "merge_recipe": None,
+    "extra": {},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gemma3"])
+def test_keys_without_effect_are_passed_over(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    base = {**BASE, "model_type": kind, "num_key_value_heads": 4, **({"type_vocab_size": 2} if kind == "bert" else {})}
+    if kind == "gemma3":
+        base = {"model_type": kind, "text_config": INNER}
+    config_keys._pass_over.cache_clear()
+    with caplog.at_level("INFO", "pillion.model"):
+        assert [parse_config({**base, **HARMLESS}) for _ in range(2)] == [parse_config(base)] * 2
+    (said,) = [one.getMessage() for one in caplog.records if "passed over" in one.getMessage()]
+    assert said.endswith("are passed over: created_by, extra, merge_recipe, model_family, pad_token, qat")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("new_option", True),
+        ("depth_factor", 2),
+        ("attention_variant", "differential"),
+        ("norm_kind", ["rms"]),
+        ("mlp", "gelu"),
+        ("hybrid_pattern", "MEM*"),
+        ("topk_method", "noaux_tc"),
+        ("hidden_activation", "relu"),
+    ],
+)
+def test_a_key_that_could_change_arithmetic_is_refused_with_the_way_past_it(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = .*--ignore-config-key {key}$"):
+        parse_config({**BASE, key: value})
+    assert parse_config(without_keys({**BASE, key: value}, [key])) == parse_config(BASE)
+
+
+def test_keys_are_ignored_wherever_they_stand() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    text = {**INNER, "own": True, "rope_scaling": {**rope, "own": 3.0}}
+    plain = {"model_type": "gemma3", "text_config": {**INNER, "rope_scaling": rope}}
+    given = {**plain, "text_config": text, "own": 1, "other": 2}
+    assert parse_config(without_keys(given, ("own", "other"))) == parse_config(plain)
+    with pytest.raises(ConfigError, match=r"--ignore-config-key near: config\.json has no such key"):
+        without_keys(given, ("own", "near"))
 
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text"])

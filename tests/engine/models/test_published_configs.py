@@ -56,7 +56,7 @@ def test_a_published_config_is_served_and_each_other_key_is_refused_by_its_name(
         changed = {**place, "new_attention_scale": 3.0}
         with pytest.raises(ConfigError, match=r"new_attention_scale = 3\.0"):
             parse_config({**outer, "text_config": changed} if outer and place is text else changed)
-    off = {**text, "new_attention_scale": None, "new_option": False, "new_layers": []}
+    off = {**text, "new_attention_scale": None, "new_option": False, "new_layers": [], "new_maker": "a b"}
     assert parse_config({**outer, "text_config": off} if outer else off) == parsed
 
 
