@@ -432,6 +432,23 @@ def modelopt_nvfp4(group: int = 16, nested: bool = False) -> Producer:
     return Producer({"quant_method": "modelopt", "producer": producer, **said}, quantize)
 
 
+def modelopt_fp8(algorithm: str) -> Producer:
+    """Model Optimizer's FP8: one scale for each matrix, each output, or each block of 128 x 128."""
+    base = fbgemm_fp8() if "CHANNEL" in algorithm else fp8((128, 128) if "PB" in algorithm else None)
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = base.quantize(name, weight)
+        codes, scales = list(tensors.values())[:2]
+        if "CHANNEL" in algorithm:
+            scales = scales[:, 0]
+        elif "PB" in algorithm:
+            scales = scales[:, None, :, None]
+        return {name: codes, f"{name}_scale": scales, f"{module_of(name)}.input_scale": torch.tensor(0.01)}, values
+
+    said = {"quant_algo": algorithm, "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    return Producer({"quant_method": "modelopt", "producer": {"name": "modelopt"}, **said}, quantize)
+
+
 def nf4(nested: bool = True, block: int = 64) -> Producer:
     table = CODINGS["nf4"]
 
@@ -537,6 +554,9 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "nvfp4-weights": nvfp4,
     "mxfp4-packed": mxfp4,
     "modelopt-nvfp4": modelopt_nvfp4,
+    "modelopt-fp8": lambda group: modelopt_fp8("FP8"),
+    "modelopt-fp8-channel": lambda group: modelopt_fp8("FP8_PER_CHANNEL_PER_TOKEN"),
+    "modelopt-fp8-block": lambda group: modelopt_fp8("FP8_PB_WO"),
     "auto-round": lambda group: auto_round(group=group),
     "auto-round-asymmetric": lambda group: auto_round(8, group, False, "auto_round:gptqmodel"),
     "auto-round-awq": lambda group: auto_round(group=group, symmetric=False, packing="auto_round:auto_awq"),

@@ -399,7 +399,7 @@ def test_options_of_other_families_that_are_switched_off_are_ignored():
 
 
 GPTQ_LIKE = [{"group_size": 64, "bits": bits} for bits in (5, 4)]
-MODELOPT = [{"quantization": {"quant_algo": algorithm, "group_size": 16}} for algorithm in ("FP8", "NVFP4")]
+MODELOPT = [{"quantization": {"quant_algo": algorithm, "group_size": 16}} for algorithm in ("INT8_SQ", "NVFP4")]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ MODELOPT = [{"quantization": {"quant_algo": algorithm, "group_size": 16}} for al
     [
         ("quantize_config.json", "gptq", "5 bits", "gptq, 4 bits in groups of 64"),
         ("quant_config.json", "awq", "5 bits", "awq, 4 bits in groups of 64"),
-        ("hf_quant_config.json", "modelopt", "fp8", "modelopt, 4-bit floats in groups of 16"),
+        ("hf_quant_config.json", "modelopt", "int8_sq", "modelopt, 4-bit floats in groups of 16"),
     ],
 )
 def test_a_quantization_that_only_another_file_names_is_read(name, method, refused, read, tmp_path):

@@ -59,6 +59,9 @@ def with_group(weights, **changes):
         (with_group(FP4, format="nvfp4-pack-quantized"), "compressed-tensors, 4-bit floats in groups of 16"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, 4-bit floats in groups of 16"),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_NVFP4"}}, "modelopt, 4-bit floats"),
+        ({"quant_method": "modelopt_fp4"}, "modelopt, 4-bit floats in groups of 16"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt, 8-bit floats"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "modelopt, 8-bit floats in blocks of 128 x 128"),
     ],
 )
 def test_formats_in_words(found, words):
@@ -73,6 +76,8 @@ def test_rounded_activations_are_noted():
     assert parsed({**PACKED, "format": "nvfp4-pack-quantized", "config_groups": groups}).activations == {"fp4"}
     assert parsed({"quant_method": "modelopt", "quant_algo": "NVFP4"}).activations == {"fp4"}
     assert not parsed({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}).activations
+    assert parsed({"quant_method": "modelopt", "quant_algo": "FP8"}).activations == {"fp8"}
+    assert parsed({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}).fp8_rows
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
         ({"quant_method": "mxfp4", "bits": 3}, "bits = 3"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt, fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quantized by modelopt, w4a8_awq"),
         ({"quant_method": "modelopt"}, "quantized by modelopt, an unnamed algorithm"),
         ({"quant_method": "modelopt", "quantization": "NVFP4"}, "quantization must be an object, not 'NVFP4'"),
         (
