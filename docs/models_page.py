@@ -30,8 +30,8 @@ LEFT_OUT = {
         bailing_hybrid falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
         qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
-    "sparse attention, which chooses the tokens that a query sees": """
-        axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
+    "sparse attention of another kind than DeepSeek-V3.2's, which selects the tokens that a query sees": """
+        axk2 deepseek_v4 doge dots3_note dots3_note_text hy_v4 minimax_m3_vl_text""",
     "several residual streams that layers predict and correct (AltUp), low-rank residuals (LAuReL), activations of "
     "which a share is cut off": "gemma3n gemma3n_text",
     "keys and values of another model, to draft its tokens": "gemma4_assistant gemma4_unified_assistant",
@@ -192,6 +192,8 @@ def options(family: ModelFamily) -> str:
         said.append("attention in chunks of positions")
     if "kv_lora_rank" in family.defaults:
         said.append("MLA")
+    if "index_topk" in family.defaults:
+        said.append("tokens selected by an indexer (DSA)")
     experts, projections = layer.get("experts", ExpertNames()), layer.get("projections", Projections())
     assert isinstance(experts, ExpertNames)
     assert isinstance(projections, Projections)

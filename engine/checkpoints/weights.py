@@ -146,10 +146,11 @@ def _norm(
         weight = weight + 1.0
     if tensor.factor != 1.0:
         weight = weight * tensor.factor
-    if config.norm != "layer" or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
-        return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
+    eps, layer_norm = tensor.eps or config.rms_norm_eps, config.norm == "layer" or tensor.centered
+    if not layer_norm or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
+        return RmsNorm(weight, eps, config.norm != "plain")
     bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
-    return LayerNorm(weight, config.rms_norm_eps, bias)
+    return LayerNorm(weight.float(), eps, bias)
 
 
 def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor, linear: MakeLinear) -> Linear:

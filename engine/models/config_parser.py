@@ -28,7 +28,7 @@ from pillion.engine.models.families import (
     ModelFamily,
 )
 from pillion.engine.models.layer_config import read_layers
-from pillion.engine.models.layer_operations import ClampedSwiglu
+from pillion.engine.models.layer_operations import ClampedSwiglu, TokenIndex
 from pillion.engine.models.model_config import (
     LatentConfig,
     LinearConfig,
@@ -169,7 +169,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads if latents is None else 1,
-        head_dim=head_dim if latents is None else latents.rank + latents.rotary,
+        head_dim=head_dim if latents is None else latents.row,
         rms_norm_eps=above_zero(raw, family.rms_eps if rms else family.eps, 1e-6),
         max_position_embeddings=_longest(raw, family, ropes),
         ropes=ropes,
@@ -348,7 +348,35 @@ def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> 
         still=size(options, "qk_nope_head_dim"),
         values=size(options, "v_head_dim", size(raw, "hidden_size") // heads),
         query_rank=0 if options["q_lora_rank"] is None else size(options, "q_lora_rank"),
+        **_token_index(raw, options),
     )
+
+
+def _token_index(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the indexer, and which layers run one (``indexer_types`` of GLM-5)."""
+    if "index_topk" not in options:
+        return {}
+    index = TokenIndex(
+        heads=size(options, "index_n_heads"),
+        dim=size(options, "index_head_dim"),
+        top=size(options, "index_topk"),
+        interleaved=bool(options.get("indexer_rope_interleave")),
+    )
+    if index.dim < size(options, "qk_rope_head_dim"):
+        raise ConfigError(f"config.json: index_head_dim = {index.dim} is less than qk_rope_head_dim")
+    return {"index": index, "selecting": _selecting(raw, size(raw, "num_hidden_layers"))}
+
+
+def _selecting(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    kinds = raw.get("indexer_types")
+    if kinds is None and (pattern := raw.get("index_topk_pattern")) is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        every, skipped = max(int(number(raw, "index_topk_freq", 1)), 1), int(number(raw, "index_skip_topk_offset", 2))
+        kinds = ["shared" if max(layer - skipped + 1, 0) % every else "full" for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] != "full":
+        raise ConfigError(f"config.json: indexer_types = {kinds} does not fit {num_layers} layers")
+    return tuple(kind == "full" for kind in kinds)
 
 
 def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu, softplus
+from torch.nn.functional import linear, pad, silu, softplus
 
 from pillion.engine.adapters.step_adapters import StepAdapters
 from pillion.engine.models.layer_operations import (
@@ -44,6 +44,7 @@ from pillion.engine.models.layer_operations import (
     ScaleResidual,
     ShortConvolution,
     StateSpace,
+    TokenIndex,
 )
 from pillion.engine.models.layer_weights import LayerWeights
 from pillion.engine.models.layers import (
@@ -347,16 +348,51 @@ class LayerRun:
         if operation.rope is not None:
             turned = rotate(turned, *self.tables[operation.rope])
         keys = torch.cat((self.weights.norm(operation.norm)(down)[:, None], turned[:, -1:]), -1)
+        if operation.index is not None:
+            keys = torch.cat((keys, self._index_keys(operation)[:, None]), -1)
         self.attention.write(self.index, keys)
         if self.mixers == 1 and wanted is not None and not len(wanted):
             self.ended = True
             return
         # Each head's part of a key is taken over to its queries.
         absorbed = torch.bmm(still.transpose(0, 1), key_up).transpose(0, 1)
-        found = self.attention.attend(self.index, torch.cat((absorbed, turned[:, :-1]), -1))
+        queries = torch.cat((absorbed, turned[:, :-1]), -1)
+        if operation.index is not None:
+            self._select(operation, operation.index, rows)
+            queries = pad(queries, (0, operation.index.dim))
+        found = self.attention.attend(self.index, queries)
         self.rows = found.view(count, -1, self.config.head_dim)[..., : latents.rank]
         self._go_on_with_sampled()
         self.rows = torch.bmm(self.rows.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+
+    def _index_keys(self, operation: AttendLatents) -> torch.Tensor:
+        """Returns the step's index keys [T, dim]; zeros in a layer that selects nothing itself."""
+        if operation.index_key is None or operation.index_norm is None:
+            assert operation.index is not None
+            return self.rows.new_zeros(len(self.rows), operation.index.dim)
+        keys = self.weights.norm(operation.index_norm)(self.linear(operation.index_key, self.rows))
+        return self._turned(operation, keys[:, None])[:, 0]
+
+    def _select(self, operation: AttendLatents, index: TokenIndex, few: torch.Tensor) -> None:
+        """Selects the tokens that the queries of this layer and of those after it see."""
+        if operation.index_queries is None or operation.index_weights is None:
+            return
+        assert self.config.latents is not None
+        queries = self.linear(operation.index_queries, few).view(len(few), index.heads, index.dim)
+        weights = linear(self.rows.float(), self.weights.tensor(operation.index_weights).float())
+        self._adapt(operation.index_weights, self.rows, weights)
+        weights = weights * (index.heads * index.dim) ** -0.5
+        first = self.config.latents.rank + self.config.latents.rotary
+        assert isinstance(self.attention, StepAttention)
+        self.attention.select(self.index, self._turned(operation, queries), weights, first, index.top)
+
+    def _turned(self, operation: AttendLatents, heads: torch.Tensor) -> torch.Tensor:
+        """Rotates the first values of index queries or keys [T, heads, dim]."""
+        if operation.rope is None:
+            return heads
+        assert self.config.latents is not None
+        turned, still = heads.tensor_split([self.config.latents.rotary], -1)
+        return torch.cat((rotate(turned, *self.tables[operation.rope]), still), -1)
 
     def mlp(self, operation: Mlp) -> None:
         up = self.linear(operation.gate_up, self.rows)

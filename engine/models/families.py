@@ -241,9 +241,25 @@ _HUNYUAN_IGNORED = (
 _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "dense_list": [4096, 0]}
 
 
+def _indexed_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the layer types of a model whose attention is sparse in every layer."""
+    kinds = raw.get("layer_types")
+    return {"layer_types": ["full_attention" if kind == "indexed_attention" else kind for kind in kinds or ()] or None}
+
+
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
+
+
+_DEEPSEEK_SPARSE = ModelFamily(
+    layer=_DEEPSEEK_ROUTER,
+    rope=RopeRules(interleaved=True),
+    sigmoid_router=True,
+    ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+    derived=_indexed_attention,
+    fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "indexer_rope_interleave": False},
+)
 
 
 def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -891,6 +907,13 @@ ROWS: dict[str, ModelFamily] = {
         sigmoid_router=True,
         ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed=_DEEPSEEK_FIXED,
+    ),
+    "deepseek_v32": _DEEPSEEK_SPARSE,
+    "glm_moe_dsa": replace(
+        _DEEPSEEK_SPARSE,
+        derived=lambda raw: {**_indexed_attention(raw), "indexer_rope_interleave": True},
+        fixed={**_DEEPSEEK_FIXED, "indexer_rope_interleave": True},
+        keys={key: key for key in ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")},
     ),
     "mistral4": ModelFamily(
         {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pillion.engine.models.layer_operations import AttendLatents, Entries, LayerTensor, Role, Share, matrix
 from pillion.engine.models.model_config import LatentConfig, ModelConfig
 
@@ -9,9 +11,8 @@ from pillion.engine.models.model_config import LatentConfig, ModelConfig
 _EPS = 1e-6
 
 
-def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | None = 0) -> AttendLatents:
-    """Describes the operation from normed rows to the results of all heads, of which the rotary embedding number
-    ``rope`` rotates a part."""
+def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> AttendLatents:
+    """Describes the operation of a layer from normed rows to the results of all heads."""
     rotated, interleaved = latents.rotary, config.ropes[0].interleaved
     hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
     queries = Entries(
@@ -38,9 +39,40 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | Non
             inputs=rank,
             checkpoint_names=(("self_attn.kv_b_proj",),),
         ),
-        rope=rope,
+        rope=config.layer_ropes[layer],
         grows=config.query_growth is not None,
+        index=latents.index,
+        **(_indexer(latents, hidden, inputs) if latents.index is not None and latents.selecting[layer] else {}),
     )
+
+
+def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entries, ...]) -> dict[str, Any]:
+    """Returns the tensors of an indexer, which reads the residual stream's rows and the ``few`` values of queries."""
+    index, prefix = latents.index, "self_attn.indexer"
+    assert index is not None
+    turned = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)
+    head = turned, Entries(index.dim - latents.rotary)
+    weights = LayerTensor(
+        name="index_weights",
+        role=Role.EXACT_MATRIX,
+        rows=(Entries(index.heads),),
+        inputs=hidden,
+        checkpoint_names=((f"{prefix}.weights_proj",),),
+    )
+    return {
+        "index_queries": matrix("index_queries", head * index.heads, few, (f"{prefix}.wq_b",)),
+        "index_key": matrix("index_key", head, hidden, (f"{prefix}.wk",)),
+        "index_norm": LayerTensor(
+            name="index_norm",
+            role=Role.NORM,
+            rows=head,
+            checkpoint_names=((f"{prefix}.k_norm",),),
+            bias=True,
+            eps=_EPS,
+            centered=True,
+        ),
+        "index_weights": weights,
+    }
 
 
 def _norm(name: str, rows: tuple[Entries, ...], stacked: str) -> LayerTensor:

@@ -99,6 +99,7 @@ class LayerTensor:
             has all gates first.
         ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.
         optional: whether zeros stand for an exact vector that a checkpoint lacks.
+        centered: whether a norm is a LayerNorm although the model's are RMS norms.
     """
 
     name: str
@@ -120,6 +121,7 @@ class LayerTensor:
     gated: bool = False
     ones: tuple[int, int] = (0, 0)
     optional: bool = False
+    centered: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
         """Returns which pieces of ``rows`` each tensor of one choice of names holds, in the order of ``names``. Where
@@ -216,6 +218,23 @@ class Attend(LayerOperation):
     chunked: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIndex:
+    """The indexer of DeepSeek's sparse attention (DSA, arXiv 2512.02556): each query attends to ``top`` tokens only.
+
+    Attributes:
+        heads: index queries per token.
+        dim: values of an index query and of a token's only index key, of which the rotated ones are the first.
+        top: max tokens that a query attends to.
+        interleaved: whether neighbors are rotated with each other.
+    """
+
+    heads: int
+    dim: int
+    top: int
+    interleaved: bool
+
+
 @dataclass(frozen=True, slots=True)
 class AttendLatents(LayerOperation):
     """Attends over latents (multi-head latent attention, DeepSeek V2): writes each row's latents and rotated key into
@@ -236,6 +255,10 @@ class AttendLatents(LayerOperation):
         rope: the number of the rotary embedding; None where nothing is rotated, and the values that would be are used
             as they are (Kimi-Linear).
         grows: whether queries are multiplied by a factor that grows with their position (:class:`GrowQueries`).
+        index: the indexer; None where queries see all tokens.
+        index_queries, index_key, index_norm, index_weights: make index queries of what ``query_up`` reads, and of the
+            layer's rows a token's index key, its LayerNorm, and a weight per index query. All None in a layer that
+            reuses the selection of the layer before (GLM-5).
     """
 
     query_down: LayerTensor | None
@@ -246,6 +269,11 @@ class AttendLatents(LayerOperation):
     up: LayerTensor
     rope: int | None
     grows: bool = False
+    index: TokenIndex | None = None
+    index_queries: LayerTensor | None = None
+    index_key: LayerTensor | None = None
+    index_norm: LayerTensor | None = None
+    index_weights: LayerTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
 def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:
     """Lists the operations from normed rows to attention's results."""
     if config.latents is not None:
-        return (latent_attention(config, config.latents, config.layer_ropes[index]),)
+        return (latent_attention(config, config.latents, index),)
     rotated = tuple(rotation(config, index))
     between = rotated
     if qk_norm is not None and config.qk_norm and (rotated or not qk_norm.if_rotated):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pillion.engine.models.encoder_config import EncoderConfig
-from pillion.engine.models.layer_operations import ClampedSwiglu
+from pillion.engine.models.layer_operations import ClampedSwiglu, TokenIndex
 from pillion.engine.models.rope_config import RopeConfig
 from pillion.engine.quantized.quantization import Quantization
 
@@ -66,7 +66,7 @@ class QueryGrowth:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """Describes attention whose keys and values are made of latents (multi-head latent attention, MLA). A token's KV in
-    a layer is one row of ``rank`` + ``rotary`` values for all heads: its latents, and the rotated part of its keys.
+    a layer is one row for all heads: its latents, the rotated part of its keys, and its index key, if there is one.
 
     Attributes:
         rank: how many latents a token has.
@@ -74,6 +74,8 @@ class LatentConfig:
         still: how many values of a query and a key are not; keys make them of the latents.
         values: how many values a head's result has, which are made of the latents, too.
         query_rank: how many values queries are made of; 0 where they are made of the residual stream's.
+        index: the indexer of sparse attention; None where queries see all tokens.
+        selecting: for each layer, whether it runs the indexer or reuses the selection of the layer before.
     """
 
     rank: int
@@ -81,11 +83,18 @@ class LatentConfig:
     still: int
     values: int
     query_rank: int
+    index: TokenIndex | None = None
+    selecting: tuple[bool, ...] = ()
 
     @property
     def head_dim(self) -> int:
         """Gives the number of values of a head's query and key."""
         return self.still + self.rotary
+
+    @property
+    def row(self) -> int:
+        """Values of a row of KV."""
+        return self.rank + self.rotary + (0 if self.index is None else self.index.dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

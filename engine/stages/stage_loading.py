@@ -61,6 +61,11 @@ def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> No
             f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"
             " values, or have embeddings of their own"
         )
+    latents = config.latents
+    if latents is not None and not all(latents.selecting):
+        raise ConfigError(
+            f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share a selection of tokens"
+        )
     StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
     if sys.platform != "linux":
         raise ConfigError(f"{needs} Linux")

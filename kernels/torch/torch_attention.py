@@ -16,6 +16,8 @@ import torch
 from pillion.kernels.step import Int32, StepBatch
 from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 
+# Max scores of index queries in memory at once.
+SELECTION_VALUES = 2**24
 # This function returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -69,6 +71,10 @@ class StepAttention:
         effective = {window: window if window < longest else 0 for window in windows}
         plans = {window: planner.plan(window) for window in set(effective.values())}
         self._plans = {window: plans[used] for window, used in effective.items()}
+        self._batch = batch
+        # Per sequence, what its queries do not see [queries, context]; None for all tokens after them, [] for no
+        # selection.
+        self._hidden: list[torch.Tensor | None] = []
 
     def _table(self, layer: int, width: int) -> torch.Tensor:
         """Returns the pool from a layer's first value on, as a table with rows of so many values."""
@@ -98,6 +104,8 @@ class StepAttention:
 
         ``sinks`` [heads]: a score of each head that its softmax counts beside those of the tokens, without a value.
         """
+        if self._hidden:
+            return self._attend_selected(layer, queries)
         groups = self._plans[window]
         if len(groups) == 1:
             return self._attend_group(layer, queries, groups[0], sinks)
@@ -105,6 +113,51 @@ class StepAttention:
         for group in groups:
             out[group.rows] = self._attend_group(layer, queries[group.rows], group, sinks)
         return out
+
+    def select(self, layer: int, queries: torch.Tensor, weights: torch.Tensor, first: int, top: int) -> None:
+        """Selects the tokens that each query of the step attends to, from now on: the ``top`` best that it sees by the
+        sum of relu(index query * index key) * weight, of equal ones the first. The layer's rows must have been written.
+
+        Takes index queries [T, heads, dim] and weights [T, heads] float32; index keys are the values of the layer's
+        rows from ``first`` on. In a step of contexts of at most ``top`` tokens everything is selected.
+        """
+        starts, contexts = self._batch.query_starts, self._batch.context_lens
+        self._hidden = [] if int(contexts.max()) <= top else [None] * len(contexts)
+        for number in np.flatnonzero(contexts > top).tolist():
+            context, rows = int(contexts[number]), slice(int(starts[number]), int(starts[number + 1]))
+            keys = self._rows_of(layer, number)[:, first:].float().T
+            behind = torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
+            hidden = torch.ones((len(behind), context), dtype=torch.bool)
+            each = max(1, SELECTION_VALUES // (queries.shape[1] * context))
+            for part in map(slice, range(0, len(behind), each), range(each, len(behind) + each, each)):
+                scores = (queries[rows][part].float() @ keys).relu_().mul_(weights[rows][part][..., None]).sum(1)
+                unseen = torch.arange(context) >= behind[part]
+                best = scores.masked_fill_(unseen, -torch.inf).sort(descending=True, stable=True).indices[:, :top]
+                hidden[part] = hidden[part].scatter_(1, best, value=False) | unseen
+            self._hidden[number] = hidden
+
+    def _rows_of(self, layer: int, number: int) -> torch.Tensor:
+        """Returns the rows [context, head_dim] of one sequence, of a layer with one plane and KV head."""
+        context = int(self._batch.context_lens[number])
+        slots = self._batch.block_tables[number, : -(-context // self._block_size)].astype(np.int64)
+        pieces = torch.from_numpy(slots * self._pieces_per_slot)
+        found = self._table(layer, self._block_size * self._head_dim).index_select(0, pieces)
+        return found.view(-1, self._head_dim)[:context]
+
+    def _attend_selected(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Computes the attention of queries [T, heads, head_dim] to the selected tokens -> [T, heads * head_dim]."""
+        out, starts = torch.empty_like(queries), self._batch.query_starts
+        for number, hidden in enumerate(self._hidden):
+            rows = slice(int(starts[number]), int(starts[number + 1]))
+            keys, mine = self._rows_of(layer, number), queries[rows].transpose(0, 1)[None]
+            if hidden is None:
+                behind = torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
+                hidden = torch.arange(len(keys)) >= behind
+            mask = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
+            wide = keys.expand(1, self._num_heads, *keys.shape)
+            found, _ = _flash(mine, wide, wide, attn_mask=mask, scale=self._scale)
+            out[rows] = found[0].transpose(0, 1)
+        return out.flatten(1)
 
     def _attend_group(
         self, layer: int, queries: torch.Tensor, group: QueryGroup, sinks: torch.Tensor | None

@@ -123,9 +123,10 @@ class AttentionCase:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         chunked: bool = False,
+        selected: torch.Tensor | None = None,
         threads: int = 3,
     ) -> torch.Tensor:
-        """attended [T, heads * head_dim] by the kernels."""
+        """attended [T, heads * head_dim] by the kernels, to the tokens of ``selected`` [T, groups of 16 bits]."""
         shape = self.shape
         width = KV_HEADS * shape.group * shape.value_dim
         out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
@@ -149,6 +150,8 @@ class AttentionCase:
             "value_offset": 0 if shape.latents else KV_HEADS * piece_bytes,
             "scale": shape.head_dim**-0.5,
             "softcap": softcap,
+            "selected": selected,
+            "selected_stride": 0 if selected is None else stride(selected),
         }
         step = batch_step(self.batch, self.pool)
         step.point("items", np.ascontiguousarray(plan.items))
@@ -156,7 +159,9 @@ class AttentionCase:
         step.point("merges", np.ascontiguousarray(plan.merges))
         step.count("num_merges", len(plan.merges))
         kind = window > 0, sinks is not None, chunked
-        runner.run(Attention(shape, softcap > 0, *kind), {**shared, **layer}, step, threads)
+        runner.run(
+            Attention(shape, softcap > 0, *kind, sparse=selected is not None), {**shared, **layer}, step, threads
+        )
         if len(plan.merges):
             runner.run(AttentionMerge(shape, *kind), shared, step, threads)
         return out[:, :width]

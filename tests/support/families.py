@@ -107,6 +107,8 @@ LATENTS = {
     "rms_norm_eps": 1e-3,
 }
 V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
+# Fewer tokens than the tests' prompts have.
+SPARSE = {"index_topk": 20, "index_n_heads": 12, "index_head_dim": 32, "mlp_layer_types": None}
 
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
@@ -452,6 +454,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "partial_rotary_factor": 0.4},
     },
     "axk1": {**LATENTS, "model_type": "axk1", **SHARED, **GROUPS},
+    "deepseek-v32": {**V3, "model_type": "deepseek_v32", **SPARSE},
+    "glm-moe-dsa": {
+        **V3,
+        "model_type": "glm_moe_dsa",
+        **SPARSE,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "glm4-moe-lite": {**LATENTS, "model_type": "glm4_moe_lite", **SHARED, "qk_nope_head_dim": 16, "v_head_dim": 64},
     "youtu": {**LATENTS, "model_type": "youtu", "attention_bias": True, "initializer_range": 0.03},
     "minicpm3": {

@@ -59,6 +59,8 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, step_field
+from pillion.kernels.cpu.attention.token_selection import SelectTokens
+from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.moe_kernels import (
     Combine,
     GatherGroups,
@@ -234,18 +236,65 @@ class LayerEmitter:
             "growth": builder.growth if operation.grows else None,
             **places,
         }
-        widths = latents.rank, latents.rotary, latents.still
-        options = shape.codes, operation.grows, operation.rope is not None
-        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, *options)
+        index_key = None
+        if operation.index_key is not None and operation.index_norm is not None:
+            index_key, name = builder.buffer("index_key", shape.index, "float32"), prefix + operation.index_norm.name
+            yield from builder.gemm(prefix + operation.index_key.name, self._rows, index_key, "store")
+            eps = operation.index_norm.eps
+            yield builder.norm(name, index_key, index_key, shape.index, eps, centered=True)
+        values["index_key"] = index_key
+        spec = WriteLatents(
+            *(latents.rank, latents.rotary, latents.still),
+            *(heads, shape.block_size, builder.bf16),
+            codes=shape.codes,
+            grows=operation.grows,
+            rotated=operation.rope is not None,
+            index=shape.index,
+            indexed=index_key is not None,
+        )
         yield Operation(spec, values)
+        selected = None
+        if operation.index is not None:
+            selected = builder.buffer("selected", len(builder.ropes[0][0]) // (2 * LANES) + 1, "int32")
+            yield from self._select(operation, shape, x, selected)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         self._mixers -= 1
-        yield from self._attention(Attend(0), shape, queries, places)
+        yield from self._attention(Attend(0), shape, queries, {**places, "selected": selected})
         yield from self._go_on_with(self._attended)
         steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
         found = self._builder.buffer("found_values", heads * latents.values, builder.row_dtype)
         yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
         self._rows = found
+
+    def _select(
+        self, operation: AttendLatents, shape: AttentionShape, few: Buffer, selected: Buffer
+    ) -> Iterator[Operation]:
+        """Yields the kernels from what queries are made of to the bits of the tokens that they see; none in a layer
+        that reuses those of the layer before."""
+        builder, index, latents, prefix = self._builder, operation.index, self._builder.config.latents, self._prefix
+        assert index is not None
+        assert latents is not None
+        if operation.index_queries is None or operation.index_weights is None:
+            return
+        queries = builder.buffer("index_queries", index.heads * index.dim, builder.row_dtype)
+        yield from builder.gemm(prefix + operation.index_queries.name, few, queries, "act_none")
+        weights = builder.buffer("index_weights", index.heads, "float32")
+        rows = builder.buffer("unrounded", builder.config.hidden_size, "float32")
+        yield builder.norm(self._norm_name, rows)
+        yield from builder.gemm(prefix + operation.index_weights.name, rows, weights, "store")
+        cos, sin = (None, None) if operation.rope is None else builder.ropes[operation.rope]
+        values = {
+            "queries": queries,
+            "weights": weights,
+            "selected": selected,
+            "cos": cos,
+            "sin": sin,
+            "factor": (index.heads * index.dim) ** -0.5,
+            "layer_offset": builder.layout.place(self._index).offset,
+            "slot_bytes": builder.layout.block_bytes,
+        }
+        spec = SelectTokens(shape, index.heads, index.dim, index.top, latents.rotary, operation.rope is not None)
+        yield Operation(spec, values, "num_samples" if self._last else builder.when)
 
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
@@ -495,7 +544,8 @@ class LayerEmitter:
         when = "num_samples" if self._last else builder.when
         plan = config.kv_head_counts.index(kv_heads)
         kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked, plan
-        yield Operation(Attention(shape, config.attention_softcap > 0, *kind), values, when)
+        sparse = places.get("selected") is not None
+        yield Operation(Attention(shape, config.attention_softcap > 0, *kind, sparse), values, when)
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
@@ -555,4 +605,5 @@ def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str, layer: in
     latents = 0 if config.latents is None else config.latents.rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
     group = config.num_heads // heads.kv_heads
-    return AttentionShape(heads.head_dim, group, layout.block_size, dtype == "bfloat16", codes, latents)
+    index = 0 if config.latents is None or config.latents.index is None else config.latents.index.dim
+    return AttentionShape(heads.head_dim - index, group, layout.block_size, dtype == "bfloat16", codes, latents, index)

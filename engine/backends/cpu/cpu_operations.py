@@ -133,10 +133,18 @@ class OperationBuilder:
         return Buffer("tokens.token_inputs", self.config.num_layers * inputs.width, "float32")
 
     def norm(
-        self, name: str, out: Buffer | None = None, x: Buffer | None = None, width: int = 0, eps: float = 0.0
+        self,
+        name: str,
+        out: Buffer | None = None,
+        x: Buffer | None = None,
+        width: int = 0,
+        eps: float = 0.0,
+        *,
+        centered: bool = False,
     ) -> Operation:
         """Returns hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
-        ``name``. ``width`` and ``eps``: those of the norm, where they are not those of the residual stream."""
+        ``name``. ``width`` and ``eps``: those of the norm, where they are not those of the residual stream.
+        ``centered``: a LayerNorm, whatever the model's norms are."""
         weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
         out, x = out or self.normed, x or self.hidden
         values = {
@@ -147,7 +155,7 @@ class OperationBuilder:
             "width": width or self.config.hidden_size,
             "eps": eps or self.config.rms_norm_eps,
         }
-        kind = "layer" if self.config.norm == "layer" else "rms"
+        kind = "layer" if centered or self.config.norm == "layer" else "rms"
         spec = NormRows("none" if weight is None else kind, out.dtype == "uint16", self.rows_of, bias is not None)
         return Operation(spec, values, self.when)
 

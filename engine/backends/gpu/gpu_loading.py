@@ -197,6 +197,8 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
     latents = config.latents
+    if latents is not None and latents.index is not None:
+        raise ConfigError(f"{config.family}: no GPU kernel selects tokens by an indexer; use --device cpu")
     if latents is not None and not widths_fit(latents.rank, latents.rotary):
         widths = f"{latents.rank} latents and {latents.rotary} rotated values"
         raise ConfigError(f"{config.family}: the GPU kernels do not attend over {widths}; use --device cpu")

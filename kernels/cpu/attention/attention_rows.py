@@ -57,6 +57,7 @@ class AttentionShape:
         bf16: whether queries and results, and keys and values of the model's type, are bfloat16, not float32.
         codes: the type of keys and values in 8 bits, "fp8_e4m3" or "int8"; "" for the model's type.
         latents: how many values of a key, its first ones, are the value, too; 0 where V is apart.
+        index: values of an index key behind each key, which attention does not read; 0 for none.
     """
 
     head_dim: int
@@ -65,13 +66,17 @@ class AttentionShape:
     bf16: bool
     codes: str = ""
     latents: int = 0
+    index: int = 0
 
     @property
     def name(self) -> str:
         """Returns a name with every parameter, for the names of kernels."""
         model = "bf16" if self.bf16 else "f32"
-        latents = f"latents{self.latents}" if self.latents else ""
-        return "_".join(filter(None, (f"{self.head_dim}x{self.group}_{self.block_size}_{model}", self.codes, latents)))
+        latents, index = (
+            f"{kind}{size}" if size else "" for kind, size in (("latents", self.latents), ("index", self.index))
+        )
+        shape = f"{self.head_dim}x{self.group}_{self.block_size}_{model}"
+        return "_".join(filter(None, (shape, self.codes, latents, index)))
 
     @property
     def value_dim(self) -> int:
@@ -97,7 +102,7 @@ class AttentionShape:
     def group_bytes(self) -> int:
         """Returns how many bytes 16 tokens take in K, and as many in V: their lines, and their scales where they have
         any."""
-        return group_bytes(self.head_dim, self.kind, 2 if self.latents else 1)
+        return group_bytes(self.head_dim + self.index, self.kind, 2 if self.latents else 1)
 
     @property
     def piece_bytes(self) -> int:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from pillion.kernels.cpu.attention.attention_rows import (
+    HIDDEN_SCORE,
     PARTITION_GROUPS,
     SCORE_BYTES,
     SIDE_GROUPS,
@@ -44,6 +45,7 @@ from pillion.kernels.cpu.attention.attention_tiles import (
     in_matrix_tiles,
 )
 from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
+from pillion.kernels.cpu.attention.token_selection import GROUP_BYTES
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, MatrixTiles
@@ -154,7 +156,8 @@ class Attention(KernelSpec):
     """Computes the attention of all items of the step. ``softcap`` and ``window`` say whether the layer has one; where
     it has none, the field of the record is unused. ``sinks`` says whether it has a score for each head, float32
     [heads], that a row's softmax counts and that has no value; ``chunked`` is that of :class:`Window`. ``plan`` is the
-    number of the step's plan that is for layers with so many KV heads.
+    number of the step's plan that is for layers with so many KV heads. ``sparse``: a row attends only to the tokens of
+    its ``selected`` bits (:mod:`pillion.kernels.cpu.attention.token_selection`).
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
@@ -162,13 +165,13 @@ class Attention(KernelSpec):
 
     layout = RecordLayout(
         "attention",
-        pointers=("queries", "out", "partials", "sinks"),
+        pointers=("queries", "out", "partials", "sinks", "selected"),
         # The fields kv_heads and window are counts; the others are distances in bytes: head_stride of queries,
         # out_stride of a token's results, partial_stride of a KV head's partials, layer_offset from a slot to the
         # layer's K, value_offset from K to V.
         numbers=(
             "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
-            "kv_heads", "window",
+            "kv_heads", "window", "selected_stride",
         ),
         reals=("scale", "softcap"),
     )  # fmt: skip
@@ -179,6 +182,7 @@ class Attention(KernelSpec):
     sinks: bool = False
     chunked: bool = False
     plan: int = 0
+    sparse: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -273,6 +277,8 @@ class _ItemPass:
             first = None if self._window is None else self._window.first(row_behind)
             row_scores = scores + row * SCORE_BYTES
             factor = self._call.args.real("scale") * LOG2E
+            if self._spec.sparse:
+                self._hide_unselected(groups, row, row_scores)
             if self._spec.softcap:
                 emit_softcap(row_scores, groups.count, self._call.args.real("scale"), self._call.args.real("softcap"))
             maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
@@ -281,6 +287,14 @@ class _ItemPass:
             narrow = lines.bf16_rows and (self._tiles is not None or not shape.latents)
             emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES, narrow)
         self._emit_sums(groups, scores, sums)
+
+    def _hide_unselected(self, groups: Groups, row: Int, scores: Ptr) -> None:
+        k, args = self._k, self._call.args
+        token = (self._item.row + row) // self._shape.group
+        bits = args.pointer("selected") + token * args.number("selected_stride") + groups.first // LANES * GROUP_BYTES
+        with k.range(groups.count) as index:
+            at, selected = scores + index * VECTOR_BYTES, k.lanes(k.load_int(bits + index * GROUP_BYTES, 16))
+            k.store(at, k.select(selected, k.load(at), k.vector(HIDDEN_SCORE)))
 
     def _emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
         """Stores the weighted sums of a partition's values."""

@@ -98,6 +98,7 @@ class Int:
     __mul__ = __rmul__ = _integer("mul")
     __floordiv__ = _integer("sdiv")
     __mod__ = _integer("srem")
+    __and__ = _integer("and_")
     __lt__ = _integers_are("<")
     __le__ = _integers_are("<=")
     __gt__ = _integers_are(">")
@@ -228,6 +229,30 @@ class Kernel:
         lanes = self.builder.add(counted, self.splat(self.builder.trunc(start.ir, I32)))
         bound = self.splat(self.builder.trunc(limit.ir, I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
+
+    def at_least(self, values: Quads, limit: Int) -> Bool:
+        """Returns in which lanes integers of 32 bits are no smaller than ``limit``, which may be 2**31."""
+        wide = ir.VectorType(I64, LANES)
+        return Bool(self, self.builder.icmp_signed(">=", self.builder.sext(values.ir, wide), self.splat(limit.ir)))
+
+    def bits(self, condition: Bool) -> Int:
+        """Returns the sixteen lanes of a condition as an integer, the first lane in the lowest bit."""
+        return Int(self, self.builder.zext(self.builder.bitcast(condition.ir, _I16), I64))
+
+    def lanes(self, bits: Int) -> Bool:
+        """Returns the lowest sixteen bits of an integer as a condition of the lanes."""
+        return Bool(self, self.builder.bitcast(self.builder.trunc(bits.ir, _I16), ir.VectorType(_I1, LANES)))
+
+    def ones(self, bits: Int) -> Int:
+        """Counts the bits that are set."""
+        return Int(self, self.builder.call(self.function("llvm.ctpop.i64", I64, [I64]), [bits.ir]))
+
+    def sortable(self, value: Vec, valid: Bool) -> Quads:
+        """Returns integers in the order of numbers; the least one in lanes that are not ``valid``."""
+        b = self.builder
+        raw = b.bitcast(value.ir, VI)
+        ordered = b.xor(raw, b.and_(b.ashr(raw, int_lanes(31)), int_lanes(0x7FFFFFFF)))
+        return Quads(self, b.select(valid.ir, ordered, int_lanes(-(2**31))))
 
     def least(self, a: Int, b: Int | Count) -> Int:
         """Returns the smaller one of two integers."""
@@ -370,6 +395,10 @@ class Kernel:
     def load_quads(self, ptr: Ptr) -> Quads:
         """Loads 16 integers of 32 bits, or 64 codes."""
         return Quads(self, self.read(ptr, VI, 4))
+
+    def store_quads(self, ptr: Ptr, value: Quads) -> None:
+        """Stores 16 integers of 32 bits."""
+        self.write(ptr, value.ir, 4)
 
     def broadcast_quad(self, ptr: Ptr) -> Quads:
         """Loads one integer of 32 bits, or four codes, into all sixteen lanes."""

@@ -26,6 +26,7 @@ class WriteLatents(KernelSpec):
     projected  [T, heads, still + rotary] of the model's type: queries, of which the last values are to be rotated
     latents    [T, rank + rotary] float32: normed latents, and the key's values that are to be rotated
     queries    [T, heads, rank + rotary] of the model's type, without gaps
+    index_key  [T, index] float32: normed index keys, of whose values the first ``rotary`` are to be rotated
 
     Keys go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``. Pairs (i, i + rotary / 2)
     rotate by the angles whose cosines and sines are in ``cos`` and ``sin`` [positions, rotary / 2] float32.
@@ -35,14 +36,17 @@ class WriteLatents(KernelSpec):
 
     ``codes``: keys are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
     ``rotated``: whether pairs rotate; where they do not, there is no ``cos`` and no ``sin``.
+    ``index``: values of an index key, behind the rotated key; ``indexed``: whether this layer has one to write.
     ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
     """
 
     layout = RecordLayout(
         "write_latents",
-        pointers=("absorbed", "projected", "latents", "queries", "cos", "sin", "growth"),
-        numbers=("absorbed_stride", "projected_stride", "latents_stride", "slot_bytes", "layer_offset"),
-    )
+        pointers=("absorbed", "projected", "latents", "queries", "index_key", "cos", "sin", "growth"),
+        numbers=(
+            "absorbed_stride", "projected_stride", "latents_stride", "index_key_stride", "slot_bytes", "layer_offset",
+        ),
+    )  # fmt: skip
 
     rank: int
     rotary: int
@@ -53,6 +57,8 @@ class WriteLatents(KernelSpec):
     codes: str = ""
     grows: bool = False
     rotated: bool = True
+    index: int = 0
+    indexed: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each head of a row is a work item, and its key is one more.
@@ -110,10 +116,20 @@ class WriteLatents(KernelSpec):
         target = piece + (offset // LANES * each + offset % LANES * 4)
         with k.range(behind_latents) as i:
             scatter_key(k, target, i, k.load(source + i * VECTOR_BYTES), self.bf16)
-        for vector, value in enumerate(keys):
+        for vector, value in enumerate((*keys, *self._index_key(call, row, angles))):
             scatter_key(k, target, behind_latents + vector, value, self.bf16)
         with k.when(clears):
             self._clear(call, piece, offset, each)
+
+    def _index_key(self, call: KernelCall, row: Int, angles: Int) -> list[Vec]:
+        if not self.indexed:
+            return []
+        source, turning = (
+            call.args.pointer("index_key") + row * call.args.number("index_key_stride"),
+            self.rotary // LANES,
+        )
+        values = [call.k.load(source + i * VECTOR_BYTES) for i in range(self.index // LANES)]
+        return [*self._turned(call, values[:turning], angles), *values[turning:]]
 
     def _turned(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
         """Returns the values that are to be rotated, rotated by the angles of their position."""
@@ -123,7 +139,9 @@ class WriteLatents(KernelSpec):
 
     @property
     def _group_bytes(self) -> int:
-        return group_bytes(self.rank + self.rotary, self.codes or ("bfloat16" if self.bf16 else "float32"), 2)
+        return group_bytes(
+            self.rank + self.rotary + self.index, self.codes or ("bfloat16" if self.bf16 else "float32"), 2
+        )
 
     def _write_codes(self, k: Kernel, piece: Ptr, offset: Int, latents: list[Vec], keys: list[Vec]) -> None:
         """Writes the codes of latents and of a rotated key, and the scale of each."""

@@ -181,6 +181,8 @@ LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_pro
             pytest.param(*case, marks=(pytest.mark.long, needs_kernels))
             for case in (
                 ("deepseek-v3", {"r": 6, "lora_alpha": 12}, BackendDriver),
+                ("deepseek-v32", {"r": 4}, BackendDriver),
+                ("deepseek-v32", {"r": 4}, CpuDriver),
                 ("deepseek-v2", {"r": 4}, CpuDriver),
                 ("youtu", {"r": 4}, BackendDriver),
                 ("youtu", {"r": 4}, CpuDriver),
@@ -193,7 +195,8 @@ LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_pro
 def test_latents(family, config, make, tmp_path):
     """Rotated neighbours are in another order than in checkpoints, in queries and in the row that has the key."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
-    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=LATENT_TARGETS, **config)
+    targets = [*LATENT_TARGETS, *(["wq_b", "wk", "weights_proj"] if family == "deepseek-v32" else [])]
+    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=targets, **config)
     check_adapter(folder, flags, adapter, make)
 
 

@@ -148,7 +148,8 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
             "topk_method = 'noaux_tc'",
         ),
         ({"model_type": "deepseek_v2", "num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob"),
-        ({"model_type": "deepseek_v32"}, "'deepseek_v32' is not supported"),
+        ({"model_type": "deepseek_v32", "num_key_value_heads": 4, "index_head_dim": 32}, "index_head_dim = 32"),
+        ({"model_type": "glm_moe_dsa", "num_key_value_heads": 4, "indexer_types": ["shared"] * 2}, "indexer_types"),
         ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not supported"),
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 3}, "n_group = 3"),
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 128}, "n_group = 128"),
@@ -189,6 +190,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     row = theirs.kv_lora_rank + theirs.qk_rope_head_dim if latents else getattr(theirs, "head_dim", None)
+    row = row + theirs.index_head_dim if hasattr(theirs, "index_head_dim") else row
     assert ours.head_dim == (row or 64 // given["num_attention_heads"])
     assert ours.num_kv_heads == (1 if latents else getattr(theirs, "num_key_value_heads", theirs.num_attention_heads))
     rope = getattr(theirs, "rope_parameters", {"rope_theta": 10_000.0})
@@ -196,7 +198,8 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
-    assert ours.sliding_windows == tuple(window if kind != "full_attention" else 0 for kind in kinds)
+    full = ("full_attention", "indexed_attention")
+    assert ours.sliding_windows == tuple(0 if kind in full else window for kind in kinds)
     if ours.learned_positions or "position_embedding_type" in FAMILIES[name].defaults:
         assert ours.layer_ropes == (None,) * ours.num_layers
         return

@@ -1,0 +1,147 @@
+"""Selects the tokens that each query attends to, by an indexer (DeepSeek's sparse attention, DSA, arXiv 2512.02556).
+
+The index key of a token is the last part of its row of latents. A query's score of a token is the weighted sum over its
+index queries of relu(index query * index key); the ``top`` best tokens that it sees are selected, of equal ones the
+first. So a row's selection depends on its text alone, not on the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape, PoolLines
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.rows.rotate import turned
+
+# Bits of a selection are stored per group of 16 tokens.
+GROUP_BYTES = 2
+# Index queries whose sums stay in registers.
+MAX_SUMS = 8
+
+
+def max_selected_tokens(heads: int, dim: int) -> int:
+    """Returns the longest context whose scores fit into a thread's scratch memory."""
+    return (SCRATCH_BYTES - heads * dim * 4 - heads * VECTOR_BYTES) // 4 // LANES * LANES
+
+
+@dataclass(frozen=True, slots=True)
+class SelectTokens(KernelSpec):
+    """Runs over the step's T rows, whose index keys are in the pool.
+
+    queries    [T, heads, dim] of the model's type, of whose values the first ``rotary`` are still to be rotated
+    weights    [T, heads] float32
+    selected   [T, groups] bits, one per token; groups after a row's own token are not written
+
+    ``rotated``: whether anything is rotated.
+    """
+
+    layout = RecordLayout(
+        "select_tokens",
+        pointers=("queries", "weights", "selected", "cos", "sin"),
+        numbers=("queries_stride", "weights_stride", "selected_stride", "layer_offset", "slot_bytes"),
+        reals=("factor",),
+    )
+
+    shape: AttentionShape
+    heads: int
+    dim: int
+    top: int
+    rotary: int
+    rotated: bool = True
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        with call.shared_range(call.step.number("num_tokens"), 1) as (row, _):
+            behind = k.load_int(call.step.pointer("positions") + row * 4, 32) + 1
+            groups = (behind + (LANES - 1)) // LANES
+            selected = args.pointer("selected") + row * args.number("selected_stride")
+            with k.when(behind <= self.top), k.range(groups) as group:
+                k.store_int(selected + group * GROUP_BYTES, -1, 16)
+            with k.when(behind > self.top):
+                self._queries(call, row)
+                self._keys_of_scores(call, row, behind, groups)
+                self._select(k, call.scratch + self._at_scores, selected, groups)
+
+    @property
+    def _at_weights(self) -> int:
+        return self.heads * self.dim * 4
+
+    @property
+    def _at_scores(self) -> int:
+        return self._at_weights + -(-self.heads // LANES) * VECTOR_BYTES
+
+    def _queries(self, call: KernelCall, row: Int) -> None:
+        """Copies a row's index queries, rotated, and their weights into the scratch."""
+        k, args, bf16 = call.k, call.args, self.shape.bf16
+        size, lines = (2 if bf16 else 4), PoolLines(k, self.shape)
+        to_size, vectors, rotary = (2 if lines.bf16_rows else 4), self.dim // LANES, self.rotary // LANES
+        angles = k.load_int(call.step.pointer("rope_rows") + row * 4, 32) * (self.rotary * 2)
+        with k.range(self.heads) as head:
+            source = args.pointer("queries") + row * args.number("queries_stride") + head * (self.dim * size)
+            target = call.scratch + head * (self.dim * to_size)
+            values = [k.load_float(source + i * (LANES * size), bf16) for i in range(vectors)]
+            if self.rotated:
+                cos, sin = args.pointer("cos") + angles, args.pointer("sin") + angles
+                values[:rotary] = turned(k, values[:rotary], cos, sin)
+            for place, value in enumerate(values):
+                k.store_float(target + place * (LANES * to_size), value, lines.bf16_rows)
+        weights = args.pointer("weights") + row * args.number("weights_stride")
+        with k.range(-(-self.heads // LANES)) as i:
+            scaled = k.load(weights + i * VECTOR_BYTES) * args.real("factor")
+            k.store(call.scratch + self._at_weights + i * VECTOR_BYTES, scaled)
+
+    def _keys_of_scores(self, call: KernelCall, row: Int, behind: Int, groups: Int) -> None:
+        """Stores, for each token up to the row's own, an integer that orders as its score does."""
+        k, args, shape, lines = call.k, call.args, self.shape, PoolLines(call.k, self.shape)
+        sequence = k.load_int(call.step.pointer("row_seqs") + row * 4, 32)
+        table = call.step.pointer("block_tables") + sequence * call.step.number("table_stride") * 4
+        pool, per_block = call.step.pointer("pool") + args.number("layer_offset"), shape.block_size // LANES
+        row_bytes, weights = self.dim * (2 if lines.bf16_rows else 4), call.scratch + self._at_weights
+        width = max(count for count in range(1, MAX_SUMS + 1) if self.heads % count == 0)
+        with k.range(groups) as group:
+            slot = k.load_int(table + group // per_block * 4, 32)
+            place = slot * args.number("slot_bytes") + group % per_block * shape.group_bytes
+            keys, total = pool + place + shape.lines_bytes, k.variable(k.vector(0.0))
+            with k.range(self.heads, step=width) as head:
+                sums = [[k.variable(k.vector(0.0))] for _ in range(width)]
+                with k.range(row_bytes // lines.step_bytes) as line:
+                    query = call.scratch + head * row_bytes + line * lines.step_bytes
+                    lines.add(sums, [lines.load(keys + line * VECTOR_BYTES)], query, row_bytes)
+                for i, (found,) in enumerate(sums):
+                    weight = k.broadcast(weights + (head + i) * 4)
+                    total.value = k.fma(k.larger(found.value, 0.0), weight, total.value)
+            seen = k.below(group * LANES, behind)
+            k.store_quads(call.scratch + self._at_scores + group * VECTOR_BYTES, k.sortable(total.value, seen))
+
+    def _select(self, k: Kernel, scores: Ptr, selected: Ptr, groups: Int) -> None:
+        """Stores the bits of the ``top`` largest integers."""
+
+        def count(least: Int) -> Int:
+            found = k.variable(k.int(0))
+            with k.range(groups) as group:
+                found.value = found.value + k.ones(
+                    k.bits(k.at_least(k.load_quads(scores + group * VECTOR_BYTES), least))
+                )
+            return k.int(found.value)
+
+        # The top-th largest integer, bit by bit.
+        threshold, step = k.variable(k.int(-(2**31))), k.variable(k.int(2**31))
+        with k.range(32):
+            raised = threshold.value + step.value
+            threshold.value = k.select(count(raised) >= self.top, raised, threshold.value)
+            step.value = step.value // 2
+        least = threshold.value
+        left = k.variable(k.int(self.top) - count(least + 1))
+        with k.range(groups) as group:
+            found = k.load_quads(scores + group * VECTOR_BYTES)
+            chosen = k.variable(k.bits(k.at_least(found, least + 1)))
+            equal = k.variable(k.bits(k.at_least(found, least)) - chosen.value)
+            taken = k.least(left.value, k.ones(equal.value))
+            left.value = left.value - taken
+            with k.range(taken):
+                first = equal.value & (k.int(0) - equal.value)
+                equal.value, chosen.value = equal.value - first, chosen.value + first
+            k.store_int(selected + group * GROUP_BYTES, chosen.value, 16)
