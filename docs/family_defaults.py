@@ -46,8 +46,8 @@ DEFAULTED = words(
     router_scaling_factor scale_depth scale_emb shared_expert_combination_strategy shared_expert_intermediate_size
     shared_intermediate_size sliding_window sliding_window_pattern ssm_in_multiplier ssm_multipliers
     ssm_out_multiplier ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings top_k_experts topk_group
-    topk_method use_bias use_conv_bias use_double_wide_mlp use_post_norm use_qk_norm use_sliding_window v_head_dim
-    vocab_size vocab_size_per_layer_input word_embed_proj_dim
+    topk_method use_attention_gate use_bias use_conv_bias use_double_wide_mlp use_post_norm use_qk_norm
+    use_sandwich_norm use_sliding_window v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim
     """
 )
 

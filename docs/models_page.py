@@ -27,8 +27,8 @@ LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
     "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV)": """
-        bailing_hybrid falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
-        recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
+        bailing_hybrid falcon_mamba inkling2_text inkling_text jamba mamba mamba2 minimax recurrent_gemma rwkv xlstm
+        zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
     "compressed keys that an indexer selects, residual streams mixed by doubly stochastic matrices (mHC), experts "
     "chosen by token id": "deepseek_v4",
@@ -68,7 +68,7 @@ LEFT_OUT = {
 LEFT_OUT_OF_PICTURES = {
     "its text model has no row above": """
         aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma dots3_note emu3 ernie4_5_vl_moe fuyu gemma3n
-        glm5_next glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 inkling_mm_model lfm3_vl minimax_m3_vl
+        glm5_next glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 inkling_mm_model minimax_m3_vl
         mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker
         qwen4_exp step3p7 unlimited_ocr""",
     "some of its layers attend to pictures alone": "mllama",
@@ -87,6 +87,7 @@ LEFT_OUT_OF_PICTURES = {
 # What layers with a state have, by the function that reads their shapes.
 STATES = {
     "lfm2_layers": "short convolutions",
+    "lfm3_layers": "short convolutions",
     "delta_layers": "gated delta nets",
     "kimi_layers": "gated delta nets whose matrices forget by rows (KDA), no rotation",
     "olmo_hybrid_layers": "gated delta nets",
@@ -218,7 +219,7 @@ def options(family: ModelFamily) -> str:
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
     if projections.gated or projections.gate:
-        said.append("gated attention")
+        said.append("attention gated by head" if projections.by_head else "gated attention")
     if family.parallel:
         said.append("attention beside the MLP")
     if not family.gated:

@@ -189,6 +189,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         norm_bias=family.biases.norm,
         qk_norm=bool(options.get("use_qk_norm", True)),
         post_norm=bool(options.get("use_post_norm", True)),
+        attention_gate=bool(options.get("use_attention_gate", True)),
         parallel=family.parallel,
         attention_scale=_attention_scale(options, head_dim) if latents is None else _latent_scale(latents, ropes[0]),
         query_growth=_query_growth(raw, options, family, ropes),

@@ -251,7 +251,8 @@ class LayerRun:
 
     def apply_gate(self, _: Gate) -> None:
         assert self.gate is not None
-        self.rows, self.gate = self.rows * self.gate.sigmoid(), None
+        by_gate = self.rows.view(*self.gate.shape, -1) * self.gate.sigmoid()[..., None]
+        self.rows, self.gate = by_gate.flatten(1), None
 
     def short_convolution(self, operation: ShortConvolution) -> None:
         before, after, values = self.rows.chunk(3, -1)

@@ -26,6 +26,7 @@ from pillion.engine.models.linear_config import (
     falcon_h1_layers,
     kimi_layers,
     lfm2_layers,
+    lfm3_layers,
     mamba_layers,
     nemotron_h_kinds,
     nemotron_h_layers,
@@ -203,6 +204,10 @@ _GLM = {"partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338
 _GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_LFM3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1_000_000.0},
 }
 
 _MISTRAL_YARN = {
@@ -419,6 +424,20 @@ def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             step = raw["block_multiple_of"]
             width = -(-int(raw["block_ffn_dim_multiplier"] * width) // step) * step
     return {"intermediate_size": width}
+
+
+def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns which of LFM3's layers attend, and which of these have a window."""
+    layers = size(raw, "num_hidden_layers")
+    kinds = per_layer(raw, "layer_types", layers) or [
+        "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
+        for layer in range(layers)
+    ]
+    return {
+        "full_attn_idxs": [layer for layer, kind in enumerate(kinds) if kind != "conv"],
+        "layer_types": ["full_attention" if kind == "conv" else kind for kind in kinds],
+        "rope_parameters": raw["rope_parameters"] or _LFM3_ROPES,
+    }
 
 
 def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -960,6 +979,28 @@ ROWS: dict[str, ModelFamily] = {
         derived=lambda _: {},
         fixed={"use_expert_bias": True},
     ),
+    "lfm3": ModelFamily(
+        {"full_attn_idxs": None, "rope_parameters": None},
+        layer=partial(
+            hybrid_layer,
+            mixer=short_convolution,
+            norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+            qk_norm=QkNorm(),
+            projections=Projections(gate="self_attn.gate_proj", by_head=True),
+        ),
+        linear=lfm3_layers,
+        rope=RopeRules(local=True),
+        keys={"use_sandwich_norm": "use_post_norm"},
+        derived=_lfm3,
+        names=(
+            ("model.norm.", "model.embedding_norm."),
+            (".mlp.gate_proj.", ".feed_forward.w1."),
+            (".mlp.up_proj.", ".feed_forward.w3."),
+            (".mlp.down_proj.", ".feed_forward.w2."),
+        ),
+        model_names=((".self_attn.gate_proj.", ".self_attn.g_proj."),),
+        fixed={"attention_bias": False},
+    ),
     "qwen3_next": ModelFamily(
         _DELTA_NET,
         layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, checkpoint_names="fused")),
@@ -1134,7 +1175,7 @@ FAMILY_KEYS = frozenset().union(*({*row.own, *row.ignored, *row.fixed} for row i
 PICTURES = words(
     """
     aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm gemma3 gemma4 gemma4_unified glm46v
-    glm4v glm4v_moe glmga got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl
+    glm4v glm4v_moe glmga got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl
     lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3
     nemotron_h_omni ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qianfan_ocr qwen3_vl qwen3_vl_moe smolvlm
     video_llama_3 video_llava vipllava

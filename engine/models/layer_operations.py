@@ -285,7 +285,8 @@ class KeepGate(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class Gate(LayerOperation):
-    """Multiplies rows by the sigmoid of the gate that :class:`KeepGate` keeps."""
+    """Multiplies rows by the sigmoid of the gate that :class:`KeepGate` keeps; each of its values is for as many
+    neighbours of a row, one or those of a head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
     return LinearConfig(layers=layers, taps=size(raw, "conv_L_cache"), taps_bias=bias, bias=bias)
 
 
+def lfm3_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads LFM3's convolutions, which its layers have that do not attend."""
+    return lfm2_layers({**raw, "layer_types": None})
+
+
 def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
     says it."""

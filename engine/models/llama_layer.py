@@ -82,10 +82,12 @@ class Projections:
     Attributes:
         gated: whether a gate of attention's results stands behind each head's query in the matrix of queries.
         gate: the name of such a gate's own matrix; "" for none.
+        by_head: whether that gate has one value for each head.
     """
 
     gated: bool = False
     gate: str = ""
+    by_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ def _attention(config: ModelConfig, index: int, projections: Projections, qk_nor
         normed = _norm_of_heads(config, qk_norm)
         between = (*rotated, normed) if qk_norm.after_rotation else (normed, *rotated)
     attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
-    gate = (KeepGate(_heads(config)[0]),) if projections.gated or projections.gate else ()
+    gate = tuple(KeepGate(gates) for gates in _gates(config, projections))
     made = Multiply(qkv(config, projections)), *gate, *between, *growth(config, index), attend
     return (*made, Gate()) if gate else made
 
@@ -202,8 +204,8 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
-    checkpoint_names = ((form.gate, *parts),) if form.gate else (parts, ("self_attn.qkv_proj",))
-    gates = (_heads(config)[0],) if form.gate or form.gated else ()
+    gates = _gates(config, form)
+    checkpoint_names = ((form.gate, *parts),) if gates and form.gate else (parts, ("self_attn.qkv_proj",))
     return LayerTensor(
         name="qkv",
         role=Role.MATRIX,
@@ -213,6 +215,13 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
         bias=config.qkv_bias,
         gated=form.gated,
     )
+
+
+def _gates(config: ModelConfig, form: Projections) -> tuple[Entries, ...]:
+    """Describes the gates of attention's results; () where there are none."""
+    if not config.attention_gate or not (form.gate or form.gated):
+        return ()
+    return (Entries(config.num_heads, Share.HEADS) if form.by_head else _heads(config)[0],)
 
 
 def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:

@@ -199,6 +199,7 @@ class ModelConfig:
         norm_bias: whether the norms of the residual stream have biases.
         qk_norm: whether queries and keys are normed, where a family's layers can have that.
         post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.
+        attention_gate: whether attention's results pass a gate, where a family's layers can have that.
         parallel: whether attention and MLP read the same normed residual stream, and both are added to it.
         attention_scale: factor of the attention scores.
         query_growth: how queries grow with their position; None where they do not.
@@ -246,6 +247,7 @@ class ModelConfig:
     norm_bias: bool = False
     qk_norm: bool = True
     post_norm: bool = True
+    attention_gate: bool = True
     parallel: bool = False
     attention_scale: float
     query_growth: QueryGrowth | None = None

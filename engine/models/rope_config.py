@@ -19,9 +19,8 @@ from pillion.engine.models.config_json import above_zero, number, size
 from pillion.engine.models.config_keys import refuse_unknown_rope_keys
 from pillion.errors import ConfigError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-# Families whose layers have heads of two sizes may have this kind, too.
 PROPORTIONAL = "proportional"
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
 
 # These numbers of scaled embeddings must be above 0; transformers assumes these values where a config lacks them.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -36,7 +35,7 @@ class RopeConfig:
     ``rotary_dim``.
 
     Attributes:
-        kind: one of ROPE_KINDS, or "proportional"; :mod:`pillion.engine.models.rope` has their formulas.
+        kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: how many values of a head are rotated, from its first on.
         interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
         head_dim: the number of values of a head, where layers differ in that; 0 elsewhere.
@@ -130,7 +129,7 @@ def parse_global_and_local(raw: Mapping[str, Any], head_dim: int, global_head_di
     theta = above_zero(raw, "rope_theta", 10_000.0)
     wide = global_head_dim or head_dim
     ropes = (
-        _parse(raw, full if nested else parameters, theta, wide, partial=False, proportional=global_head_dim > 0),
+        _parse(raw, full if nested else parameters, theta, wide, partial=False),
         _parse(raw, local, above_zero(raw, "rope_local_base_freq", theta), head_dim, partial=False),
     )
     if not global_head_dim:
@@ -164,13 +163,12 @@ def _parse(
     head_dim: int,
     *,
     partial: bool,
-    proportional: bool = False,
 ) -> RopeConfig:
     refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
         kind = "longrope"  # Early Phi-3 checkpoints have this name.
-    if proportional and kind == PROPORTIONAL:
+    if kind == PROPORTIONAL:
         share = above_zero(rope, "partial_rotary_factor", 1.0)
         turning = int(share * head_dim // 2)
         if not 0 < turning <= head_dim // 2:

@@ -95,6 +95,28 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
+    # The last layer attends with a window, as a layer between convolutions does without one.
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "sliding_attention", "conv", ATTENTION, "sliding_attention"],
+        "sliding_window": 24,
+        "conv_L_cache": 7,
+        "pad_token_id": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 100_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+    "lfm3-plain": {
+        "model_type": "lfm3",
+        "layer_types": ["conv", ATTENTION],
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+        "sliding_window": None,
+        "conv_bias": True,
+        "pad_token_id": 2,
+    },
     "qwen3-next": {
         "model_type": "qwen3_next",
         **DELTA,

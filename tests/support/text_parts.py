@@ -79,6 +79,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "idefics3": ({"model_type": "llama"}, EYES),
     "smolvlm": ({"model_type": "llama"}, EYES),
     "lfm2_vl": ({"model_type": "lfm2", **CONVOLVED}, {**EYES, "model_type": "siglip2_vision_model"}),
+    "lfm3_vl": (HYBRIDS["lfm3"], {**WATCHING, "layer_types": ["conv"]}),
     "exaone4_5": ({"model_type": "exaone4"}, {**BLOCKS, "fullatt_block_indexes": [0]}),
     "lighton_ocr": ({"model_type": "qwen3"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
     "ovis2": ({"model_type": "qwen2"}, {**EYES, "vocab_size": 64}),

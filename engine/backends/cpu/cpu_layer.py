@@ -190,9 +190,10 @@ class LayerEmitter:
         self._gates, self._gate_bytes = self._rows, operation.values.size * 4
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
-        builder, x, gates = self._builder, self._rows, self._gates
-        values = {"x": x, "gates": gates, "width": self._gate_bytes // 4}
-        yield Operation(GateRows(builder.bf16, builder.rows_of), values, builder.when)
+        builder, heads = self._builder, self._builder.config.heads_of(self._index)
+        width, gates = builder.config.num_heads * heads.head_dim, self._gate_bytes // 4
+        values = {"x": self._rows, "gates": self._gates, "width": width}
+        yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
 
     def _left_for_later(self) -> None:
         """Notes that one operation has written what later steps need. After the last one of all layers, nothing is

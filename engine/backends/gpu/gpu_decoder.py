@@ -269,7 +269,8 @@ class GpuDecoder:
                 self._go_on(index, step, shape)
             case Gate():
                 assert step.gate is not None
-                step.rows, step.gate = step.rows.mul_(step.gate.sigmoid()), None
+                step.rows.view(*step.gate.shape, -1).mul_(step.gate.sigmoid()[..., None])
+                step.gate = None
             case Mlp():
                 step.rows = self._gated(index, layer, operation, step.rows, shape)
             case Experts():

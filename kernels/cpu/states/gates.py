@@ -129,20 +129,31 @@ def _gate_of(call: KernelCall, at: Ptr, sigmoid: bool = False) -> Vec:
 
 @dataclass(frozen=True, slots=True)
 class GateRows(KernelSpec):
-    """Multiplies ``x`` [rows, width], bfloat16 or float32, by the sigmoid of ``gates`` [T, width] float32, in place."""
+    """Multiplies ``x`` [rows, width], bfloat16 or float32, by the sigmoid of ``gates`` [T, width / each] float32, in
+    place. ``each``: values that share a gate, 1 or a multiple of 16."""
 
     layout = RecordLayout("gate_rows", pointers=("x", "gates"), numbers=("width", "x_stride", "gates_stride"))
 
     bf16: bool
     rows_of: str = "tokens"
+    each: int = 1
 
     def emit(self, call: KernelCall) -> None:
-        k, args, samples, size = call.k, call.args, call.step.pointer("sample_rows"), 2 if self.bf16 else 4
+        k, args, samples = call.k, call.args, call.step.pointer("sample_rows")
+        vector_bytes = LANES * (2 if self.bf16 else 4)
         with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             token = k.load_int(samples + row * 4, 32) if self.rows_of == "samples" else row
             x = args.pointer("x") + row * args.number("x_stride")
             gates = args.pointer("gates") + token * args.number("gates_stride")
-            with k.range(args.number("width") // LANES) as i:
-                at = x + i * (LANES * size)
-                gated = k.load_float(at, self.bf16) * k.sigmoid(k.load(gates + i * VECTOR_BYTES))
-                k.store_float(at, gated, self.bf16)
+            if self.each == 1:
+                with k.range(args.number("width") // LANES) as i:
+                    self._gate(call, x + i * vector_bytes, k.sigmoid(k.load(gates + i * VECTOR_BYTES)))
+            else:
+                vectors = self.each // LANES
+                with k.range(args.number("width") // self.each) as head:
+                    factor = k.sigmoid(k.broadcast(gates + head * 4))
+                    with k.range(vectors) as i:
+                        self._gate(call, x + (head * vectors + i) * vector_bytes, factor)
+
+    def _gate(self, call: KernelCall, at: Ptr, factor: Vec) -> None:
+        call.k.store_float(at, call.k.load_float(at, self.bf16) * factor, self.bf16)

@@ -212,6 +212,9 @@ HYBRID_CASES = {
     "kimi-linear": [*EACH, *MLPS, "kv_a_proj_with_mqa", *ATTENTION],
     "falcon-h1": [*MIXERS, *MLPS, *ATTENTION],
     "lfm2-biases": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
+    "lfm3": [*MIXERS, *MLPS, "out_proj", "g_proj", *ATTENTION],
+    # PEFT calls Bamba one of Mamba's.
+    "bamba": [*MIXERS, *MLPS, *ATTENTION],
     "nemotron-h": [*MIXERS, *MLPS, *ATTENTION],
     # An MLP alone is the last layer but one, and one beside experts.
     "nemotron-h-ends-linear": [*MIXERS, *MLPS, *ATTENTION],

@@ -198,7 +198,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
-    full = ("full_attention", "indexed_attention")
+    full = ("full_attention", "indexed_attention", "conv")
     assert ours.sliding_windows == tuple(0 if kind in full else window for kind in kinds)
     if ours.learned_positions or "position_embedding_type" in FAMILIES[name].defaults:
         assert ours.layer_ropes == (None,) * ours.num_layers
@@ -361,7 +361,7 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     fields = {field.name: field.default for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
     base = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
     base |= {key: value for key, value in options.items() if key in fields and name != "nemotron_h"}
-    if name == "mellum":
+    if name in ("mellum", "lfm3"):
         base["layer_types"] = ["sliding_attention"] * 5  # No layer has a window by itself.
     if name == "qwen2_moe":
         base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.

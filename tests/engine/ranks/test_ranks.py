@@ -46,19 +46,20 @@ MODELS = FAMILIES | {
 }
 # All families by two ranks. By four: biases and one KV head for all, multipliers, a norm over projections, heads of
 # which a part rotates, and experts.
-# Convolutions whose channels are shared out unevenly; heads with keys; four ranks that share two groups, whose results
-# are normed together.
+# Convolutions whose channels are shared out unevenly, without and with gates of heads beside them; heads with keys;
+# four ranks that share two groups, whose results are normed together.
 WITH_STATES = {
     "lfm2": {**HYBRIDS["lfm2"], "hidden_size": 192},
+    "lfm3": {**HYBRIDS["lfm3"], "hidden_size": 192},
     "qwen3-next": HYBRIDS["qwen3-next"],
     "granite-hybrid-wide": {**HYBRIDS["granite-hybrid-dense"], "shared_intermediate_size": 160},
 }
 HYBRID_CASES = [
-    *(("lfm2", 2), ("granite-hybrid-wide", 4), ("qwen3-next", 2)),
+    *(("lfm2", 2), ("lfm3", 2), ("granite-hybrid-wide", 4), ("qwen3-next", 2)),
     *(
         pytest.param(name, 2, marks=pytest.mark.long)
         for name in HYBRIDS
-        if not name.startswith("lfm2") and name != "qwen3-next"
+        if not name.startswith("lfm") and name != "qwen3-next"
     ),
 ]
 BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mixtral"]

@@ -16,6 +16,8 @@ NORMS += [NormGated(True, sigmoid=True)]
 # Two processes have half of a group each.
 SHARED = [(GroupSquares(first), NormGated(False, gate_first=first, shared=True)) for first in (False, True)]
 GATES = [GateRows(bf16, rows_of) for bf16 in (False, True) for rows_of in ("tokens", "samples")]
+# Some values in a row share a gate.
+GATES += [GateRows(bf16, rows_of, 16) for bf16, rows_of in ((False, "samples"), (True, "tokens"))]
 TOKENS, GROUPS, WIDTH, EPS = 5, 3, 48, 0.1
 
 runner = runner_of([*NORMS, *(spec for pair in SHARED for spec in pair), *GATES])
@@ -68,12 +70,13 @@ def test_parts_of_a_group_are_normed_by_the_squares_of_all_of_it(runner, squares
 def test_rows_are_gated(runner, spec):
     chosen = np.array([4, 1, 1], np.int32)
     kind = torch.bfloat16 if spec.bf16 else torch.float32
-    rows, gates = normal(3, WIDTH).to(kind), normal(TOKENS, WIDTH, seed=1) * 3
+    rows, gates = normal(3, WIDTH).to(kind), normal(TOKENS, WIDTH // spec.each, seed=1) * 3
     x = padded(rows, extra=1, filler=7.0)
     step = rows_step(3) if spec.rows_of == "tokens" else rows_step(TOKENS, 3)
     step.point("sample_rows", chosen)
     values = {"x": x, "gates": gates, "width": WIDTH, "x_stride": stride(x), "gates_stride": stride(gates)}
     runner.run(spec, values, step)
     own = gates[torch.from_numpy(chosen).long()] if spec.rows_of == "samples" else gates[:3]
-    torch.testing.assert_close(x[:3, :WIDTH], (rows.float() * own.sigmoid()).to(kind))
+    factors = own.sigmoid().repeat_interleave(spec.each, 1)
+    torch.testing.assert_close(x[:3, :WIDTH], (rows.float() * factors).to(kind))
     assert (x[3] == 7).all()
