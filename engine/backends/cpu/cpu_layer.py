@@ -537,6 +537,7 @@ class LayerEmitter:
         values = {
             **shared,
             "queries": queries,
+            "selected": None,
             **places,
             "piece_bytes": shape.piece_bytes,
             "scale": config.attention_scale,
@@ -545,7 +546,7 @@ class LayerEmitter:
         when = "num_samples" if self._last else builder.when
         plan = config.kv_head_counts.index(kv_heads)
         kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked, plan
-        sparse = places.get("selected") is not None
+        sparse = values["selected"] is not None
         yield Operation(Attention(shape, config.attention_softcap > 0, *kind, sparse), values, when)
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
