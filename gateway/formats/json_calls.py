@@ -31,13 +31,18 @@ _NOT_ID = re.compile(r"[\W_]")
 
 
 class JsonScan:
-    """Finds the end of a JSON object, list or string that comes in pieces, by its brackets and quotation marks."""
+    """Finds the end of a JSON object, list or string that comes in pieces, by its brackets and quotation marks.
 
-    __slots__ = ("_depth", "_escaped", "_in_string", "ended")
+    Attributes:
+        ended: whether the end was found.
+        in_string: whether the text that was read ends within a string.
+    """
+
+    __slots__ = ("_depth", "_escaped", "ended", "in_string")
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._escaped = False
+        self.in_string = self._escaped = False
         self.ended = False
 
     def read(self, text: str, at: int, most: int) -> int:
@@ -47,7 +52,7 @@ class JsonScan:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, at, most)
+            found = (_IN_STRING if self.in_string else _STRUCTURE).search(text, at, most)
             if found is None:
                 return most
             at, character = found.end(), found.group()
@@ -58,10 +63,10 @@ class JsonScan:
                 self._escaped = True
                 continue
             if character == '"':
-                self._in_string = not self._in_string
+                self.in_string = not self.in_string
             else:
                 self._depth += 1 if character in "{[" else -1
-            if self._depth <= 0 and not self._in_string:
+            if self._depth <= 0 and not self.in_string:
                 self.ended = True
                 return at
         return at

@@ -215,8 +215,10 @@ class LiteralCalls(CallReader):
             key = str(json.loads(f'"{"".join(read)}"'))
         else:
             key = yield from text.up_to(_BEHIND_KEY, MAX_KEY_CHARS)
+            if not key:
+                return None
         yield from text.past_space()
-        return key if key and (yield from text.has(frame.keyed)) else None
+        return key if (yield from text.has(frame.keyed)) else None
 
     def _value(self, character: str) -> Generator[None, None, bool]:
         """Reads a text, a number or a word, which begins with ``character``; returns False where it does not end."""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, CallReader, Marks, PendingText
-from pillion.gateway.formats.json_calls import NAME
+from pillion.gateway.formats.json_calls import NAME, JsonScan
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 # This token stands before each element of MiniMax M3.
@@ -68,6 +68,33 @@ class XmlForm:
         found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
         found += (self.headed,)
         return tuple(mark for mark in found if len(mark) > len('">'))
+
+    @property
+    def behind_word(self) -> re.Pattern[str]:
+        """Gives an expression for the characters before which a name or a key ends."""
+        return re.compile(rf"[{self.named[:1]}{self.keyed[0][:1]}\n<]")
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Gives the marks that end a parameter's text. A model may leave out the mark of the end; the next mark, on a
+        line of its own where texts have lines, then ends the text."""
+        line = "\n" if self.lines else ""
+        # Where elements nest, the mark of an end begins as that of an element does.
+        own = () if self.nested else (line + self.end_parameter, self.end_parameter)
+        return (*dict.fromkeys((*own, *self.following)),)
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """Gives the marks that end a parameter's text and are no part of the parameter."""
+        line = "\n" if self.lines else ""
+        return (line + self.parameter, line + (self.end_function or self.end))
+
+    def reads_key(self, key: str) -> bool:
+        """Returns whether a parameter's key can be read."""
+        word = escaped(key) if self.headed else key
+        if self.nested and word.startswith("/"):
+            return False
+        return 0 < len(word) <= MAX_KEY_CHARS and not self.behind_word.search(word)
 
 
 # Qwen writes a call, and each of its parameters, in these forms.
@@ -148,15 +175,8 @@ class XmlCalls(CallReader):
         super().__init__(text, parts, Marks(*filter(None, (form.begin, form.function))))
         self._schemas = schemas
         self._form = form
-        # A model may leave the mark of a parameter's end out; the next mark, on a line of its own where texts have
-        # lines, then ends it.
-        line = "\n" if form.lines else ""
-        self._next = tuple(line + mark for mark in (form.parameter, form.end_function or form.end))
-        # Where elements nest, the mark of an end begins as that of an element does.
-        ends = () if form.nested else (line + form.end_parameter, form.end_parameter)
-        self._ends_parameter = Marks(*dict.fromkeys((*ends, *self._next)))
-        # A name or a key ends before one of these characters.
-        self._behind_word = re.compile(rf"[{form.named[:1]}{form.keyed[0][:1]}\n<]")
+        self._ends_parameter = Marks(*form.ends)
+        self._behind_word = form.behind_word
         # Types are kept by the ids of schemas, because a schema may be long, and a model may write a parameter often.
         self._types: dict[int, set[str]] = {}
 
@@ -238,7 +258,10 @@ class XmlCalls(CallReader):
         """Reads a parameter's text, which is of one of ``types``."""
         value = _Value(types, self._parts.arguments)
         mark = yield from self._text.until(self._ends_parameter, value.push)
-        if mark in self._next:
+        while mark and value.in_string:
+            value.push(mark)
+            mark = yield from self._text.until(self._ends_parameter, value.push)
+        if mark in self._form.following:
             self._text.back(len(mark))
         value.end(whole=bool(mark))
 
@@ -297,10 +320,23 @@ class _Value:
         self._held_chars = 0
         # This function writes the text that comes; it is None while the text is held.
         self._spell: Callable[[str], str] | None = None
+        # Marks within the strings of JSON are text; None where the text is no JSON.
+        self._scan = None if "string" in types else JsonScan()
+        self._begun = False
         if types == {"string"}:
             self._begin("")
 
+    @property
+    def in_string(self) -> bool:
+        """Says whether the text so far ends within a string of JSON."""
+        return self._scan is not None and self._scan.in_string
+
     def push(self, piece: str) -> None:
+        if not self._begun and (first := piece.lstrip()[:1]):
+            self._begun = True
+            self._scan = self._scan if first in '{["' else None
+        if self._scan is not None and self._begun and not self._scan.ended:
+            self._scan.read(piece, 0, len(piece))
         if self._spell is not None:
             self._give(self._spell(piece))
             return

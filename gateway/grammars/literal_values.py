@@ -56,11 +56,9 @@ def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: lis
     return f"({' | '.join(begins[: first + 1])})"
 
 
-def plain_key(key: str, field: str) -> str:
-    """Returns a rule for a key that stands without quotation marks. Raises InvalidRequest where it cannot."""
-    if not _PLAIN_KEY.fullmatch(key) or len(key) > MAX_KEY_CHARS:
-        raise InvalidRequest.of(FieldViolation(field, f"the model cannot write the property {key!r}"))
-    return literal(key)
+def is_plain_key(key: str) -> bool:
+    """Returns whether a key can stand without quotation marks."""
+    return len(key) <= MAX_KEY_CHARS and _PLAIN_KEY.fullmatch(key) is not None
 
 
 def python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:
@@ -101,6 +99,7 @@ class GemmaValues:
         field: the client's field that errors name.
         json_rule: makes a rule for JSON.
         rules: gets the rules that values need.
+        left_out: gets each key that cannot be written, whose property is left out.
     """
 
     def __init__(
@@ -112,6 +111,7 @@ class GemmaValues:
         field: str,
         json_rule: JsonRule,
         rules: list[str],
+        left_out: Callable[[str], None],
     ) -> None:
         self._root = root
         self._name = name
@@ -120,6 +120,7 @@ class GemmaValues:
         self._field = field
         self._json = json_rule
         self._rules = rules
+        self._left_out = left_out
         self._referred: dict[str, str] = {}
         self._made = 0
         self._free = ""
@@ -130,7 +131,12 @@ class GemmaValues:
         if not known and schema.get("additionalProperties") is not False:
             pair = f'{KEY} ":" {self.any()}'
             return f'({pair} ("," {pair})*)?'
-        made = [(f'{plain_key(key, self._field)} ":" {self.value(value)}', needed) for key, value, needed in known]
+        made = []
+        for key, value, needed in known:
+            if is_plain_key(key):
+                made.append((f'{literal(key)} ":" {self.value(value)}', needed))
+            else:
+                self._left_out(key)
         return members(name, made, ",", self._rules)
 
     def value(self, schema: Mapping[str, Any]) -> str:
@@ -139,7 +145,11 @@ class GemmaValues:
             text = f"in this model's notation of calls {unknown[0]!r} cannot be followed"
             raise InvalidRequest.of(FieldViolation(self._field, text))
         if (found := values_of(schema)) is not None:
-            return "(" + " | ".join(map(self._spelled, found)) + ")"
+            spelled = [self._spelled(one) for one in found if self._can_spell(one)]
+            if not spelled:
+                text = f"the model cannot write {json.dumps(found[0], ensure_ascii=False)}"
+                raise InvalidRequest.of(FieldViolation(self._field, text))
+            return "(" + " | ".join(spelled) + ")"
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]))
         for word in ("anyOf", "oneOf"):
@@ -217,16 +227,20 @@ class GemmaValues:
             self._rules.append(f"{name}: {self.value(place)}")
         return self._referred[reference]
 
+    def _can_spell(self, value: Any) -> bool:
+        """Returns whether a value can be written: no text in it has a mark, and its keys are plain ones."""
+        if isinstance(value, dict):
+            return all(map(is_plain_key, value)) and all(map(self._can_spell, value.values()))
+        return all(map(self._can_spell, value)) if isinstance(value, list) else self._mark not in str(value)
+
     def _spelled(self, value: Any) -> str:
-        """Returns a rule for one value."""
+        """Returns a rule for one value that can be written."""
         if isinstance(value, str):
-            if self._mark in value:
-                raise InvalidRequest.of(FieldViolation(self._field, f"{value!r} holds a mark of the model's"))
             return f"{self._term} {literal(value)} {self._term}" if value else f"{self._term} {self._term}"
         if isinstance(value, list):
             return _bracketed("[]", map(self._spelled, value))
         if isinstance(value, dict):
-            pairs = [f'{plain_key(key, self._field)} ":" {self._spelled(one)}' for key, one in value.items()]
+            pairs = [f'{literal(key)} ":" {self._spelled(one)}' for key, one in value.items()]
             return _bracketed("{}", pairs)
         return literal(json.dumps(value))
 

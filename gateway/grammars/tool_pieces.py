@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
@@ -28,8 +29,8 @@ from pillion.gateway.grammars.literal_values import (
     KEY,
     MAX_COUNTED_CHARS,
     GemmaValues,
+    is_plain_key,
     members,
-    plain_key,
     properties_of,
     python_value,
     values_of,
@@ -178,8 +179,9 @@ class _Calls:
         forced = self.options.choice in ("required", "named")
         if loose == _LOOSEST or (tool.strict is False and not forced):
             return _ANY_OBJECT
-        schema = schema_of(tool) or _ANY_OBJECT
-        return followable(schema) or _ANY_OBJECT if loose else schema
+        schema = schema_of(tool)
+        # Whatever the schema leaves out, or says besides, readers take nothing but an object.
+        return {**(followable(schema) if loose else schema), **_ANY_OBJECT}
 
 
 def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -210,7 +212,7 @@ class _Writer:
 
     def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
         assert asked.formats.tools is not None
-        self.asked, self.marks = asked, asked.formats.tools
+        self.asked, self.marks, self.tools = asked, asked.formats.tools, tools
         self.several = several
         self.rules: list[str] = []
         self.sources: dict[str, Any] = {}
@@ -236,6 +238,13 @@ class _Writer:
         piece = json_piece(schema, f"tools.tools[{number}].parameters{place}")
         self.sources |= piece.sources
         return piece.body
+
+    def leave_out(self, key: str, number: int) -> None:
+        """Leaves out a property of a tool whose key the format cannot have. Raises InvalidRequest where the tool is
+        ``strict``."""
+        if self.tools[number].strict is True:
+            text = f"the model cannot write the property {key!r}"
+            raise InvalidRequest.of(FieldViolation(f"tools.tools[{number}].parameters", text))
 
     def client_grammar(self, grammar: str, number: int) -> str:
         """Returns what stands for a client's grammar in Lark in a rule."""
@@ -326,7 +335,7 @@ class _XmlWriter(_TaggedWriter):
         if not parts and schema.get("additionalProperties") is not False:
             # The tool's schema says nothing of its parameters.
             name = f"parameter_{number}"
-            key = f'/[^<>"\\n]{{1,{MAX_KEY_CHARS}}}/'
+            key = f'/[^<>\\/"\\n][^<>"\\n]{{0,{MAX_KEY_CHARS - 1}}}/'
             behind = f'{key} ">"' if form.nested else self.line
             self.rules += self._text(name, self._head(key), {}, behind)
             parts.append(f"{name}*")
@@ -339,6 +348,9 @@ class _XmlWriter(_TaggedWriter):
         schema. Raises InvalidRequest."""
         parts = []
         for m, (key, value, needed) in enumerate(properties_of(schema)):
+            if not self.form.reads_key(key):
+                self.leave_out(key, number)
+                continue
             one = f"{name}_{m}"
             self.rules += self._parameter(one, key, value, root, number, f"{place}.properties.{key}")
             parts.append(one if needed else f"{one}?")
@@ -402,6 +414,10 @@ class _XmlWriter(_TaggedWriter):
         types = types_of({"properties": {key: schema}}, key)
         if (values := values_of(schema)) is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            # A text with a mark in it would be read up to the mark.
+            texts = [text for text in texts if not any(mark in text for mark in self.form.ends)]
+            if not texts:
+                return self._text(name, begin, {}, self._behind(key))
             # A text that is no JSON is read as a text, whatever it is said to be.
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
@@ -525,6 +541,7 @@ class _LiteralWriter(_TaggedWriter):
             f"tools.tools[{number}].parameters",
             lambda inner: self.json(inner, number),
             self.rules,
+            lambda key: self.leave_out(key, number),
         )
         if (grammar := _input_grammar(schema)) is not None:
             return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
@@ -536,7 +553,7 @@ class _LiteralWriter(_TaggedWriter):
 
     def _pairs(self, schema: Mapping[str, Any], number: int, name: str) -> str:
         """Returns a rule for a call's arguments in Python's notation. Raises InvalidRequest."""
-        keyed, field = literal(self.form.keyed), f"tools.tools[{number}].parameters"
+        keyed = literal(self.form.keyed)
         known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
             pair = f"{KEY} {keyed} {self.json({}, number)}"
@@ -544,11 +561,14 @@ class _LiteralWriter(_TaggedWriter):
         shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         pairs = []
         for key, value, needed in known:
+            if not is_plain_key(key):
+                self.leave_out(key, number)
+                continue
 
             def rule(inner: Any, key: str = key) -> str:
                 return self.json({**shared, **inner}, number, f".properties.{key}")
 
-            pairs.append((f"{plain_key(key, field)} {keyed} {python_value(value, rule)}", needed))
+            pairs.append((f"{literal(key)} {keyed} {python_value(value, rule)}", needed))
         return members(name, pairs, self.form.comma, self.rules)
 
     def _input(self, syntax: str, text: str, number: int, values: GemmaValues) -> str:

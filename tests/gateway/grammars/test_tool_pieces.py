@@ -5,40 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import random
 import re
 from typing import Any
 
 import jsonschema
-import llguidance.numpy
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
 from lab.testbed.conditions import WITHIN_S, result_of
 from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
-from pillion.gateway.formats.answer_parts import AnswerParts
-from pillion.gateway.formats.answer_reader import ReadAnswerText
-from pillion.gateway.formats.harmony import HARMONY_MARKS
-from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
-from pillion.gateway.formats.named_calls import NAMED_FORMS
+from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.xml_calls import MINIMAX, XML_FORMS
 from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.http_api.custom_tools import InputText, ToolGrammar, custom_tool
-from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings
 from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
 from tests.support.grammars import follow
 from tests.support.patches import PATCH, PATCHED
+from tests.support.written_calls import ALIKE, CASES, EOS, MODELS, accepts, codec_of, read, written
 
-EOS = 257
-MOST_TOKENS = 3000
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -53,102 +44,6 @@ TOOLS = (
     Tool(name="weather", parameters=json.dumps(SCHEMA)),
     Tool(name="now", parameters='{"type": "object", "properties": {}, "additionalProperties": false}'),
 )
-DEEPSEEK, KIMI = (
-    (form.section, form.end_section, *form.inner) for form in (NAMED_FORMS["deepseek_v3"], NAMED_FORMS["kimi_k2"])
-)
-# A format, its special tokens and its other added ones.
-MODELS: dict[str, tuple[str, list[str], list[str]]] = {
-    "hermes": ("hermes", [], []),
-    "hermes with tokens": ("hermes", [], ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
-    "coder": ("qwen3_coder", [], ["<tool_call>", "</tool_call>"]),
-    "glm": ("glm45", [], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]),
-    "glm without tokens": ("glm45", [], []),
-    "minimax": ("minimax_m2", ["<minimax:tool_call>", "</minimax:tool_call>"], []),
-    "seed": ("seed_oss", ["<seed:tool_call>", "</seed:tool_call>"], []),
-    "deepseek": ("deepseek_v3", [*DEEPSEEK], []),
-    "deepseek v3.1": ("deepseek_v31", [], [*DEEPSEEK]),
-    "kimi": ("kimi_k2", [*KIMI], []),
-    "granite": ("granite", ["<|tool_call|>"], []),
-    "hunyuan": ("hunyuan_a13b", [], ["<tool_calls>", "</tool_calls>"]),
-    "llama": ("llama3_json", ["<|python_tag|>"], []),
-    "mistral": ("mistral", ["[TOOL_CALLS]"], []),
-    "mistral v11": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
-    "gpt-oss": ("openai", [*HARMONY_MARKS], []),
-    "pythonic": ("pythonic", [], []),
-    "llama 4": ("llama4_pythonic", ["<|python_start|>", "<|python_end|>"], []),
-    "olmo": ("olmo3", [], []),
-    "gemma 4": ("gemma4", ["<|tool_call>", "<tool_call|>", '<|"|>'], []),
-    "functiongemma": ("functiongemma", ["<start_function_call>", "<end_function_call>", "<escape>"], []),
-    "gemma without tokens": ("gemma4", [], []),
-    "cohere": ("cohere_command3", ["<|START_ACTION|>", "<|END_ACTION|>"], []),
-    "ernie": ("ernie45", ["<tool_call>", "</tool_call>"], []),
-    "phi 4 mini": ("phi4_mini_json", [], []),
-    "apertus": ("apertus", ["<|tools_prefix|>", "<|tools_suffix|>"], []),
-    "internlm": ("internlm", ["<|action_start|>", "<|plugin|>", "<|action_end|>"], []),
-    "lfm": ("lfm2", ["<|tool_call_start|>", "<|tool_call_end|>"], []),
-    "xlam": ("xlam", [], []),
-    "hunyuan 3": (
-        "hy_v3",
-        ["<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>"],
-        ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
-    ),
-    "step": (
-        "step3",
-        [*(f"<｜tool_{mark}｜>" for mark in ("calls_begin", "calls_end", "call_begin", "call_end", "sep"))],
-        [],
-    ),
-    "deepseek v3.2": ("deepseek_v32", [], []),
-    "minimax m3": ("minimax_m3", [MINIMAX], []),
-    "minimax m3 without tokens": ("minimax_m3", [], []),
-    "kimi k3": ("kimi_k3", ["<|open|>", "<|close|>", "<|sep|>"], []),
-    "kimi k3 without tokens": ("kimi_k3", [], []),
-}
-
-# These differ from others by their marks.
-_ALIKE = (
-    *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
-    *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam", "kimi k3 without tokens"),
-    "minimax m3 without tokens",
-)
-CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
-
-
-def codec_of(model: str) -> Tokenizer:
-    codec = byte_tokenizer()
-    codec.add_special_tokens([AddedToken(text, special=True) for text in MODELS[model][1]])
-    codec.add_tokens([AddedToken(text, special=False) for text in MODELS[model][2]])
-    return codec
-
-
-def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
-    """Tokens that a random writer chooses among those that the grammar allows; None where it never ends."""
-    tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
-    matcher, chosen, ids = LLMatcher(tokenizer, grammar), random.Random(seed), []
-    assert not matcher.is_error(), matcher.get_error()
-    mask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
-    for _ in range(MOST_TOKENS):
-        llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
-        marks = [one for one in allowed if one > EOS and codec.id_to_token(one) != "añadido"]
-        if EOS in allowed and (allowed == [EOS] or chosen.random() < 0.3):
-            return ids
-        pick = chosen.choice(marks if marks and chosen.random() < 0.2 else [one for one in allowed if one != EOS])
-        assert matcher.consume_token(pick)
-        ids.append(pick)
-    return None
-
-
-def read(codec: Tokenizer, formats: ModelFormats, request: GenerateRequest, prompt: str, ids: list[int]) -> Any:
-    """Content and calls of an answer."""
-    form = formats.output_format(request, prompt)
-    assert form is not None
-    answer = ReadAnswerText(new_detokenizer(codec), stop_strings(()), frozenset([EOS]), 0, form, AnswerParts())
-    deltas = [*(answer.push([one]) for one in ids), answer.flush()]
-    calls: dict[int, list[str]] = {}
-    for part in (part for delta in deltas for part in delta.tool_calls):
-        call = calls.setdefault(part.index, [part.name, ""])
-        call[1] += part.arguments
-    return "".join(delta.text for delta in deltas), list(calls.values()), answer.reasoning_tokens
 
 
 def fit(calls: list[list[str]]) -> None:
@@ -369,7 +264,7 @@ def test_what_gemma_s_notation_cannot_be_held_to_is_refused_by_its_name() -> Non
 
     for value, text in (
         ({"allOf": [{"type": "string"}]}, "'allOf' cannot be followed"),
-        ({"enum": ['<|"|>']}, "holds a mark of the model's"),
+        ({"enum": ['<|"|>']}, 'the model cannot write "<|'),
         ({"type": "object", "properties": {"b": {"prefixItems": []}}}, "'prefixItems' cannot be followed"),
     ):
         with pytest.raises(InvalidRequest, match=re.escape(text)) as refused:
@@ -675,19 +570,12 @@ CALL = {
 }
 
 
-def accepts(codec: Tokenizer, grammar: str, text: str) -> bool:
-    matcher = LLMatcher(LLTokenizer(codec.to_str(), eos_token=EOS), grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = codec.encode(text).ids
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 # What may stand around a call does not depend on the grammar of its input, and no grammar on a format's marks.
 FIRST_INPUT = next(iter(INPUTS))
 INPUT_CASES = [
-    *((name, kind, "required") for kind in INPUTS for name in MODELS if name not in _ALIKE),
-    *(pytest.param(name, FIRST_INPUT, "required", marks=pytest.mark.long) for name in _ALIKE),
-    *(pytest.param(name, FIRST_INPUT, "auto", marks=pytest.mark.long) for name in MODELS if name not in _ALIKE),
+    *((name, kind, "required") for kind in INPUTS for name in MODELS if name not in ALIKE),
+    *(pytest.param(name, FIRST_INPUT, "required", marks=pytest.mark.long) for name in ALIKE),
+    *(pytest.param(name, FIRST_INPUT, "auto", marks=pytest.mark.long) for name in MODELS if name not in ALIKE),
 ]
 
 
