@@ -12,8 +12,10 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.json_objects import OTHER, AnyJson, Ignored, JsonObject
-from pillion.gateway.http_api.openai_fields import Int, ReasoningEffort
+from pillion.gateway.http_api.json_objects import OTHER, AnyJson, Ignored
+from pillion.gateway.http_api.openai_fields import CallBody, Int, ReasoningEffort
+from pillion.gateway.http_api.structure_fields import FormatHolder, StructureBody
+from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,64 +133,25 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     """Holds one message. Where the last one is the assistant's, the answer goes on within it.
 
     Attributes:
-        role: who speaks.
+        role: who speaks. "developer" and "tool" are a chat's.
+        tool_calls, tool_call_id: an assistant's calls, and the one that a tool answers, as a chat has them.
         content: a text, or blocks, whose texts are joined by line ends. What the user says last has to have some.
     """
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer", "tool"]
     content: str | list[Block] = []
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
 
 
-class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a tool that the model may call.
+class AnthropicTool(ToolBody, forbid_unknown_fields=True, kw_only=True):
+    """Describes a tool in any of its shapes; a tool of a type like "bash_20250124" is not offered to the model.
 
     Attributes:
-        type: "custom", the default. Of a tool of another type, which a server runs or only Anthropic's models know, the
-            model is not told.
-        name, description: what the model reads of it.
-        input_schema: the JSON schema of its arguments.
-        strict: whether the arguments of its calls always fit the schema.
-        eager_input_streaming: arguments are always streamed as they come.
-        defer_loading: the model knows every tool from the beginning, and need not search for it.
-        input_examples: the model is not told; say it in the description.
         cache_control: a breakpoint after the system prompt, within which templates write tools.
-        allowed_callers: the model itself calls every tool.
     """
 
-    name: str = ""
-    input_schema: JsonObject = Raw()
-    type: str | None = None
-    description: str = ""
-    strict: bool | None = None
-    eager_input_streaming: Ignored[Raw] = Raw()
     cache_control: CacheControl | None = None
-    defer_loading: Ignored[Raw] = Raw()
-    input_examples: Ignored[Raw] = Raw()
-    allowed_callers: Ignored[Raw] = Raw()
-
-    @property
-    def is_told(self) -> bool:
-        """Says whether the model is told of the tool."""
-        return self.type in (None, "custom")
-
-    def __post_init__(self) -> None:
-        # Every tool has to have a string, so that their number is bounded.
-        if self.is_told and not self.name:
-            raise ValueError("Object missing required field `name`")
-
-
-class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """Says how tools may be called.
-
-    Attributes:
-        type: "auto", "any" for at least one call, "tool" for a call of ``name``, or "none".
-        name: the tool that has to be called.
-        disable_parallel_tool_use: whether an answer has at most one call.
-    """
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str = ""
-    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
@@ -206,33 +169,19 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class JsonOutput(msgspec.Struct, forbid_unknown_fields=True):
-    """Says which structure an answer has.
-
-    Attributes:
-        type: only "json_schema" is known.
-        schema: the JSON schema that the answer fits.
-    """
-
-    type: Literal["json_schema"]
-    schema: JsonObject
-
-
-class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+class OutputConfig(FormatHolder, forbid_unknown_fields=True):
     """Holds further options of an answer.
 
     Attributes:
         effort: the variable reasoning_effort of the model's chat template.
-        format: the structure of the answer.
         task_budget: the model is not told; max_tokens bounds each answer.
     """
 
     effort: ReasoningEffort | None = None
-    format: JsonOutput | None = None
     task_budget: Ignored[Raw] = Raw()
 
 
-class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CountTokensBody(StructureBody, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/messages/count_tokens, as Anthropic has it.
 
     Attributes:
@@ -241,15 +190,16 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         system: instructions before the conversation: a text, or blocks that are joined by line ends.
         tools: the tools that the model may call.
         tool_choice: how they may be called.
+        parallel_tool_calls: whether an answer may have several calls, as in a chat; default true.
         thinking: whether the model thinks before it answers.
         output_config: further options of the answer.
-        output_format: an older name of output_config.format.
         cache_control: a breakpoint after the last message.
         speed: there is one speed; see priority.
         context_management, compaction: nothing is left out of a conversation; one that is too long is refused.
         mcp_servers, container: the model is not told of tools that a server runs.
         fallbacks, fallback_credit_token: the named model answers, or the call fails.
         billing_policy, user_profile_id, workspace_id: whom Anthropic bills; --api-keys says who calls here.
+        functions, function_call: refused; tools and tool_choice have replaced them.
         inference_geo: the answer is computed where this cluster is.
     """
 
@@ -257,10 +207,10 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutput | None = None
     cache_control: CacheControl | None = None
     speed: Ignored[Raw] = Raw()
     context_management: Ignored[Raw] = Raw()
@@ -274,6 +224,8 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     workspace_id: Ignored[Raw] = Raw()
     inference_geo: Ignored[Raw] = Raw()
     thread: Raw = Raw()
+    functions: Raw = Raw()
+    function_call: Raw = Raw()
 
 
 class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):

@@ -16,13 +16,11 @@ from msgspec import Raw
 
 from pillion.gateway.anthropic.anthropic_fields import (
     AnthropicMessage,
-    AnthropicTool,
     CacheControl,
     CountTokensBody,
     ImageBlock,
     MessagesBody,
     OtherBlock,
-    OutputConfig,
     ResultPart,
     TextBlock,
     Thinking,
@@ -31,22 +29,21 @@ from pillion.gateway.anthropic.anthropic_fields import (
     ToolUseBlock,
 )
 from pillion.gateway.anthropic.signatures import signed_thoughts
-from pillion.gateway.http_api.body_reading import note_ignored, parse
+from pillion.gateway.http_api.body_reading import REQUIRED, note_ignored, parse
+from pillion.gateway.http_api.content_parts import read_calls
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages, without_text
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
+from pillion.gateway.http_api.json_objects import arguments_of, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_requests import request_of, template_kwargs
+from pillion.gateway.http_api.openai_requests import limited, request_of, structure_of, template_kwargs
+from pillion.gateway.http_api.tool_reading import ToolsRead
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
 from pillion.types import (
     ChatMessage,
     ChatOptions,
     GenerateRequest,
     SamplingParams,
-    StructuredOutputs,
-    Tool,
     ToolCall,
-    ToolOptions,
 )
 
 Body = TypeVar("Body", bound=CountTokensBody)
@@ -56,16 +53,11 @@ MAX_BREAKPOINTS = 4
 # prefix would be found.
 BILLING_HEADER = "x-anthropic-billing-header:"
 _TTLS_S = {None: 300, "5m": 300, "1h": 3600}
-_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NAMES: Mapping[str, str] = {
     "sampling.stop": "stop_sequences",
-    "sampling.structured_outputs.json": "output_config.format.schema",
-    "sampling.structured_outputs": "output_config.format",
     "chat.chat_template_kwargs": "output_config.effort",
     "tools.tools": "tools",
-    "tools.choice": "tool_choice.type",
-    "tools.name": "tool_choice.name",
-    "tools.parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tools.choice": "tool_choice",
 }
 
 
@@ -82,16 +74,13 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
     """Reads the body of POST /v1/messages, without the billing lines of its system texts. Raises ApiError."""
     body = _without_billing(parse(raw, MessagesBody))
     thinking = body.thinking or Thinking("adaptive")
-    output = (body.output_config or OutputConfig()).format or body.output_format
-    structured: StructuredOutputs | None = None
-    if output is not None:
-        structured = StructuredOutputs(json=json_object(output.schema, "output_config.format.schema"))
+    structured, structure_names = structure_of(body)
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
-        max_tokens=body.max_tokens,
+        max_tokens=limited(body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,
@@ -107,7 +96,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
     )
     return MessagesRequest(
         requests=(request,),
-        names=(conversation.names,),
+        names=({**conversation.names, **structure_names},),
         stream=bool(body.stream),
         shows_thinking=thinking.display != "omitted",
         breakpoints=_breakpoints(body),
@@ -185,24 +174,24 @@ class _BlockConversation:
         if not whole:
             return
         self.options = _options(body)
-        told = [(n, tool) for n, tool in enumerate(body.tools or ()) if tool.is_told]
-        self.tools = _tools(body, [_tool(tool, f"tools[{n}]") for n, tool in told])
-        for place, (n, _) in enumerate(told):
-            self.names |= {
-                f"tools.tools[{place}].parameters": f"tools[{n}].input_schema",
-                f"tools.tools[{place}]": f"tools[{n}]",
-            }
+        read = ToolsRead(body.tools or (), body.tool_choice, body.parallel_tool_calls)
+        self.tools = read.options
+        self.names |= read.names
 
     def _converted(self, message: AnthropicMessage, path: str, is_new: bool) -> Iterator[ChatMessage]:
         """Yields the gateway's messages that one of the client's stands for. Of a message that ``is_new`` every block
         has to be told."""
-        role = message.role
+        role = "system" if message.role == "developer" else message.role
+        if role == "tool":
+            yield self._answer(message, path)
+            return
+        calls = [*read_calls(message.tool_calls or (), None, path, f"{path}.tool_calls")]
+        self._called.update((call.id, call.name) for call in calls)
         if isinstance(message.content, str):
-            yield ChatMessage(role, message.content)
+            yield ChatMessage(role, message.content, tuple(calls))
             return
         texts: list[str] = []
         thoughts: list[str] = []
-        calls: list[ToolCall] = []
         for n, block in enumerate(message.content):
             where = f"{path}.content[{n}]"
             match block:
@@ -228,6 +217,15 @@ class _BlockConversation:
                     raise refused(f"{where}.type", f"a message of role {role} has no such block")
         if texts or thoughts or calls or not message.content:
             yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+
+    def _answer(self, message: AnthropicMessage, path: str) -> ChatMessage:
+        """Returns a tool's result that came as a message, as a chat has it."""
+        if message.tool_call_id is None:
+            raise refused(f"{path}.tool_call_id", REQUIRED, "missing_required_parameter")
+        content = message.content
+        told = [one for one in content if isinstance(one, ResultPart)] if not isinstance(content, str) else content
+        name = self._called.get(message.tool_call_id, "")
+        return ChatMessage("tool", _text(told, f"{path}.content"), tool_call_id=message.tool_call_id, name=name)
 
     def _result(self, block: ToolResultBlock, path: str) -> ChatMessage:
         text = ("Error: " if block.is_error else "") + _text(block.content or "", path)
@@ -297,7 +295,7 @@ def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBod
     for n, message in enumerate(body.messages):
         for m, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if not isinstance(part, ThinkingBlock) and part.cache_control is not None:
-                last = AnthropicMessage(message.role, list(message.content[: m + 1]))  # type: ignore[arg-type]
+                last = replace(message, content=message.content[: m + 1])
                 yield part.cache_control, replace(body, messages=[*body.messages[:n], last])
     if body.cache_control is not None:
         yield body.cache_control, None
@@ -321,7 +319,8 @@ def _text(content: str | Sequence[ResultPart], path: str) -> str:
 def _options(body: CountTokensBody) -> ChatOptions:
     """Returns the options by which a conversation becomes a prompt."""
     last, thinks = body.messages[-1], None
-    if isinstance(last.content, list) and any(isinstance(block, ToolUseBlock) for block in last.content):
+    calls = [one for one in last.content if isinstance(one, ToolUseBlock)] or last.tool_calls
+    if calls:
         text = "the answer cannot go on after calls of tools: send their results"
         raise refused(f"messages[{len(body.messages) - 1}]", text)
     if body.thinking is not None and body.thinking.type != "adaptive":
@@ -333,25 +332,3 @@ def _options(body: CountTokensBody) -> ChatOptions:
     return ChatOptions(
         continue_final_message=last.role == "assistant", chat_template_kwargs=template_kwargs(Raw(), wanted)
     )
-
-
-def _tools(body: CountTokensBody, told: Sequence[Tool]) -> ToolOptions:
-    """Returns the tools of a call of which the model is told, and how they may be called."""
-    for tool in body.tools or ():
-        if not tool.is_told:
-            note_ignored(f"tools.{tool.type}")
-    choice = body.tool_choice
-    parallel = (
-        None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
-    )
-    return ToolOptions(
-        tools=tuple(told),
-        choice="" if choice is None else _CHOICES[choice.type],
-        name="" if choice is None else choice.name,
-        parallel_tool_calls=parallel,
-    )
-
-
-def _tool(tool: AnthropicTool, path: str) -> Tool:
-    schema = json_object(tool.input_schema, f"{path}.input_schema")
-    return Tool(name=tool.name, description=tool.description, parameters=schema, strict=tool.strict)

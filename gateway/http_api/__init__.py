@@ -14,7 +14,11 @@ body_reading.py      reads a body as its type, judges its fields, and mends null
 openapi.py           /openapi.json: what bodies may hold, made of those fields
 docs_page.py         /docs: the page that is made of it
 openai_requests.py   from bodies to requests of the gateway, the messages of chats included
-asked_structure.py   the structure that an answer must have, in the words of several servers
+structure_fields.py  the fields that ask for a structure of the answer, in the words of all APIs
+asked_structure.py   reads them
+tool_fields.py       tools, and the choice among them, in the shapes of all APIs
+tool_reading.py      reads them
+content_parts.py     the parts of a message: texts, thoughts, calls and their results
 openai_events.py     from deltas to events, or to one object
 custom_tools.py      custom tools as functions with one argument, and their input out of calls
 json_objects.py      JSON that is passed on as text, such as schemas of tools

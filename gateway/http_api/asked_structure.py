@@ -1,73 +1,98 @@
-"""Reads the structure that an answer must have, in OpenAI's words, vLLM's, SGLang's or llama.cpp's."""
+"""Reads the structure that an answer must have, whichever API's or server's words ask for it.
+
+A structure that is asked for is obeyed, or refused by its name: an answer without it would be another than was asked
+for. So a field that has no place in a format is refused, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_reading import given, parse_field
+from pillion.gateway.http_api.body_reading import current_reading, given, note_ignored, parse_field, read_noting
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import compact_json
-from pillion.gateway.http_api.openai_fields import (
-    READ_LATER,
-    ChatBody,
-    CompletionBody,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ShapeBody,
-    TagFormat,
-    TextFormat,
-)
+from pillion.gateway.http_api.structure_fields import FormatBody, ShapeBody, StructureBody
 from pillion.gateway.request.validation import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 
 # JSON needs at most six bytes for each character of a structure.
 _MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
-# A structure comes with the client's names of its fields, by the gateway's. None stands for free text.
+# A structure, and the client's names of its fields by the gateway's. None is free text.
 AskedStructure = tuple[StructuredOutputs | None, Mapping[str, str]]
 _SHAPE = "sampling.structured_outputs"
-# These fields of other servers ask for a structure, too; each is one of StructuredOutputs'.
-_BY_NAME = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
+# Fields of other servers, and the field of StructuredOutputs that each of them sets.
+_BY_NAME = {
+    "json_schema": "json",
+    "guided_json": "json",
+    "regex": "regex",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "ebnf": "grammar",
+    "guided_grammar": "grammar",
+}
+_FORMATS = ("response_format", "format", "output_format", "grammar")
+_HOLDERS = ("text", "output_config")
+_RAW = ("response_format", "format", "output_format", "grammar", "structured_outputs", "json_schema", "guided_json")
+# Every field that may ask for a structure.
+ASKING = (*_RAW, *_HOLDERS, *_BY_NAME)
+_JSON_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+# Keywords of a schema without a type. One without any of them constrains nothing, or is no schema.
+_KEYWORDS = frozenset(
+    {"$ref", "$schema", "$defs", "allOf", "anyOf", "oneOf", "const", "enum", "items", "properties", "required"}
+)
+_WRAPPING = frozenset({"name", "schema", "strict", "description"})
 
 
-def read_structure(body: CompletionBody | ChatBody) -> AskedStructure:
+def read_structure(body: StructureBody) -> AskedStructure:
     """Reads the structure that an answer must have, which at most one field asks for; returns it, and the client's
     names of its fields by the gateway's. Raises ApiError."""
-    for name in ("response_format", "structured_outputs", "json_schema"):
-        if len(bytes(getattr(body, name))) > _MAX_RAW_BYTES:
-            raise refused(name, f"more than {_MAX_RAW_BYTES} bytes")
-    asked: dict[str, AskedStructure] = {}
-    if given(body.response_format):
-        form = _of_format(parse_field(body.response_format, READ_LATER["response_format"], "response_format"))
-        if form[0] is not None:
-            asked["response_format"] = form
-    if given(body.structured_outputs):
-        asked["structured_outputs"] = _of_shape(body.structured_outputs), {}
-    for name, kind in _BY_NAME.items():
-        sent: Any = getattr(body, name)
-        if isinstance(sent, Raw):
-            sent = _schema(sent, name) if given(sent) else None
-        if sent:
-            asked[name] = StructuredOutputs(**{kind: sent}), {f"{_SHAPE}.{kind}": name}
+    asked = {field: (structure, names) for field, structure, names in _asked(body) if structure is not None}
     if len(asked) > 1:
         first, second = [*asked][:2]
         raise refused(second, f"{first} asks for a structure already; send one of both")
     return next(iter(asked.values()), (None, {}))
 
 
-def _schema(raw: Raw, field: str) -> str:
-    """Returns a JSON schema, which may have been sent as its text. Raises ApiError."""
-    schema = compact_json(raw, field, dict, str, bool)
-    return msgspec.json.decode(schema, type=str) if schema.startswith('"') else schema
+def _asked(body: StructureBody) -> Iterator[tuple[str, StructuredOutputs | None, Mapping[str, str]]]:
+    """Yields each field of a body that asks for a structure, with what it asks for."""
+    formats = {name: getattr(body, name) for name in _FORMATS}
+    held = ((name, getattr(body, name)) for name in _HOLDERS)
+    formats |= {f"{name}.format": holder.format for name, holder in held if holder is not None}
+    for field, raw in formats.items():
+        _check_size(raw, field)
+        if field == "grammar" and raw and bytes(raw)[:1] == b'"':
+            text = msgspec.json.decode(raw, type=str)
+            yield field, StructuredOutputs(grammar=text) if text else None, {f"{_SHAPE}.grammar": field}
+        elif given(raw):
+            yield field, *_of_format(raw, field)
+    if given(body.structured_outputs):
+        _check_size(body.structured_outputs, "structured_outputs")
+        yield "structured_outputs", _of_shape(body.structured_outputs), {}
+    for field, kind in _BY_NAME.items():
+        sent = getattr(body, field)
+        if isinstance(sent, Raw) and given(sent):
+            _check_size(sent, field)
+            schema, path = _schema(sent, field)
+            yield field, StructuredOutputs(json=schema), {f"{_SHAPE}.json": path}
+        elif sent and not isinstance(sent, Raw):
+            value: Any = tuple(sent) if isinstance(sent, list) else sent
+            yield field, StructuredOutputs(**{kind: value}), {f"{_SHAPE}.{kind}": field}
+
+
+def _check_size(raw: Raw, field: str) -> None:
+    if len(bytes(raw)) > _MAX_RAW_BYTES:
+        raise refused(field, f"more than {_MAX_RAW_BYTES} bytes")
 
 
 def _of_shape(raw: Raw) -> StructuredOutputs:
     body: ShapeBody = parse_field(raw, ShapeBody, "structured_outputs")
     return StructuredOutputs(
-        json=_schema(body.json, "structured_outputs.json") if given(body.json) else None,
+        json=_schema(body.json, "structured_outputs.json")[0] if given(body.json) else None,
         json_object=bool(body.json_object),
         regex=body.regex,
         choice=tuple(body.choice or ()),
@@ -76,35 +101,105 @@ def _of_shape(raw: Raw) -> StructuredOutputs:
     )
 
 
-def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat) -> AskedStructure:
-    schema, field = Raw(), "response_format.json_schema.schema"
-    match asked:
-        case TextFormat():
+def _of_format(raw: Raw, field: str) -> AskedStructure:
+    """Reads a format: an object with a type, a JSON schema, or the name of a type. Raises ApiError."""
+    if bytes(raw)[:1] == b'"':
+        word = parse_field(raw, str, field)
+        if word.lstrip()[:1] == "{":
+            return _json(raw, field, field)
+        if word not in ("", "text", "json", "json_object"):
+            raise refused(field, f"{word[:100]!r} is not supported here", "unsupported_value")
+        return (StructuredOutputs(json_object=True) if word.startswith("json") else None), {_SHAPE: field}
+    fields: dict[str, Raw] = parse_field(raw, dict[str, Raw], field)
+    if _is_schema(fields):
+        return _json(raw, field, field)
+    # A field with no place in a format may be a constraint of another server's.
+    form: FormatBody = read_noting(replace(current_reading(), strict=True), parse_field, raw, FormatBody, field)
+    match form.type:
+        case "text":
             return None, {}
-        case JsonSchemaFormat():
-            schema = asked.json_schema.schema
-        case JsonObjectFormat():
-            schema = asked.schema
-            field = "response_format.schema" if given(schema) else field
-        case TagFormat():
-            return StructuredOutputs(structural_tag=_tag_of(asked)), _format_names(field)
-    if not given(schema):
-        return StructuredOutputs(json_object=True), _format_names(field)
-    return StructuredOutputs(json=compact_json(schema, field, dict, bool)), _format_names(field)
+        case "json_object" | "json" | "json_schema":
+            return _of_json_format(form, field)
+        case "" if given(form.json_schema) or given(form.schema):
+            return _of_json_format(form, field)
+        case "regex":
+            return _of_text(form, {"pattern": form.pattern, "regex": form.regex}, "regex", field)
+        case "grammar":
+            return _of_text(form, {"grammar": form.grammar}, "grammar", field)
+        case "structural_tag":
+            return StructuredOutputs(structural_tag=_tag_of(form, field)), {
+                f"{_SHAPE}.structural_tag": field,
+                _SHAPE: field,
+            }
+    if not form.type:
+        raise refused(f"{field}.type", "this field is required", "missing_required_parameter")
+    raise refused(f"{field}.type", f"{form.type[:100]!r} is not supported here", "unsupported_value")
 
 
-def _tag_of(asked: TagFormat) -> str:
-    triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
-    sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
+def _is_schema(fields: Mapping[str, Raw]) -> bool:
+    """Returns whether an object is itself a JSON schema, as Ollama's format is."""
+    kind = bytes(fields.get("type", b""))
+    if kind[:1] == b'"':
+        return msgspec.json.decode(kind, type=str).lower() in _JSON_TYPES
+    return kind[:1] == b"[" or (not kind and not _KEYWORDS.isdisjoint(fields))
+
+
+def _of_json_format(form: FormatBody, field: str) -> AskedStructure:
+    sent = {"json_schema": form.json_schema, "schema": form.schema, "value": form.value}
+    schemas = [name for name, raw in sent.items() if given(raw)]
+    if len(schemas) > 1:
+        raise refused(f"{field}.{schemas[1]}", f"{schemas[0]} is there too; send one of both")
+    if schemas:
+        return _json(sent[schemas[0]], f"{field}.{schemas[0]}", field)
+    if form.type == "json_schema":
+        name = "json_schema" if field == "response_format" else "schema"
+        raise refused(f"{field}.{name}", "this field is required", "missing_required_parameter")
+    return StructuredOutputs(json_object=True), {_SHAPE: field}
+
+
+def _json(raw: Raw, path: str, field: str) -> AskedStructure:
+    """Returns the structure of the schema at ``path``, which the format ``field`` has. OpenAI's wrapping without a
+    schema is any JSON object."""
+    schema, path = _schema(raw, path)
+    structure = StructuredOutputs(json=schema) if schema else StructuredOutputs(json_object=True)
+    return structure, {f"{_SHAPE}.json": path, _SHAPE: field}
+
+
+def _schema(raw: Raw, path: str) -> tuple[str, str]:
+    """Returns a JSON schema, without OpenAI's wrapping of name and strict, and its path; "" for a wrapping without a
+    schema. A schema may have been sent as its text. Raises ApiError."""
+    if bytes(raw)[:1] == b"{":
+        fields = parse_field(raw, dict[str, Raw], path)
+        if fields.keys() <= _WRAPPING and not fields.keys().isdisjoint(("name", "schema")):
+            if given(fields.get("description", Raw())):
+                note_ignored(f"{path}.description")
+            raw, path = fields.get("schema", Raw()), f"{path}.schema"
+            if not given(raw):
+                return "", path
+    schema = compact_json(raw, path, dict, str, bool)
+    return (msgspec.json.decode(schema, type=str) if schema[:1] == '"' else schema), path
+
+
+def _of_text(form: FormatBody, named: Mapping[str, str | None], kind: str, field: str) -> AskedStructure:
+    """Returns a structure that is a text, under one of the names that it may have in a format."""
+    texts = {name: text for name, text in named.items() if text is not None}
+    if given(form.value):
+        texts["value"] = parse_field(form.value, str, f"{field}.value")
+    if not texts:
+        raise refused(f"{field}.{next(iter(named))}", "this field is required", "missing_required_parameter")
+    name, text = texts.popitem()
+    if texts:
+        raise refused(f"{field}.{name}", f"{next(iter(texts))} is there too; send one of both")
+    structure: Any = {kind: text}
+    return StructuredOutputs(**structure), {f"{_SHAPE}.{kind}": f"{field}.{name}", _SHAPE: field}
+
+
+def _tag_of(form: FormatBody, field: str) -> str:
+    triggers = Raw() if form.triggers is None else Raw(msgspec.json.encode(form.triggers))
+    sent = (("structures", form.structures), ("triggers", triggers), ("format", form.format))
     parts = [
-        f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
+        f'"{name}":{compact_json(raw, f"{field}.{name}", dict if name == "format" else list)}'
         for name, raw in sent
         if given(raw)
     ]
     return f"{{{','.join(parts)}}}"
-
-
-def _format_names(schema_field: str) -> Mapping[str, str]:
-    """Returns the client's names of the gateway's fields where response_format asks for the structure."""
-    names = (f"{_SHAPE}.structural_tag", _SHAPE)
-    return {f"{_SHAPE}.json": schema_field, **dict.fromkeys(names, "response_format")}

@@ -30,6 +30,7 @@ from msgspec import Raw
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import IGNORED, OTHER
 from pillion.gateway.http_api.openai_fields import FALSE_ASKS, HARMLESS, INSTEAD, NOTHING, READ_AS, READ_LATER
+from pillion.gateway.http_api.structure_fields import CARRIERS, OTHER_SPELLINGS
 from pillion.gateway.request.validation import (
     MAX_BRACKETS,
     MAX_STRINGS,
@@ -425,15 +426,19 @@ def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReadin
     if kind is None:
         return found
     known, made = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
+    passes_over = getattr(kind, "passed_over", None)
+    is_quiet = passes_over is not None and passes_over(found)
     for name, value in found.items():
         where = f"{path}.{name}" if path else name
         if name in known:
             made[name] = _mended(value, known[name], where, reading)
         elif name == shape.tag_field:
             made[name] = value
-        elif not _is_null(value):
+        elif not (is_quiet or _is_null(value)):
             if not path:
                 _refuse_near_miss(name, known, reading)
+                if "structured_outputs" in known:
+                    _refuse_structure(name, value)
             if reading.strict:
                 raise refused(where, UNKNOWN, "unknown_parameter")
             reading.note(where)
@@ -471,6 +476,24 @@ def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading)
         near = next((one for one in known if is_one_edit(name, one)), None)
         if near is not None:
             raise refused(name, f"did you mean {near}?", "unknown_parameter")
+
+
+def _refuse_structure(name: str, value: Raw) -> None:
+    """Raises ApiError for an unknown field of a body that asks for a structure of the answer, or holds one that does:
+    ignored, it would make the answer another one."""
+    spelled = _plain(name)
+    fields = {name: value}
+    if spelled in CARRIERS and bytes(value)[:1] == b"{":
+        fields = {f"{name}.{inner}": held for inner, held in _object_in(value).items()}
+    for path, sent in fields.items():
+        asks = bytes(sent) not in (b"null", b"false", b'""', b"[]", b"{}")
+        if asks and _plain(path.rpartition(".")[2]) in OTHER_SPELLINGS:
+            text = "this name of the answer's structure is not known here; send response_format, at the top of the body"
+            raise refused(path[: 2 * MAX_IGNORED_NAME_CHARS], text, "unknown_parameter")
+
+
+def _plain(name: str) -> str:
+    return name[:MAX_IGNORED_NAME_CHARS].lower().replace("_", "").replace("-", "")
 
 
 def is_one_edit(name: str, other: str) -> bool:

@@ -19,16 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.custom_tools import ToolGrammar
-from pillion.gateway.http_api.json_objects import (
-    OTHER,
-    AnyJson,
-    Ignored,
-    JsonObject,
-    JsonObjects,
-    JsonSchema,
-    JsonShape,
-)
+from pillion.gateway.http_api.json_objects import AnyJson, Ignored
+from pillion.gateway.http_api.structure_fields import ShapeBody, StructureBody
+from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 from pillion.types import SAMPLING_OPTIONS
 
 # Larger integers have no use in a body, and their digits alone could be megabytes.
@@ -40,12 +33,12 @@ def sampling_body(api: str) -> Any:
     out."""
     mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if api in one.apis)
     values = [(name, (Int if one.whole else float) | None, None) for name, one in mine]
-    return msgspec.defstruct("SamplingBody", values, kw_only=True, forbid_unknown_fields=True)
+    return msgspec.defstruct("SamplingBody", values, bases=(StructureBody,), kw_only=True, forbid_unknown_fields=True)
 
 
 if TYPE_CHECKING:
 
-    class CompletionSampling(msgspec.Struct, kw_only=True):
+    class CompletionSampling(StructureBody, kw_only=True):
         """Holds the sampling values of chats and completions; the code reads these by name."""
 
         min_tokens: int | None = None
@@ -54,7 +47,7 @@ if TYPE_CHECKING:
         prompt_logprobs: int | None = None
         truncate_prompt_tokens: int | None = None
 
-    class ResponsesSampling(msgspec.Struct, kw_only=True):
+    class ResponsesSampling(StructureBody, kw_only=True):
         """Holds the sampling values of a response; the code reads these by name."""
 
         temperature: float | None = None
@@ -94,86 +87,6 @@ class UsageOptions(msgspec.Struct, forbid_unknown_fields=True):
     include: bool | None = None
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
-    """Asks for free text."""
-
-
-class JsonObjectFormat(
-    msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type", omit_defaults=True
-):
-    """Asks for any JSON object, or, as other servers have it, for one that fits a schema.
-
-    Attributes:
-        schema: the schema.
-    """
-
-    schema: JsonSchema = Raw()
-
-
-class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """Wraps a JSON schema in OpenAI's words.
-
-    Attributes:
-        name: the schema's name; the answer does not depend on it.
-        schema: the schema; left out, any JSON object will do.
-        description: what the schema is for; the model is not told.
-        strict: it has no effect, because every answer fits the whole schema.
-    """
-
-    name: str = ""
-    schema: JsonSchema = Raw()
-    description: Ignored[Raw] = Raw()
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
-    """Asks for JSON that fits a schema.
-
-    Attributes:
-        json_schema: the schema.
-    """
-
-    json_schema: NamedSchema
-
-
-class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag", tag_field="type"):
-    """Asks for free text with parts of a given structure, as vLLM has it: structures and triggers, or a format.
-
-    Attributes:
-        structures: the begin, schema and end of each part.
-        triggers: texts after which one of the structures has to follow.
-        format: the newer notation, which nests.
-    """
-
-    structures: JsonObjects = Raw()
-    triggers: list[str] | None = None
-    format: JsonObject = Raw()
-
-
-class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets the structure of the answer in vLLM's words; exactly one field is given.
-
-    Attributes:
-        json: a JSON schema, or its text.
-        regex: a regular expression that the whole answer matches.
-        choice: texts of which the answer is one.
-        grammar: a grammar in Lark's notation, or in GBNF's.
-        json_object: whether any JSON object will do.
-        structural_tag: free text with parts of a given structure, as text.
-        disable_any_whitespace, whitespace_pattern: JSON is written as Python's json writes it.
-    """
-
-    json: JsonShape = Raw()
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: Ignored[Raw] = Raw()
-    disable_additional_properties: Raw = Raw()
-    whitespace_pattern: Ignored[Raw] = Raw()
-
-
 class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     """Sets the fields of both kinds of completion; SamplingParams describes those of sampling.
 
@@ -188,10 +101,6 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
             vLLM does; it does not go with stream.
         cache_salt: only requests with the same salt share cached prefixes.
         kv_hints: what is to become of the KV when the answer has ended, in vLLM's envelope; at most 64 KiB.
-        response_format: the structure of the answer, in OpenAI's words.
-        structured_outputs: the structure of the answer, in vLLM's words.
-        json_schema, regex, grammar, ebnf: the structure of the answer, in SGLang's and llama.cpp's words; a grammar is
-            in Lark's notation, or in GBNF's. One structure is given.
         return_token_ids: whether the answer has the ids of its own tokens and of the prompt's, as vLLM's has.
         return_tokens_as_token_ids: whether log probabilities name a token "token_id:" with its id.
         usage: whether the usage is wanted, in OpenRouter's words.
@@ -213,12 +122,6 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     kv_hints: Raw = Raw()
-    response_format: Raw = Raw()
-    structured_outputs: Raw = Raw()
-    json_schema: JsonShape = Raw()
-    regex: str | None = None
-    grammar: str | None = None
-    ebnf: str | None = None
     allowed_token_ids: Raw = Raw()
     bad_words: Raw = Raw()
     skip_special_tokens: bool | None = None
@@ -330,152 +233,39 @@ class ThoughtPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of a message's content, of any type; only its text is read.
+    """Holds a part of a message's content, of any type, in a chat or in an item of Responses.
 
     Attributes:
-        type: "text"; parts of Responses ("input_text", "output_text") are taken too. Of other types an image or the
-            like in a user's message is refused, and so is what has no text in the last one.
+        type: "text", "input_text", "output_text", "refusal" or "thinking", and Anthropic's "tool_use" of an assistant
+            and "tool_result" of a user. Of other types an image or the like in a user's message is refused, and so is
+            what has no text in the last one.
         text: the text.
         refusal: a text as well.
         thinking: what the assistant thought; most templates leave it out.
-        image_url, input_audio, file: what the model cannot see; of an image in what a tool gave back it is told.
+        id, name, input: id, tool and arguments of a "tool_use".
+        tool_use_id, content, is_error: a "tool_result": the call's id, a text or parts, and whether the tool failed.
+        image_url, input_audio, file, file_id, detail: what the model cannot see; of an image in what a tool gave back
+            it is told.
+        logprobs, annotations: what stood beside an earlier answer's text.
     """
 
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
     thinking: str | list[ThoughtPart] | None = None
+    id: str | None = None
+    name: str | None = None
+    input: AnyJson = Raw()
+    tool_use_id: str | None = None
+    content: AnyJson = Raw()
+    is_error: bool | None = None
     image_url: Ignored[Raw] = Raw()
     input_audio: Ignored[Raw] = Raw()
     file: Ignored[Raw] = Raw()
-
-
-class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a function that the model may call.
-
-    Attributes:
-        name: at most 128 letters, digits and _ . : -
-        description: what the model reads of it.
-        parameters: the JSON schema of its arguments; without it, any object.
-        strict: whether its arguments always fit that schema; without it they do where the schema can be followed.
-    """
-
-    name: str
-    description: str | None = None
-    parameters: JsonObject = Raw()
-    strict: bool | None = None
-
-
-class ToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="function", tag_field="type"):
-    """Describes a function as a tool.
-
-    Attributes:
-        function: the function.
-    """
-
-    function: FunctionBody
-
-
-class AnyText(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type", omit_defaults=True):
-    """Says that a custom tool's input is any text."""
-
-
-class GrammarOfInput(msgspec.Struct, forbid_unknown_fields=True, tag="grammar", tag_field="type"):
-    """Says that a custom tool's input follows a grammar.
-
-    Attributes:
-        grammar: the grammar.
-    """
-
-    grammar: ToolGrammar
-
-
-class CustomBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a custom tool, whose input is a text.
-
-    Attributes:
-        name: at most 128 letters, digits and _ . : -
-        description: what the model reads of it.
-        format: the form of the input; default: any text.
-    """
-
-    name: str
-    description: str | None = None
-    format: AnyText | GrammarOfInput | None = None
-
-
-class CustomToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="custom", tag_field="type"):
-    """Describes a tool whose input is a text.
-
-    Attributes:
-        custom: the tool.
-    """
-
-    custom: CustomBody
-
-
-class OtherToolBody(msgspec.Struct, forbid_unknown_fields=True, tag=OTHER, tag_field="type"):
-    """Describes a tool that a server runs, of which the model is not told, or a function whose type was left out.
-
-    Attributes:
-        sent_type: the tool's type.
-        function: the function.
-    """
-
-    sent_type: str = ""
-    function: FunctionBody | None = None
-
-
-class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the name of a function or of a custom tool.
-
-    Attributes:
-        name: the name of one of the tools.
-    """
-
-    name: str
-
-
-class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, tag="function", tag_field="type"):
-    """Names the one function that has to be called.
-
-    Attributes:
-        function: the function's name.
-    """
-
-    function: NamedFunction
-
-
-class CustomChoice(msgspec.Struct, forbid_unknown_fields=True, tag="custom", tag_field="type"):
-    """Names the one custom tool that has to be called.
-
-    Attributes:
-        custom: the tool's name.
-    """
-
-    custom: NamedFunction
-
-
-class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
-    """Names the tools that may be called, of those of which the model is told.
-
-    Attributes:
-        mode: "auto", or "required" for at least one call.
-        tools: the tools' names.
-    """
-
-    mode: Literal["auto", "required"]
-    tools: list[ChoiceBody | CustomChoice]
-
-
-class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True, tag="allowed_tools", tag_field="type"):
-    """Names the tools that may be called, of those of which the model is told.
-
-    Attributes:
-        allowed_tools: the tools, and how they may be called.
-    """
-
-    allowed_tools: AllowedTools
+    file_id: Ignored[Raw] = Raw()
+    detail: Ignored[Raw] = Raw()
+    logprobs: Ignored[Raw] = Raw()
+    annotations: Ignored[Raw] = Raw()
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -589,12 +379,9 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # sends in their place, and HARMLESS has the values of them that are let through. vLLM's fields that are no part of its
 # API any more, or change only how fast an answer comes (early_stopping, kv_transfer_params, mm_processor_kwargs), are
 # fields that nobody knows.
-_UNSUPPORTED_IN_BOTH = """
-    guided_choice guided_grammar guided_json guided_regex use_beam_search
-"""
 _UNSUPPORTED = {
-    CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
-    ChatBody: f"{_UNSUPPORTED_IN_BOTH} chat_template documents function_call functions modalities moderation",
+    CompletionBody: "use_beam_search add_special_tokens suffix",
+    ChatBody: "use_beam_search chat_template documents function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
 # These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does. So do
@@ -618,10 +405,6 @@ NOTHING: tuple[Any, ...] = (False, "", [])
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
 # For refused fields and types of items, this says what a client sends in their place.
 INSTEAD: Mapping[str, str] = {
-    **{
-        f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
-        for name in ("json", "regex", "choice", "grammar")
-    },
     "add_special_tokens": "a text begins as its tokenizer says; send token ids for another beginning",
     "chat_template": "the model's own template is used, or that of --chat-template",
     "documents": "write them into a message; templates are not given documents",
@@ -642,8 +425,8 @@ READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "input": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
-    "tools": list[ToolBody | CustomToolBody | OtherToolBody],
-    "tool_choice": Literal["auto", "none", "required"] | ChoiceBody | CustomChoice | AllowedChoice,
+    "tools": list[ToolBody],
+    "tool_choice": ToolChoice,
     "stop": str | list[str],
     "stop_token_ids": list[Int],
     "allowed_token_ids": list[Int],
@@ -651,7 +434,6 @@ READ_LATER: Mapping[str, Any] = {
     "logit_bias": dict[Int, float],
     "kv_hints": dict[str, Any],
     "metadata": dict[str, str],
-    "response_format": TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat,
     "structured_outputs": ShapeBody,
     "chat_template_kwargs": dict[str, Raw],
     "chat_template_args": dict[str, Raw],

@@ -17,32 +17,23 @@ import msgspec
 from msgspec import Raw
 
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
-from pillion.gateway.http_api.asked_structure import AskedStructure, read_structure
+from pillion.gateway.http_api.asked_structure import ASKING, AskedStructure, read_structure
 from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse, parse_field
-from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
-from pillion.gateway.http_api.gathered_messages import without_text
+from pillion.gateway.http_api.content_parts import read_calls, read_content
 from pillion.gateway.http_api.http_errors import from_pillion, refused
-from pillion.gateway.http_api.json_objects import arguments_of, compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
-    AllowedChoice,
-    CallBody,
-    CalledFunction,
     ChatBody,
-    ChoiceBody,
     CompletionBody,
-    ContentPart,
-    CustomChoice,
-    CustomToolBody,
-    FunctionBody,
-    GrammarOfInput,
     Int,
     MessageBody,
     ThinkingSwitch,
     TokenizeBody,
 )
+from pillion.gateway.http_api.structure_fields import StructureBody
+from pillion.gateway.http_api.tool_reading import ToolsRead
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -50,7 +41,6 @@ from pillion.gateway.request.validation import (
     MAX_PROMPT_IDS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS_CHARS,
-    MAX_TOOLS,
     MAX_TOOLS_BYTES,
     too_long,
 )
@@ -64,7 +54,6 @@ from pillion.types import (
     GenerateRequest,
     SamplingParams,
     StructuredOutputs,
-    Tool,
     ToolCall,
     ToolOptions,
 )
@@ -110,30 +99,17 @@ COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
 CHAT_NAMES: Mapping[str, str] = {
     "sampling.logprobs": "top_logprobs",
     "tools.tools": "tools",
-    "tools.tools[]": "tools[].function",
     "tools.choice": "tool_choice",
-    "tools.name": "tool_choice.function.name",
-    "tools.allowed": "tool_choice.allowed_tools.tools",
 }
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
 
 # "developer" is OpenAI's newer name of the same role, which no open model's template knows; "function" is the older
 # name of a tool.
 _ROLES = {"developer": "system", "function": "tool"}
-_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-# Parts of these types show something to the model.
-_SHOWN = frozenset(
-    {
-        *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),
-        *("input_audio", "audio_url", "audio", "file", "input_file", "document"),
-    }
-)
 # Sampling values that a body has under the same names as SamplingParams: those that are texts and switches, and the
 # lists, which are read in the second step.
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "truncation_side")
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
-# These fields ask for the structure of an answer.
-_STRUCTURES = ("response_format", "structured_outputs", "json_schema", "regex", "grammar", "ebnf")
 
 Prompt = str | tuple[int, ...]
 
@@ -181,10 +157,10 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     body = parse(raw, CompletionBody)
     if body.truncate_prompt_tokens is not None:
         most_ids = MAX_PROMPT_IDS
-    most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else limited(body.max_tokens)
     if body.min_tokens is not None and body.max_tokens is None:
-        most = max(most, body.min_tokens)
-    structured, structure_names = _structure(body)
+        most = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens)
+    structured, structure_names = structure_of(body)
     sampling = _sampling(body, most, body.logprobs, structured)
     if body.echo and body.logprobs is not None:
         # An echoed prompt is shown with log probabilities of the same kind as the answer's.
@@ -211,22 +187,38 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
     newer = body.max_completion_tokens is not None
-    most = body.max_completion_tokens if newer else body.max_tokens
-    structured, structure_names = _structure(body)
+    most = limited(body.max_completion_tokens if newer else body.max_tokens)
+    structured, structure_names = structure_of(body)
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structured)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
-    tools, tool_names, custom = ToolOptions(), dict[str, str](), frozenset[str]()
+    tools, tool_names, custom = ToolOptions(parallel_tool_calls=body.parallel_tool_calls), dict[str, str](), set[str]()
     if body.tools or body.tool_choice:
-        tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
-    tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
+        read = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        tools, tool_names, custom = read.options, read.names, read.custom
     hints = _hints(body.kv_hints) if body.kv_hints else ""
     request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
     names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
     _check_options(body, 1)
     echoed = _echoed(messages[-1], options) if body.echo else ""
     return OpenAIRequest(
-        requests=(request,), names=(names,), stream=bool(body.stream), body=body, echoed=echoed, custom=custom
+        requests=(request,),
+        names=(names,),
+        stream=bool(body.stream),
+        body=body,
+        echoed=echoed,
+        custom=frozenset(custom),
     )
+
+
+def structure_of(body: StructureBody) -> AskedStructure:
+    """Returns the structure that an answer must have. Raises ApiError."""
+    # Few bodies ask for one.
+    return read_structure(body) if any(getattr(body, name) for name in ASKING) else (None, {})
+
+
+def limited(max_tokens: int | None) -> int | None:
+    """Returns the most tokens of an answer, None for -1, by which other servers mean no limit."""
+    return None if max_tokens == -1 else max_tokens
 
 
 def _echoed(last: ChatMessage, options: ChatOptions) -> str:
@@ -242,8 +234,8 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     options = chat_options(body)
     if body.prompt is not None:
         return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
-    messages, (tools, *_) = read_messages(body.messages), read_tools(body.tools, Raw())
-    return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools)
+    messages, tools = read_messages(body.messages), read_tools(body.tools, Raw())
+    return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools.options)
 
 
 def read_prompts(raw: Raw, most_ids: int, name: str = "prompt", most: int = MAX_PROMPTS) -> dict[str, Prompt]:
@@ -303,50 +295,28 @@ def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
     unanswered: dict[str, str] = {}
     for n, message in enumerate(messages):
         check_wanted()
-        role, content = _ROLES.get(message.role, message.role), message.content
+        role, content, path = _ROLES.get(message.role, message.role), message.content, f"messages[{n}]"
         if content is None and role not in ("assistant", "tool") and n == len(messages) - 1:
-            raise refused(f"messages[{n}].content", REQUIRED, "missing_required_parameter")
+            raise refused(f"{path}.content", REQUIRED, "missing_required_parameter")
+        text, thought, calls = "", "", tuple[ToolCall, ...]()
         if isinstance(content, list):
-            texts, thoughts = _parts(content, role, n, n == last_user)
-        else:
-            texts, thoughts = [content or message.refusal or ""], []
-        calls = tuple(_calls(message, n)) if message.tool_calls or message.function_call else ()
+            read = read_content(content, role, f"{path}.content", is_new=n == last_user)
+            for result in read.results:
+                yield replace(result, name=unanswered.pop(result.tool_call_id, ""))
+            if read.is_results:
+                continue
+            text, thought, calls = read.text, "\n".join(read.thoughts), tuple(read.calls)
+        if message.tool_calls or message.function_call:
+            calls += tuple(read_calls(message.tool_calls or (), message.function_call, path, f"call{n:03}"))
         unanswered.update((call.id, call.name) for call in calls)
         yield ChatMessage(
             role=role,
-            content="\n".join(texts),
+            content=text if isinstance(content, list) else content or message.refusal or "",
             tool_calls=calls,
             tool_call_id=_answered(message, unanswered) if role == "tool" else message.tool_call_id or "",
             name=message.name or "",
-            reasoning=message.reasoning_content or message.reasoning or "\n".join(thoughts),
+            reasoning=message.reasoning_content or message.reasoning or thought,
         )
-
-
-def _parts(content: Sequence[ContentPart], role: str, n: int, is_last_user: bool) -> tuple[list[str], list[str]]:
-    """Returns the texts of a message's parts, and what the assistant thought. ``is_last_user`` says that it is the
-    user's last message."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    for m, part in enumerate(content):
-        thought = _thought(part) if role == "assistant" else ""
-        text = part.text or part.refusal or ("" if thought else _thought(part))
-        if thought:
-            thoughts.append(thought)
-        elif text or part.type in _TEXTS:
-            texts.append(text)
-        else:
-            path, is_image = f"messages[{n}].content", part.type in _SHOWN
-            texts += without_text(part.type, path, m, role, is_image=is_image, is_new=is_last_user)
-    return texts, thoughts
-
-
-def _calls(message: MessageBody, n: int) -> Iterator[ToolCall]:
-    for m, call in enumerate(message.tool_calls or ()):
-        made = _call(call, f"messages[{n}].tool_calls[{m}]", call.id or f"call{n:03}{m:02}")
-        if made is not None:
-            yield made
-    if message.function_call is not None:
-        yield _function_call(message.function_call, f"call{n:03}{len(message.tool_calls or ()):02}")
 
 
 def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
@@ -360,81 +330,10 @@ def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
     return found
 
 
-def _thought(part: ContentPart) -> str:
-    """Returns what a part says of the assistant's reasoning."""
-    if isinstance(part.thinking, list):
-        return "\n".join(one.text for one in part.thinking)
-    return part.thinking or ((part.text or "") if part.type in ("thinking", "reasoning") else "")
-
-
-def _call(call: CallBody, path: str, call_id: str) -> ToolCall | None:
-    """Returns an earlier call, None for one of a kind that no tool here has."""
-    if call.custom is not None:
-        return custom_call(call_id, call.custom.name, call.custom.input)
-    if call.function is not None:
-        return _function_call(call.function, call_id)
-    if call.type not in ("function", "custom"):
-        note_ignored(f"{path}.{call.type}")
-        return None
-    raise refused(f"{path}.{call.type}", REQUIRED, "missing_required_parameter")
-
-
-def _function_call(function: CalledFunction, call_id: str) -> ToolCall:
-    return ToolCall(call_id, function.name, arguments_of(function.arguments))
-
-
-def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, dict[str, str], frozenset[str]]:
-    """Reads the tools and which of them may be called, and returns the client's names of their fields where these are
-    special, and the names of the custom tools, too. The model is not told of tools that a server runs. Raises ApiError;
-    too many bytes are refused before they are parsed."""
-    bodies = _bounded(raw, "tools") or ()
-    if len(bodies) > MAX_TOOLS:
-        raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
-    tools: list[Tool] = []
-    names, custom = dict[str, str](), set[str]()
-    for n, body in enumerate(bodies):
-        ours, theirs = f"tools.tools[{len(tools)}]", f"tools[{n}]"
-        if isinstance(body, CustomToolBody):
-            tools.append(_custom_tool(body))
-            custom.add(body.custom.name)
-            names |= {ours: f"{theirs}.custom", f"{ours}.parameters": f"{theirs}.custom.format"}
-        elif body.function is None:
-            note_ignored(f"tools.{body.sent_type}")
-        else:
-            tools.append(_tool(body.function, f"{theirs}.function"))
-            names |= {} if len(tools) == n + 1 else {ours: f"{theirs}.function"}
-    return _options(tuple(tools), choice), names, frozenset(custom)
-
-
-def _options(tools: tuple[Tool, ...], choice: Raw) -> ToolOptions:
-    chosen = _bounded(choice, "tool_choice")
-    if isinstance(chosen, ChoiceBody | CustomChoice):
-        return ToolOptions(tools=tools, choice="named", name=_chosen_name(chosen))
-    if isinstance(chosen, AllowedChoice):
-        allowed = tuple(map(_chosen_name, chosen.allowed_tools.tools))
-        if not allowed:
-            raise refused("tool_choice.allowed_tools.tools", "at least one tool is needed")
-        return ToolOptions(tools=tools, choice=chosen.allowed_tools.mode, allowed=allowed)
-    return ToolOptions(tools=tools, choice=chosen or "")
-
-
-def _chosen_name(choice: ChoiceBody | CustomChoice) -> str:
-    return choice.function.name if isinstance(choice, ChoiceBody) else choice.custom.name
-
-
-def _custom_tool(body: CustomToolBody) -> Tool:
-    custom, form = body.custom, body.custom.format
-    grammar = form.grammar if isinstance(form, GrammarOfInput) else None
-    return custom_tool(custom.name, custom.description or "", grammar)
-
-
-def _tool(function: FunctionBody, path: str) -> Tool:
-    parameters = ""
-    if given(function.parameters):
-        parameters = compact_json(function.parameters, f"{path}.parameters", dict)
-    return Tool(
-        name=function.name, description=function.description or "", parameters=parameters, strict=function.strict
-    )
+def read_tools(raw: Raw, choice: Raw, parallel: bool | None = None) -> ToolsRead:
+    """Reads the tools and which of them may be called. Raises ApiError; too many bytes are refused before they are
+    parsed."""
+    return ToolsRead(_bounded(raw, "tools") or (), _bounded(choice, "tool_choice"), parallel)
 
 
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
@@ -483,10 +382,6 @@ def read_stops(raw: Raw) -> tuple[str, ...]:
     """Reads the field of stop strings, which may be one string or a list. Raises ApiError."""
     stops = _bounded(raw, "stop")
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
-
-
-def _structure(body: CompletionBody | ChatBody) -> AskedStructure:
-    return read_structure(body) if any(getattr(body, name) for name in _STRUCTURES) else (None, {})
 
 
 def _sampling(

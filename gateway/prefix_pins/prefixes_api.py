@@ -126,7 +126,7 @@ def _read(raw: bytes, most_ids: int) -> tuple[PrefixBody, GenerateRequest]:
     if given(body.tokens):
         prompt = {"token_ids": read_ids(body.tokens, "tokens", most_ids)}
     elif given(body.messages):
-        prompt = {"messages": read_messages(body.messages), "tools": read_tools(body.tools, Raw())[0]}
+        prompt = {"messages": read_messages(body.messages), "tools": read_tools(body.tools, Raw()).options}
         variables = template_kwargs(body.chat_template_kwargs)
         prompt["chat"] = ChatOptions(add_generation_prompt=False, chat_template_kwargs=variables)
     return body, GenerateRequest(model=body.model, cache_salt=body.cache_salt or "", **prompt)

@@ -11,39 +11,9 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.custom_tools import ToolGrammar
-from pillion.gateway.http_api.json_objects import OTHER, AnyJson, Ignored, JsonObject
-from pillion.gateway.http_api.openai_fields import (
-    AnyText,
-    Int,
-    JsonObjectFormat,
-    Label,
-    ReasoningEffort,
-    ResponsesSampling,
-    TextFormat,
-)
-
-
-class ItemPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of an item's content, of any type; only its text is read.
-
-    Attributes:
-        type: "input_text" of users, "output_text" and "refusal" of the assistant. A user's "input_image" is refused; in
-            the place of one that a tool gave back the model reads that it cannot see it. Another part without text is
-            left out, or refused in what the user says last.
-        text, refusal: the text.
-        image_url, file_id, detail: an image.
-        logprobs, annotations: what stood beside an earlier answer's text.
-    """
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Ignored[Raw] = Raw()
-    file_id: Ignored[Raw] = Raw()
-    detail: Ignored[Raw] = Raw()
-    logprobs: Ignored[Raw] = Raw()
-    annotations: Ignored[Raw] = Raw()
+from pillion.gateway.http_api.json_objects import AnyJson, Ignored
+from pillion.gateway.http_api.openai_fields import CallBody, Int, Label, ReasoningEffort, ResponsesSampling
+from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,9 +24,10 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
             "function_call_output" has call_id and output, "custom_tool_call" has call_id, name and input,
             "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary. An item of any other
             type is told by its text, or left out.
-        role: "user", "system", "developer" or "assistant".
+        role: "user", "system", "developer" or "assistant"; "tool" with a tool_call_id is a result, as a chat has it.
         content: a text, or parts that are joined by line ends.
         call_id: the id that joins a call and its result.
+        tool_calls, tool_call_id: an assistant's calls, and the one that is answered, as a chat has them.
         name: the tool's name.
         namespace: the name of the tool's namespace.
         arguments: a JSON object, as text. What is no object, as of a call that was cut short, is the model's to read.
@@ -68,9 +39,11 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     type: str = "message"
-    role: Literal["user", "system", "developer", "assistant"] | None = None
+    role: Literal["user", "system", "developer", "assistant", "tool"] | None = None
     content: AnyJson = Raw()
     call_id: str | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: AnyJson = Raw()
@@ -88,128 +61,6 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         # would be millions of items.
         if self.type == "message" and self.role is None:
             raise ValueError("Object missing required field `role`")
-
-
-class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True):
-    """Describes a function that the model may call.
-
-    Attributes:
-        name, description: what the model reads of it.
-        parameters: the JSON schema of its arguments; null or none is any object.
-        strict: whether the arguments of its calls always fit the schema.
-        defer_loading: the model knows every tool from the beginning, and need not search for it.
-        output_schema: what the function gives back; the model is not told.
-        allowed_callers: the model itself calls every tool.
-    """
-
-    name: str
-    description: str | None = None
-    parameters: JsonObject = Raw()
-    strict: bool | None = None
-    defer_loading: Ignored[Raw] = Raw()
-    output_schema: Ignored[Raw] = Raw()
-    allowed_callers: Ignored[Raw] = Raw()
-
-
-class InputGrammar(ToolGrammar, tag_field="type", tag="grammar", forbid_unknown_fields=True):
-    """Says that a custom tool's input follows a grammar; ToolGrammar describes its fields."""
-
-
-class CustomTool(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, omit_defaults=True):
-    """Describes a tool whose input is a text.
-
-    Attributes:
-        name, description: what the model reads of it.
-        format: the form of the input; default: any text.
-        defer_loading: the model knows every tool from the beginning, and need not search for it.
-        allowed_callers: the model itself calls every tool.
-    """
-
-    name: str
-    description: str | None = None
-    format: AnyText | InputGrammar | None = None
-    defer_loading: Ignored[Raw] = Raw()
-    allowed_callers: Ignored[Raw] = Raw()
-
-
-class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, omit_defaults=True):
-    """Holds tools that belong together.
-
-    Attributes:
-        name: the namespace's name, which calls of its tools come back with.
-        description: what the model reads of it, before what it reads of the first of the tools.
-        tools: the tools.
-    """
-
-    name: str
-    description: str | None = None
-    tools: list[FunctionTool | CustomTool | OtherTool] = []
-
-
-class OtherTool(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
-    """Describes a tool that a server runs, of which the model is not told.
-
-    Attributes:
-        sent_type: the tool's type.
-    """
-
-    sent_type: str = ""
-
-
-class NamedTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True):
-    """Names the function that has to be called.
-
-    Attributes:
-        name: the function's name.
-        namespace: the name of its namespace.
-    """
-
-    name: str
-    namespace: str | None = None
-
-
-class NamedCustomTool(NamedTool, tag_field="type", tag="custom", forbid_unknown_fields=True, omit_defaults=True):
-    """Names the custom tool that has to be called, as NamedTool does."""
-
-
-class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
-    """Names the tools that may be called, of those of which the model is told.
-
-    Attributes:
-        mode: "auto", or "required" for at least one call.
-        tools: the tools' names.
-    """
-
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool | NamedCustomTool | OtherTool]
-
-
-class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
-    """Asks for JSON that fits a schema.
-
-    Attributes:
-        name: the schema's name; the answer does not depend on it.
-        schema: the JSON schema.
-        description: what the schema is for; the model is not told.
-        strict: every answer fits the schema, whatever it says.
-    """
-
-    name: str = ""
-    schema: JsonObject = Raw()
-    description: Ignored[Raw] = Raw()
-    strict: bool | None = None
-
-
-class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets options of the answer's text.
-
-    Attributes:
-        format: the text's structure.
-        verbosity: a wish for a longer or shorter answer; no model's template knows it, so say it in the instructions.
-    """
-
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Ignored[Raw] = Raw()
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -240,7 +91,6 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
         tool_choice: "auto" (the default where there are tools), "none", "required", the tool to call, or the tools that
             may be called.
         parallel_tool_calls: whether one answer may have several calls; default true.
-        text: options of the answer's text.
         reasoning: options of reasoning.
         include: "message.output_text.logprobs" asks for log probabilities; what asks for more of reasoning, which
             always has its text, or of items of OpenAI's own tools, has no effect.
@@ -260,6 +110,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
         store: nothing is stored.
         access_programs, moderation: nothing that a user or a model says is judged.
         image: no answer has images.
+        functions, function_call: refused; tools and tool_choice have replaced them.
         background, conversation, previous_response_id, prompt: refused, because nothing is stored.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
         cache_salt: only requests with the same salt share cached prefixes.
@@ -269,10 +120,9 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    tools: list[FunctionTool | CustomTool | NamespaceTool | OtherTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | NamedCustomTool | AllowedChoices | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     top_logprobs: Int | None = None
@@ -298,6 +148,8 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     access_programs: Ignored[Raw] = Raw()
     image: Ignored[Raw] = Raw()
     moderation: Ignored[Raw] = Raw()
+    functions: Raw = Raw()
+    function_call: Raw = Raw()
     background: Raw = Raw()
     conversation: Raw = Raw()
     previous_response_id: Raw = Raw()

@@ -13,36 +13,30 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.body_reading import given, note_ignored, parse, parse_field
-from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
-from pillion.gateway.http_api.gathered_messages import GatheredMessages, without_text
+from pillion.gateway.http_api.content_parts import ReadContent, read_calls, read_content
+from pillion.gateway.http_api.custom_tools import custom_call
+from pillion.gateway.http_api.gathered_messages import GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import arguments_of, json_object, text_in
+from pillion.gateway.http_api.json_objects import arguments_of, text_in
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat
-from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, request_of, sampling_of, template_kwargs
-from pillion.gateway.responses.responses_fields import (
-    AllowedChoices,
-    CustomTool,
-    FunctionTool,
-    InputGrammar,
-    InputItem,
-    ItemPart,
-    NamedTool,
-    NamespaceTool,
-    OtherTool,
-    ReasoningConfig,
-    ResponsesBody,
-    SchemaFormat,
-    TextConfig,
+from pillion.gateway.http_api.openai_fields import ContentPart
+from pillion.gateway.http_api.openai_requests import (
+    limited,
+    read_metadata,
+    read_stops,
+    request_of,
+    sampling_of,
+    structure_of,
+    template_kwargs,
 )
+from pillion.gateway.http_api.tool_reading import ToolsRead, flat_name, shown_tools
+from pillion.gateway.responses.responses_fields import InputItem, ReasoningConfig, ResponsesBody
 from pillion.types import (
     ChatMessage,
     ChatOptions,
     SamplingParams,
     StructuredOutputs,
-    Tool,
     ToolCall,
-    ToolOptions,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -52,12 +46,8 @@ _NAMES: Mapping[str, str] = {
     "messages": "input",
     "sampling.max_tokens": "max_output_tokens",
     "sampling.logprobs": "top_logprobs",
-    "sampling.structured_outputs.json": "text.format.schema",
-    "sampling.structured_outputs": "text.format",
     "tools.tools": "tools",
     "tools.choice": "tool_choice",
-    "tools.name": "tool_choice.name",
-    "tools.allowed": "tool_choice.tools",
     "tools.parallel_tool_calls": "parallel_tool_calls",
 }
 
@@ -82,21 +72,23 @@ class ResponsesRequest(AskedCall):
 def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
     """Reads the body of POST /v1/responses. Raises ApiError."""
     body = parse(raw, ResponsesBody)
-    text, reasoning = body.text or TextConfig(), body.reasoning or ReasoningConfig()
+    reasoning = body.reasoning or ReasoningConfig()
     logprobs = LOGPROBS in (body.include or ())
     if set(body.include or ()) - {LOGPROBS}:
         note_ignored("include")
     if body.top_logprobs and not logprobs:
         note_ignored("top_logprobs")
+    structured, structure_names = structure_of(body)
     sampling = SamplingParams(
         **sampling_of(body, "responses"),
-        max_tokens=body.max_output_tokens,
+        max_tokens=limited(body.max_output_tokens),
         stop=read_stops(body.stop),
         ignore_eos=bool(body.ignore_eos),
         logprobs=(body.top_logprobs or 0) if logprobs else None,
-        structured_outputs=_shape(text),
+        structured_outputs=structured,
     )
-    names, read = dict(_NAMES), ToolsRead(body.tools or ())
+    read = ToolsRead(body.tools or (), body.tool_choice, body.parallel_tool_calls)
+    names = {**_NAMES, **structure_names, **read.names}
     request = request_of(
         body,
         request_id,
@@ -107,28 +99,17 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
                 body.chat_template_kwargs, [("reasoning_effort", reasoning.effort, "reasoning.effort")]
             )
         ),
-        tools=read.options(body, names),
+        tools=read.options,
     )
     return ResponsesRequest(
         requests=(request,),
         names=(names,),
         stream=bool(body.stream),
         logprobs=logprobs,
-        echoed=_echoed(body),
+        echoed=_echoed(body, structured),
         custom=frozenset(read.custom),
         spaced=read.spaced,
     )
-
-
-def _shape(text: TextConfig) -> StructuredOutputs | None:
-    match text.format:
-        case SchemaFormat(schema=schema):
-            return StructuredOutputs(json=json_object(schema, "text.format.schema"))
-        case JsonObjectFormat(schema=schema) if given(schema):
-            return StructuredOutputs(json=json_object(schema, "text.format.schema"))
-        case JsonObjectFormat():
-            return StructuredOutputs(json_object=True)
-    return None
 
 
 def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, ...]:
@@ -165,11 +146,7 @@ class _ItemConversation:
     def add_item(self, item: InputItem, path: str, is_new: bool) -> None:
         """Adds one item of the conversation. Every part of one that ``is_new`` has to be told. Raises ApiError."""
         if item.type == "message":
-            role = _needed(item.role, f"{path}.role")
-            if is_new and not given(item.content):
-                raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
-            text = _text(item.content, f"{path}.content", role, is_new)
-            self.gathered.add(ChatMessage("system" if role == "developer" else role, text), path)
+            self._add_message(item, path, is_new)
         elif item.type in ("function_call", "custom_tool_call"):
             name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
             name = self._called[call_id] = flat_name(item.namespace, name)
@@ -180,7 +157,7 @@ class _ItemConversation:
             self.gathered.add(ChatMessage("assistant", "", (call,)), path)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             call_id = _needed(item.call_id, f"{path}.call_id")
-            text = _text(item.output, f"{path}.output", "tool")
+            text = _content(item.output, f"{path}.output", "tool").text
             if self._has_references and call_id not in self._called:
                 # The call was referred to, and nobody here has it.
                 self.gathered.add(ChatMessage("user", text), path)
@@ -197,6 +174,24 @@ class _ItemConversation:
         else:
             self._has_references |= item.type == "item_reference"
             note_ignored(f"{path}.{item.type}")
+
+    def _add_message(self, item: InputItem, path: str, is_new: bool) -> None:
+        role = _needed(item.role, f"{path}.role")
+        if is_new and not given(item.content):
+            raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
+        read = _content(item.content, f"{path}.content", role, is_new)
+        for result in read.results:
+            name = self._called.get(result.tool_call_id, "")
+            self.gathered.add(replace(result, name=name), path)
+        calls = (*read.calls, *read_calls(item.tool_calls or (), None, path, f"{path}.tool_calls"))
+        self._called.update((call.id, call.name) for call in calls)
+        if role == "tool" and not read.is_results:
+            call_id = _needed(item.tool_call_id, f"{path}.tool_call_id")
+            name = self._called.get(call_id, "")
+            self.gathered.add(ChatMessage("tool", read.text, tool_call_id=call_id, name=name), path)
+        elif calls or not read.is_results:
+            role = "system" if role == "developer" else role
+            self.gathered.add(ChatMessage(role, read.text, calls, reasoning="\n".join(read.thoughts)), path)
 
 
 def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
@@ -215,97 +210,13 @@ def _needed(value: Any, path: str) -> Any:
     return value
 
 
-def _text(raw: Raw, path: str, role: str, is_new: bool = False) -> str:
-    """Returns the text of what an item of a ``role`` says. What the model cannot see of a user's is refused; without
-    text, other parts of what ``is_new`` are, too. Raises ApiError."""
-    content: str | list[ItemPart] = parse_field(raw, str | list[ItemPart], path) if given(raw) else ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for n, part in enumerate(content):
-        text = part.text or part.refusal
-        if text or part.type.endswith("_text"):
-            texts.append(text or "")
-        else:
-            texts += without_text(part.type, path, n, role, is_image=part.type == "input_image", is_new=is_new)
-    return "\n".join(texts)
+def _content(raw: Raw, path: str, role: str, is_new: bool = False) -> ReadContent:
+    """Reads what an item of a ``role`` says. Raises ApiError."""
+    content: str | list[ContentPart] = parse_field(raw, str | list[ContentPart], path) if given(raw) else ""
+    return read_content(content, role, path, is_new=is_new, shown=("input_image",))
 
 
-def flat_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which the model knows a tool of a namespace: models know no namespaces."""
-    return name if not namespace else f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
-
-
-class ToolsRead:
-    """Reads a response's tools. Raises ApiError.
-
-    Attributes:
-        tools: the tools that the model is told of.
-        custom: the names of the custom tools among them.
-        spaced: the namespaces of tools and their names there, by the names that the model has.
-        paths: where each of the tools stands in the body.
-    """
-
-    def __init__(self, bodies: Sequence[Any]) -> None:
-        self.tools: list[Tool] = []
-        self.custom: set[str] = set()
-        self.spaced: dict[str, tuple[str, str]] = {}
-        self.paths: list[str] = []
-        for n, body in enumerate(bodies):
-            if isinstance(body, NamespaceTool):
-                for m, inner in enumerate(body.tools):
-                    about = body.description if m == 0 else None
-                    self._add(inner, f"tools[{n}].tools[{m}]", body.name, about)
-            else:
-                self._add(body, f"tools[{n}]")
-
-    def _add(
-        self,
-        body: FunctionTool | CustomTool | OtherTool,
-        path: str,
-        namespace: str | None = None,
-        about: str | None = None,
-    ) -> None:
-        if isinstance(body, OtherTool):
-            note_ignored(f"tools.{body.sent_type}")
-            return
-        name, description = flat_name(namespace, body.name), "\n\n".join(filter(None, (about, body.description)))
-        if namespace is not None:
-            self.spaced[name] = (namespace, body.name)
-        self.paths.append(path)
-        if isinstance(body, CustomTool):
-            self.custom.add(name)
-            grammar = body.format if isinstance(body.format, InputGrammar) else None
-            self.tools.append(custom_tool(name, description, grammar))
-        else:
-            schema = json_object(body.parameters, f"{path}.parameters") if given(body.parameters) else ""
-            self.tools.append(Tool(name=name, description=description, parameters=schema, strict=body.strict))
-
-    def options(self, body: ResponsesBody, names: dict[str, str]) -> ToolOptions:
-        """Returns the tools and how they may be called. What the client calls them is added to ``names``."""
-        for n, (tool, path) in enumerate(zip(self.tools, self.paths, strict=True)):
-            names[f"tools.tools[{n}]"] = path
-            if tool.name in self.custom:
-                names[f"tools.tools[{n}].parameters"] = f"{path}.format"
-        choice = body.tool_choice
-        options = ToolOptions(tools=tuple(self.tools), parallel_tool_calls=body.parallel_tool_calls)
-        if isinstance(choice, NamedTool):
-            return replace(options, choice="named", name=flat_name(choice.namespace, choice.name))
-        if not isinstance(choice, AllowedChoices):
-            return replace(options, choice=choice or "")
-        if not choice.tools:
-            raise refused("tool_choice.tools", "at least one tool is needed")
-        told = [one for one in choice.tools if not isinstance(one, OtherTool)]
-        for one in choice.tools:
-            if isinstance(one, OtherTool):
-                note_ignored(f"tool_choice.tools.{one.sent_type}")
-        if not told and choice.mode == "required":
-            raise refused("tool_choice.tools", "no answer here calls a tool that a server runs", "unsupported_value")
-        allowed = tuple(flat_name(one.namespace, one.name) for one in told)
-        return replace(options, choice=choice.mode if told else "none", allowed=allowed)
-
-
-def _echoed(body: ResponsesBody) -> dict[str, Raw]:
+def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[str, Raw]:
     """Returns what a response repeats of its request, with OpenAI's defaults, except for the sampling values. The
     fields are encoded here, once, because a stream repeats them three times."""
     reasoning = body.reasoning or ReasoningConfig()
@@ -321,26 +232,23 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
             "summary": reasoning.summary if reasoning.summary in _SUMMARIES else None,
         },
         "safety_identifier": body.safety_identifier,
-        "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
+        "text": {"format": _echoed_format(body, structured)},
         "tool_choice": body.tool_choice or "auto",
-        "tools": _echoed_tools(body.tools or ()),
+        "tools": shown_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }
     return {name: Raw(msgspec.json.encode(value)) for name, value in echoed.items()}
 
 
-def _echoed_tools(tools: Sequence[Any]) -> list[Any]:
-    """Returns tools as a response repeats them: functions with all of their fields."""
-    return [_echoed_tool(tool) for tool in tools if not isinstance(tool, OtherTool)]
-
-
-def _echoed_tool(tool: Any) -> Any:
-    said: dict[str, Any]
-    if isinstance(tool, NamespaceTool):
-        said = {"type": "namespace", "name": tool.name, "description": tool.description}
-        return {**said, "tools": _echoed_tools(tool.tools)}
-    if not isinstance(tool, FunctionTool):
-        return tool
-    said = {"type": "function", "name": tool.name, "description": tool.description, "strict": tool.strict}
-    return {**said, "parameters": tool.parameters if given(tool.parameters) else None}
+def _echoed_format(body: ResponsesBody, structured: StructuredOutputs | None) -> Any:
+    """Returns the format of an answer as a response repeats it: OpenAI's as it came, another as OpenAI would have
+    it."""
+    sent = body.text.format if body.text is not None else Raw()
+    if structured is None:
+        return {"type": "text"}
+    if bytes(sent)[:1] == b"{":
+        return sent
+    if structured.json is not None:
+        return {"type": "json_schema", "name": "answer", "schema": Raw(structured.json.encode())}
+    return {"type": "json_object" if structured.json_object else "text"}

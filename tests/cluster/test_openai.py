@@ -314,7 +314,7 @@ async def test_error_classes(components: Components) -> None:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
-            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -1}),
+            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -2}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
             (openai.BadRequestError, "temprature", {"extra_body": {"temprature": 1}}),
             (openai.NotFoundError, "model", {"model": "gpt-4"}),

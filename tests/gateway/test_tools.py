@@ -265,7 +265,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "another tool's name"),
     ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
         "tools[0].function.parameters",

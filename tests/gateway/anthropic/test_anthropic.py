@@ -278,7 +278,7 @@ async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> N
             "invalid_request_error",
             "messages[0].content[0].type",
         ),
-        ("/v1/messages", {**ASKED, "max_tokens": -1}, {}, 400, "invalid_request_error", "max_tokens"),
+        ("/v1/messages", {**ASKED, "max_tokens": -2}, {}, 400, "invalid_request_error", "max_tokens"),
         ("/v1/messages", {**ASKED, "stop_sequences": [""]}, {}, 400, "invalid_request_error", "stop_sequences[0]"),
         ("/v1/messages", {**ASKED, "model": "x"}, {}, 404, "not_found_error", "model"),
         ("/v1/messages/batches", ASKED, {}, 404, "not_found_error", ""),

@@ -118,7 +118,7 @@ def test_a_conversation_with_tools() -> None:
         ChatMessage("system", "Be brief."),
     )
     assert request.tools == ToolOptions(
-        tools=(Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA)),)
+        tools=(Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA, separators=(",", ":"))),)
     )
     wrong = InvalidRequest.of(
         FieldViolation("messages[4].content", "x"),
@@ -137,7 +137,7 @@ def test_a_conversation_with_tools() -> None:
         "tools[0].input_schema.properties.city",
         "tools[0].name",
         "tools",
-        "tool_choice.type",
+        "tool_choice",
         "stop_sequences[2]",
         "system.role: x",
     ]
@@ -211,7 +211,7 @@ def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
@@ -230,7 +230,6 @@ def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
             "messages[0].content[0].type",
         ),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thread": {"type": "create"}}, "thread"),
@@ -518,8 +517,7 @@ def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
         request, ignored = noted(tools=[SERVERS[0] | options, TOOL, *SERVERS[1:], toolset], tool_choice=choice)
         assert [tool.name for tool in request.tools.tools] == ["weather"]
         kinds = [one["type"] for one in (*SERVERS, toolset)]
-        more = ["max_uses", "mcp_server_name", "user_location"]
-        assert ignored.split(", ") == sorted(f"tools.{name}" for name in (*kinds, *more))
+        assert ignored.split(", ") == sorted(f"tools.{name}" for name in kinds)
     asked = messages_request(json.dumps(LEAST | {"tools": [*SERVERS, TOOL]}).encode(), "r")
     wrong = InvalidRequest.of(FieldViolation("tools.tools[0].parameters", "x"))
     assert from_pillion(wrong, asked.names[0]).param == f"tools[{len(SERVERS)}].input_schema"
@@ -529,4 +527,4 @@ def test_an_older_name_of_the_answers_format() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object"}}
     old, new = read(output_format=shape), read(output_config={"format": shape})
     assert old.requests == new.requests
-    assert old.requests[0].sampling.structured_outputs == StructuredOutputs(json='{"type": "object"}')
+    assert old.requests[0].sampling.structured_outputs == StructuredOutputs(json='{"type":"object"}')

@@ -168,7 +168,7 @@ async def test_messages_have_answers_and_errors_of_their_own(tmp_path: pathlib.P
     good = {"model": "toy", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
     async with running(tmp_path) as (fakes, client):
         fakes.decode.refusals = [(14, False)]
-        batch = await begun(client, lines(good, {**good, "max_tokens": -1}, url="/v1/messages"), "/v1/messages")
+        batch = await begun(client, lines(good, {**good, "max_tokens": -2}, url="/v1/messages"), "/v1/messages")
         batch = await ended(client, batch)
         body = (await said(client, batch.output_file_id))["c0"]["response"]["body"]
         assert (body["type"], body["content"][0]["text"]) == ("message", "The answer.")

@@ -279,7 +279,7 @@ async def test_a_stream_that_fails_brings_what_there_is(fakes: FakeCluster, scri
 async def test_errors_name_the_field(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client:
         wrong: list[tuple[type[openai.APIStatusError], str, dict[str, Any]]] = [
-            (openai.BadRequestError, "max_output_tokens", {"max_output_tokens": -1}),
+            (openai.BadRequestError, "max_output_tokens", {"max_output_tokens": -2}),
             (openai.BadRequestError, "input", {"input": "x" * 300}),
             (openai.BadRequestError, "previous_response_id", {"previous_response_id": "resp_1"}),
             (openai.BadRequestError, "background", {"background": True}),

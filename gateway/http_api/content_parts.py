@@ -1,0 +1,112 @@
+"""Reads the parts of a message's content: texts, what the assistant thought, and calls and their results, which
+Anthropic's clients have among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse_field
+from pillion.gateway.http_api.custom_tools import custom_call
+from pillion.gateway.http_api.gathered_messages import without_text
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import arguments_of, text_in
+from pillion.gateway.http_api.openai_fields import CallBody, CalledFunction, ContentPart
+from pillion.types import ChatMessage, ToolCall
+
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+# Parts of these types show something to the model.
+SHOWN = frozenset(
+    {
+        *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),
+        *("input_audio", "audio_url", "audio", "file", "input_file", "document"),
+    }
+)
+
+
+@dataclass(slots=True)
+class ReadContent:
+    """Holds what a message's content says. ``results`` are messages of their own, before the message itself."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    results: list[ChatMessage] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The texts, joined by line ends."""
+        return "\n".join(self.texts)
+
+    @property
+    def is_results(self) -> bool:
+        """Whether nothing is left of the message beside its results."""
+        return bool(self.results) and not (self.texts or self.thoughts or self.calls)
+
+
+def read_content(
+    content: str | Sequence[ContentPart],
+    role: str,
+    path: str,
+    *,
+    is_new: bool = False,
+    in_result: bool = False,
+    shown: Collection[str] = SHOWN,
+) -> ReadContent:
+    """Reads the content at ``path`` of a message of a ``role``, or of a result in one. Every part of what ``is_new``
+    has to reach the model, and so does a user's part of a type that is ``shown``. Raises ApiError."""
+    read = ReadContent()
+    if isinstance(content, str):
+        read.texts.append(content)
+        return read
+    for n, part in enumerate(content):
+        thought = _thought(part) if role == "assistant" else ""
+        text = part.text or part.refusal or ("" if thought else _thought(part))
+        if thought:
+            read.thoughts.append(thought)
+        elif part.type == "tool_use" and role == "assistant" and part.name:
+            read.calls.append(ToolCall(part.id or f"{path}[{n}]", part.name, arguments_of(part.input)))
+        elif part.type == "tool_result" and part.tool_use_id and role in ("user", "tool") and not in_result:
+            read.results.append(_result(part, f"{path}[{n}].content"))
+        elif text or part.type in _TEXTS or (part.type not in shown and (text := text_in(part.content))):
+            read.texts.append(text)
+        else:
+            read.texts += without_text(part.type, path, n, role, is_image=part.type in shown, is_new=is_new)
+    return read
+
+
+def _result(part: ContentPart, path: str) -> ChatMessage:
+    content = parse_field(part.content, str | list[ContentPart], path) if given(part.content) else ""
+    text = read_content(content, "tool", path, in_result=True).text
+    return ChatMessage("tool", ("Error: " if part.is_error else "") + text, tool_call_id=part.tool_use_id or "")
+
+
+def _thought(part: ContentPart) -> str:
+    """Returns what a part says of the assistant's reasoning."""
+    if isinstance(part.thinking, list):
+        return "\n".join(one.text for one in part.thinking)
+    return part.thinking or ((part.text or "") if part.type in ("thinking", "reasoning") else "")
+
+
+def read_calls(
+    calls: Sequence[CallBody], function_call: CalledFunction | None, path: str, unnamed: str
+) -> Iterator[ToolCall]:
+    """Yields the calls of a message at ``path``, as a chat has them. A call without an id gets one that begins with
+    ``unnamed``. Raises ApiError."""
+    for m, call in enumerate(calls):
+        where, call_id = f"{path}.tool_calls[{m}]", call.id or f"{unnamed}{m:02}"
+        if call.custom is not None:
+            yield custom_call(call_id, call.custom.name, call.custom.input)
+        elif call.function is not None:
+            yield _function_call(call.function, call_id)
+        elif call.type in ("function", "custom"):
+            raise refused(f"{where}.{call.type}", REQUIRED, "missing_required_parameter")
+        else:
+            note_ignored(f"{where}.{call.type}")
+    if function_call is not None:
+        yield _function_call(function_call, f"{unnamed}{len(calls):02}")
+
+
+def _function_call(function: CalledFunction, call_id: str) -> ToolCall:
+    return ToolCall(call_id, function.name, arguments_of(function.arguments))

@@ -1,0 +1,186 @@
+"""Reads a body's tools, and how they may be called, whichever API's shape they have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pillion.gateway.http_api.body_reading import given, note_ignored
+from pillion.gateway.http_api.custom_tools import ToolGrammar, custom_tool
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import compact_json
+from pillion.gateway.http_api.tool_fields import ChoiceBody, CustomBody, FunctionBody, InputFormat, ToolBody, ToolChoice
+from pillion.gateway.request.validation import MAX_TOOLS
+from pillion.types import Tool, ToolOptions
+
+_WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Returns the name by which the model knows a tool of a namespace: models know no namespaces."""
+    return name if not namespace else f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
+
+
+class ToolsRead:
+    """Reads the tools of a body. Tools that a server runs are left out and named. Raises ApiError.
+
+    Attributes:
+        tools: the tools that the model is offered.
+        custom: the names of the custom tools among them.
+        spaced: the namespaces of tools and their names there, by the names that the model has.
+        names: the client's names of the tools' fields, by the gateway's.
+    """
+
+    def __init__(self, bodies: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool | None = None) -> None:
+        if len(bodies) > MAX_TOOLS:
+            raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
+        self.tools: list[Tool] = []
+        self.custom: set[str] = set()
+        self.spaced: dict[str, tuple[str, str]] = {}
+        self.names: dict[str, str] = {}
+        for n, body in enumerate(bodies):
+            if body.type == "namespace":
+                for m, inner in enumerate(body.tools or ()):
+                    self._add(inner, f"tools[{n}].tools[{m}]", body.name, body.description if m == 0 else None)
+            else:
+                self._add(body, f"tools[{n}]")
+        options = ToolOptions(tools=tuple(self.tools), parallel_tool_calls=parallel)
+        self.options = self._chosen(options, choice)
+
+    def _add(self, body: ToolBody, path: str, namespace: str | None = None, about: str | None = None) -> None:
+        gemini, spelled = body.gemini_functions, "functionDeclarations"
+        if body.function_declarations is not None:
+            gemini, spelled = body.function_declarations, "function_declarations"
+        (schema, _) = body.schema()
+        if body.function is not None:
+            self._add_function(body.function, body.function.name, f"{path}.function", namespace, about)
+        elif body.custom is not None:
+            self._add_custom(body.custom, body.custom.name, f"{path}.custom", namespace, about)
+        elif gemini is not None:
+            for n, function in enumerate(gemini):
+                self._add_function(function, function.name, f"{path}.{spelled}[{n}]", namespace, about)
+        elif body.name and (body.type in (None, "function") or given(schema)):
+            self._add_function(body, body.name, path, namespace, about)
+        elif body.name and body.type == "custom":
+            self._add_custom(body, body.name, path, namespace, about)
+        else:
+            note_ignored(f"tools.{body.type}")
+
+    def _add_function(
+        self, body: FunctionBody | ToolBody, name: str, path: str, namespace: str | None, about: str | None
+    ) -> None:
+        schema, field = body.schema()
+        parameters = compact_json(schema, f"{path}.{field}", dict) if given(schema) else ""
+        text = "\n\n".join(filter(None, (about, body.description)))
+        tool = Tool(name=flat_name(namespace, name), description=text, parameters=parameters, strict=body.strict)
+        self._keep(tool, path, f"{path}.{field}", namespace, name)
+
+    def _add_custom(
+        self, body: CustomBody | ToolBody, name: str, path: str, namespace: str | None, about: str | None
+    ) -> None:
+        text = "\n\n".join(filter(None, (about, body.description)))
+        tool = custom_tool(flat_name(namespace, name), text, _grammar(body.format, f"{path}.format"))
+        self.custom.add(tool.name)
+        self._keep(tool, path, f"{path}.format", namespace, name)
+
+    def _keep(self, tool: Tool, path: str, schema_path: str, namespace: str | None, name: str) -> None:
+        if namespace is not None:
+            self.spaced[tool.name] = (namespace, name)
+        ours = f"tools.tools[{len(self.tools)}]"
+        self.names |= {f"{ours}.parameters": schema_path, ours: path}
+        self.tools.append(tool)
+
+    def _chosen(self, options: ToolOptions, choice: ToolChoice | None) -> ToolOptions:
+        if choice is None or isinstance(choice, str):
+            return replace(options, choice=_WORDS[choice] if choice else "")
+        if choice.disable_parallel_tool_use is not None:
+            self.names["tools.parallel_tool_calls"] = "tool_choice.disable_parallel_tool_use"
+            options = replace(options, parallel_tool_calls=not choice.disable_parallel_tool_use)
+        if choice.type in _WORDS:
+            self.names["tools.choice"] = "tool_choice.type"
+            return replace(options, choice=_WORDS[choice.type])
+        if choice.type == "allowed_tools":
+            return self._allowed(options, choice)
+        name, path = _chosen_name(choice)
+        if not path:
+            reason = f"{choice.type[:100]!r} is not supported here"
+            raise refused("tool_choice.type", reason, "unsupported_value")
+        self.names["tools.name"] = f"tool_choice.{path}"
+        return replace(options, choice="named", name=name)
+
+    def _allowed(self, options: ToolOptions, choice: ChoiceBody) -> ToolOptions:
+        field = "tool_choice.tools"
+        mode, tools = choice.mode or "auto", choice.tools or []
+        if choice.allowed_tools is not None:
+            field = "tool_choice.allowed_tools.tools"
+            mode, tools = choice.allowed_tools.mode, choice.allowed_tools.tools
+        if not tools:
+            raise refused(field, "at least one tool is needed")
+        allowed = []
+        for one in tools:
+            name, path = _chosen_name(one)
+            if path:
+                allowed.append(name)
+            else:
+                note_ignored(f"{field}.{one.type}")
+        if not allowed and mode == "required":
+            raise refused(field, "no answer here calls a tool that a server runs", "unsupported_value")
+        self.names["tools.allowed"] = field
+        return replace(options, choice=mode if allowed else "none", allowed=tuple(allowed))
+
+
+def _chosen_name(choice: ChoiceBody) -> tuple[str, str]:
+    """Returns the name of the tool that a choice names, and the field that has it; "" twice where it names none, or one
+    that a server runs."""
+    for field, named in (("function", choice.function), ("custom", choice.custom)):
+        if named is not None:
+            return flat_name(named.namespace, named.name), f"{field}.name"
+    if choice.name and choice.type in ("", "function", "custom", "tool"):
+        return flat_name(choice.namespace, choice.name), "name"
+    return "", ""
+
+
+def _grammar(form: InputFormat | None, path: str) -> ToolGrammar | None:
+    """Returns the grammar of a custom tool's input, None for any text. Raises ApiError."""
+    if form is None or form.type == "text":
+        return None
+    if form.grammar is not None:
+        return form.grammar
+    if form.syntax is None or form.definition is None:
+        missing = "syntax" if form.syntax is None else "definition"
+        raise refused(f"{path}.{missing}", "this field is required", "missing_required_parameter")
+    return ToolGrammar(syntax=form.syntax, definition=form.definition)
+
+
+def shown_tools(bodies: Sequence[ToolBody]) -> list[dict[str, Any]]:
+    """Returns tools as a response of OpenAI's repeats them: flat, functions with all of their fields."""
+    return [shown for body in bodies for shown in _shown(body)]
+
+
+def _shown(body: ToolBody) -> list[dict[str, Any]]:
+    if body.type == "namespace":
+        inner = shown_tools(body.tools or ())
+        return [{"type": "namespace", "name": body.name, "description": body.description, "tools": inner}]
+    if body.custom is not None or (body.type == "custom" and not given(body.schema()[0])):
+        custom = body.custom or body
+        shown: dict[str, Any] = {
+            "type": "custom",
+            "name": custom.name,
+            "description": custom.description,
+            "format": custom.format,
+        }
+        return [{name: value for name, value in shown.items() if value is not None}]
+    functions: Sequence[FunctionBody | ToolBody] = body.gemini_functions or body.function_declarations or ()
+    if not functions and (body.function or given(body.schema()[0]) or body.type in (None, "function")):
+        functions = [body.function or body]
+    return [
+        {
+            "type": "function",
+            "name": one.name,
+            "description": one.description,
+            "strict": one.strict,
+            "parameters": one.schema()[0] if given(one.schema()[0]) else None,
+        }
+        for one in functions
+    ]
