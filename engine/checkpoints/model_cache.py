@@ -31,7 +31,7 @@ from pillion.host.locks import try_lock
 CONVERSION_VERSION = 4
 # Raise this when what is written beside a converted model's weights changes: the model is then converted again, into
 # weights with the same fingerprint. So do it when configs are read in another way, because records are kept.
-TEXTS_VERSION = 3
+TEXTS_VERSION = 4
 # Raise this when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 13
 

@@ -46,6 +46,8 @@ _SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "voca
 # A worker waits this long for a hub's first answer; a download may take any time while it makes progress.
 HUB_TIMEOUT_S = 10.0
 
+# A part of a split GGUF file.
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Progress = Callable[[str], None]
@@ -178,6 +180,19 @@ def _hub_reason(error: BaseException) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, so the hub is not asked"
     return f"no connection to {constants.ENDPOINT} ({said}); is there a network, and is HF_ENDPOINT right?"
+
+
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """Returns the files of the model that a GGUF file is, or is a part of: ``NAME-00001-of-00005.gguf``. Raises
+    ConfigError where one is missing."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return (path,)
+    count = int(named["count"])
+    names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
+        raise ConfigError(f"{path.name} is one of {count} files, and {missing[0]} is not beside it")
+    return tuple(path.parent / name for name in names)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -32,6 +32,7 @@ from pillion.engine.checkpoints.model_files import (
     ModelSource,
     Progress,
     folder_of,
+    gguf_parts,
     index_files,
     is_local,
     locate,
@@ -225,13 +226,14 @@ def _model_len(requested: int, longest: int, original: int) -> int:
 def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress: Progress) -> ModelRecord:
     sources = []
     if source.is_gguf:
-        sources = [source.path]
+        sources = [*gguf_parts(source.path)]
         if kind.quantization != "none":
-            _refuse_twice(source, kind, quantized_types(source.path))
-        digest = digest_file(source.path)[:32]
+            _refuse_twice(source, kind, quantized_types(sources))
+        digests = [digest_file(path) for path in sources]
+        digest = (digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest())[:32]
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
-            lambda into: convert_gguf(source.path, into, kind.dtype, progress),
+            lambda into: convert_gguf(gguf_parts(source.path), into, kind.dtype, progress),
             progress,
         )
     else:

@@ -1,0 +1,120 @@
+"""What ``tokenizer.ggml.pre`` of a GGUF file means: how texts are split, and what else llama.cpp derives from it.
+
+Names, and what follows from each, are those of ``llama_vocab::impl::load`` in src/llama-vocab.cpp. Expressions are
+those of the models' own tokenizers, which llama.cpp cites and rewrites for C++'s library. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How texts are split for a kind of BPE vocabulary.
+
+    Attributes:
+        splits: expressions, one after another: each match of one is a piece, and so is what is between two.
+        ignore_merges: whether a piece that is a token is taken whole, before any merge.
+        add_bos: whether texts begin with BOS where the metadata do not say.
+        byte_level: whether tokens spell bytes by GPT-2's letters; else spaces are "▁" and other bytes "<0x0A>".
+    """
+
+    splits: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    byte_level: bool = True
+
+
+_ENDINGS, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s+(?!\S)|\s+"
+_WORD, _SIGNS, _LINES = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLAMA3 = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_SPACES}"
+_QWEN2 = rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}|{_SPACES}"
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    rf"|{_LINES}|{_SPACES}"
+)
+# Words have capitals at their beginning alone.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _OTHERS = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}"
+_CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDINGS}?"
+_GPT4O = rf"{_CASED}|\p{{N}}{{1,3}}|{_OTHERS}"
+_ASCII_SIGN = r"""[!"#$%&'()*\+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_SIGNED_WORD = rf"{_ASCII_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Georgian letters without case are no letters of words here.
+_DEEPSEEK_WORD = "\\s?[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u10d0-\u10ff]]+"
+_DEEPSEEK_SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_NO_STOPS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    f"|[\u3105-\u312f]+|{_HAN_AND_KANA}"
+)
+_JAIS_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+
+_OF_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_OF_GPT2, _OF_QWEN2, _OF_GPT4O = PreTokenizer((_GPT2,)), PreTokenizer((_QWEN2,)), PreTokenizer((_GPT4O,))
+_OF_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_OF_DEEPSEEK3 = PreTokenizer(
+    (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_SIGNED_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}|{_SPACES}")
+)
+_OF_BAILING = PreTokenizer(
+    (
+        rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*"
+        rf"|\s*[\r\n]|{_SPACES}",
+    )
+)
+_OF_GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), add_bos=True, byte_level=False)
+
+
+def _named(names: str, pre: PreTokenizer) -> dict[str, PreTokenizer]:
+    return dict.fromkeys(names.split(), pre)
+
+
+PRE_TOKENIZERS = {
+    # For a file that names none, too.
+    "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _OF_LLAMA3),
+    **_named("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),
+    **_named("glm4 glm5", PreTokenizer((_LLAMA3,), ignore_merges=True)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignore_merges=True),
+    "jais-2": PreTokenizer((_LLAMA3.replace(_SPACES, rf"{_JAIS_SPACES}|\s"),)),
+    **_named("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _OF_QWEN2),
+    "qwen35": PreTokenizer((_QWEN35,)),
+    "ufakzeka": PreTokenizer((_QWEN2.removeprefix(f"{_ENDINGS}|"),)),
+    "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
+    "seed-coder": PreTokenizer((rf"{_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}",)),
+    "exaone-moe": PreTokenizer(
+        (
+            rf"{_ENDINGS}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?"
+            rf"|\s*[\r\n]|{_SPACES}",
+        )
+    ),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", _OF_GPT4O),
+    **_named("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    "youtu": PreTokenizer((_YOUTU, rf"{_CASED}|\p{{N}}|{_OTHERS}"), ignore_merges=True),
+    "deepseek-llm": PreTokenizer((r"[\r\n]", _DEEPSEEK_WORD, _DEEPSEEK_SIGNS, r"\s+$", _HAN_AND_HANGUL, r"\p{N}+")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")),
+    **_named("deepseek-v3 hunyuan-dense hy_v4 joyai-llm", _OF_DEEPSEEK3),
+    "spark2_5": PreTokenizer(
+        (
+            r"\p{N}{1,3}",
+            _HAN_AND_KANA,
+            rf"{_SIGNED_WORD}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
+            r"\p{N}",
+        )
+    ),
+    **_named("bailingmoe bailingmoe2 llada-moe", _OF_BAILING),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _OF_DIGITS),
+    **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert", _OF_GPT2),
+    **_named("mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe", _OF_GPT2),
+    **_named("poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOPS,))),
+    "viking": PreTokenizer((_NO_STOPS, r"\p{N}")),
+    **_named("gemma4 granite-embed-multi-311m", _OF_GEMMA4),
+    "sarvam-moe": PreTokenizer((r"[^\n]+|\n+",), byte_level=False),
+}
