@@ -65,6 +65,7 @@ from pillion.kvstore.index.shared_buckets import SharedBuckets
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
+from pillion.net.descriptors import MIN_CONNECTIONS, connections_per_port
 from pillion.settings.served_models import other_models
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.registry import ComponentRecord
@@ -213,22 +214,26 @@ async def _listen(
     """Listens on the gateway's ports. Raises OSError for an address that cannot be bound, and leaves nothing
     half-started."""
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    max_connections = connections_per_port(2)
     server = await rpc.start_server(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
         interceptors=[KeyCheck(gateway), RawGenerate(servicer.raw_calls)],
+        max_connections=max_connections,
         max_calls=MAX_GRPC_CALLS,
         share_port=flags.share_ports,
     )
     async with contextlib.AsyncExitStack() as started:
         started.push_async_callback(server.stop, 0)
-        http = await start_http(gateway, flags, identity, more_routes)
+        http = await start_http(gateway, flags, identity, more_routes, max_connections)
         started.push_async_callback(http.stop, 0)
         probe: rpc.RunningServer | None = None
         if flags.probe_listen:
             credentials = rpc.internal_credentials(flags.probe_listen)
-            probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
+            probe = await rpc.start_server(
+                flags.probe_listen, [], credentials=credentials, max_connections=MIN_CONNECTIONS, serving=False
+            )
         started.pop_all()
     return Ports(server, http, probe)
 

@@ -92,18 +92,63 @@ class WaitingClients:
         return None if waiting is None else next(iter(waiting))
 
 
+class Handshakes:
+    """TLS handshakes under way, by the descriptors of their connections."""
+
+    def __init__(self) -> None:
+        self._connections: dict[int, tuple[socket.socket, str]] = {}
+        self._waiting = WaitingClients()
+
+    def begin(self, connection: socket.socket, peer: str, limit: int) -> None:
+        """Adds a connection. Above the limit, the longest handshake of the address with most of them is cut."""
+        number = connection.fileno()
+        # A connection whose handshake has failed left its number behind.
+        self.end(number)
+        self._connections[number] = (connection, peer)
+        self._waiting.add(number, peer)
+        while len(self._connections) > limit:
+            longest = self._waiting.longest()
+            with contextlib.suppress(OSError):
+                self._connections[longest][0].shutdown(socket.SHUT_RDWR)
+            self.end(longest)
+
+    def end(self, number: int) -> None:
+        """Removes a connection, if it is there."""
+        found = self._connections.pop(number, None)
+        if found is not None:
+            self._waiting.remove(number, found[1])
+
+
+class TlsListener(socket.socket):
+    """Listens for TLS, with a limit of handshakes: asyncio waits 60 s for each one, and shows the connection to its
+    protocol only then."""
+
+    def __init__(self, listening: socket.socket, handshakes: Handshakes, max_handshakes: int) -> None:
+        super().__init__(fileno=listening.detach())
+        self._handshakes = handshakes
+        self._max_handshakes = max_handshakes
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection, whose handshake begins."""
+        connection, address = super().accept()
+        self._handshakes.begin(connection, address[0], self._max_handshakes)
+        return connection, address
+
+
 class PortState(ServerState):
     """Holds what all connections of a port share.
 
     Attributes:
         idle: the connections without a request, or with headers that are not whole.
         sending: the connections with a request whose body is not whole.
+        handshakes: the connections that are not made yet, with TLS.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.idle = WaitingClients()
         self.sending = WaitingClients()
+        self.handshakes = Handshakes()
 
 
 class HttpConnection(H11Protocol):
@@ -134,8 +179,10 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         # Without this, a segment that follows another one waits for the client's acknowledgement, which is 40 ms late.
         # asyncio sets it only where the listening socket was made for TCP by its number. A client may be gone already.
+        connection = transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.server_state.handshakes.end(connection.fileno())
         self._peer = self.client[0] if self.client else ""
         state, places = self.server_state, self.limit_concurrency or 0
         if len(self.connections) >= places:

@@ -8,8 +8,6 @@ import difflib
 import errno
 import logging
 import math
-import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +30,7 @@ from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.asked_address import BelowPath, asked_address
 from pillion.gateway.http_api.body_reading import IGNORED_HEADER
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods, OwnPagesWrite
-from pillion.gateway.http_api.http_connection import HttpConnection, PortState
+from pillion.gateway.http_api.http_connection import HttpConnection, PortState, TlsListener
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import openai_routes
@@ -48,10 +46,8 @@ log = logging.getLogger("pillion.gateway")
 # Such a function makes the pages of features, from what calls models and the pages that stand before them in the table.
 MoreRoutes = Callable[[ModelCalls, Sequence[Route]], list[Route]]
 
-# The port has at most this many connections, and fewer where the process may not have so many descriptors.
-MAX_HTTP_CONNECTIONS = 4096
-# So many descriptors are left for channels to components, files and connections that are just being judged.
-SPARE_DESCRIPTORS = 192
+# Part of the port's connections that may be in their TLS handshakes.
+HANDSHAKE_PERCENT = 25
 LISTEN_BACKLOG = 1024
 # In one turn of the event loop this many connections are accepted, before any of them is judged.
 ACCEPTED_AT_ONCE = 32
@@ -349,18 +345,6 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def _most_connections() -> int:
-    """Returns how many connections the port may have, by the descriptors that the process may have and has."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MAX_HTTP_CONNECTIONS
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        used = 0
-    return min(MAX_HTTP_CONNECTIONS, max(ACCEPTED_AT_ONCE, limit - used - SPARE_DESCRIPTORS))
-
-
 def _log_exhaustion_seldom() -> None:
     """Makes the event loop say in one line, once in a while, that a connection could not be accepted for want of
     descriptors: asyncio writes a traceback for each attempt, and tries again by itself a second later."""
@@ -385,9 +369,14 @@ def _log_exhaustion_seldom() -> None:
 
 
 async def start_http(
-    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, more_routes: MoreRoutes
+    gateway: Gateway,
+    flags: GatewayFlags,
+    identity: tls.Identity | None,
+    more_routes: MoreRoutes,
+    max_connections: int,
 ) -> HttpServer:
-    """Serves HTTP on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
+    """Serves HTTP on --host and --http-port (0: any free port), with TLS where there is an ``identity``, over at most
+    ``max_connections``.
 
     With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
     OSError when the address cannot be bound.
@@ -395,6 +384,7 @@ async def start_http(
     host = flags.host
     listener = listen(host, flags.http_port, LISTEN_BACKLOG, share_port=flags.share_ports)
     bound = listener.getsockname()[1]
+    handshakes = 0 if identity is None else max_connections * HANDSHAKE_PERCENT // 100
     config = uvicorn.Config(
         make_app(gateway, flags, more_routes),
         # h11 bounds headers that are not whole yet; the endpoint judges the size of whole ones.
@@ -406,13 +396,15 @@ async def start_http(
         ws="none",
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=_most_connections(),
+        limit_concurrency=max_connections - handshakes,
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=flags.timeout_keep_alive,
     )
     config.load()
     config.ssl = None if identity is None else tls.http_context(identity)
     server = _Server(config)
+    if identity is not None:
+        listener = TlsListener(listener, server.server_state.handshakes, handshakes)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not server.started and not task.done():  # noqa: ASYNC110  (uvicorn offers no event)
         await asyncio.sleep(0.005)

@@ -8,7 +8,8 @@ every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,10 @@ import grpc
 from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.net import tls
 from pillion.net.addresses import IN_PROCESS, OFF_NETWORK
+from pillion.net.descriptors import connections_per_port
 from pillion.net.in_process import InProcessChannel, InProcessServer
+from pillion.net.silent_connections import BusyPeers, close_silent
+from pillion.tasks import end_tasks
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
 from pillion.wire.errors import said_by_server as said_by_server
@@ -30,9 +34,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers end connections with faster pings (GOAWAY too_many_pings), so Pillion's servers allow as many as its clients
 # send.
 MIN_PING_INTERVAL_MS = 10_000
-# One server has at most this many connections; each must finish its handshake, TLS included, within the time below.
-MAX_CONNECTIONS = 4096
-HANDSHAKE_TIMEOUT_MS = 20_000
+# Timeout of a connection's handshakes: TLS, and HTTP/2's settings.
+HANDSHAKE_TIMEOUT_MS = 5_000
 # This is the grace of a server that is closed and will be stopped later. gRPC (1.78) touches a server again when a
 # grace is over, even if another stop has freed it; so this grace is longer than any that comes after it.
 STOP_FOLLOWS_S = 30 * 86_400.0
@@ -41,6 +44,8 @@ STOP_FOLLOWS_S = 30 * 86_400.0
 UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
+# Encloses a call with this context.
+Counting = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
 def _options(max_message_bytes: int) -> Options:
@@ -74,13 +79,13 @@ def component_options() -> Options:
     return [*client_options(), ("grpc.enable_http_proxy", 0)]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
+def server_options(max_message_bytes: int, max_connections: int, *, share_port: bool = False) -> Options:
     """Returns the options of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
-        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Two servers on one port share its connections at random. Without ``share_port``, a taken port is an error.
         ("grpc.so_reuseport", int(share_port)),
@@ -130,7 +135,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     A handler that ends by a cancel of something it waited for fails, too: gRPC takes each cancel for that of the call
     and sends no status, so the caller would wait for ever.
+
+    ``busy`` counts the calls of ``services``; those of health and reflection may stay open for ever.
     """
+
+    def __init__(self, services: Collection[str] = ()) -> None:
+        self.busy = BusyPeers()
+        self._services = services
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         method = details.method
@@ -144,7 +155,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         many, streams = handler.request_streaming, handler.response_streaming
         kind = f"{'stream' if many else 'unary'}_{'stream' if streams else 'unary'}"
-        guarded = (_stream_guard if streams else _unary_guard)(getattr(handler, kind), method)
+        counted = self.busy.call if method.split("/")[1] in self._services else contextlib.nullcontext
+        guarded = (_stream_guard if streams else _unary_guard)(getattr(handler, kind), method, counted)
         read = handler.request_deserializer if many else _reading(handler.request_deserializer)
         return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, read, handler.response_serializer)
 
@@ -170,27 +182,29 @@ def _readable(request: Any) -> Any:
     return request
 
 
-def _unary_guard(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _unary_guard(inner: Callable[..., Any], method: str, counted: Counting) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            result = inner(_readable(request), context)
-            return await result if isinstance(result, Awaitable) else result
+            with counted(context):
+                result = inner(_readable(request), context)
+                return await result if isinstance(result, Awaitable) else result
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             await _abort(context, error, method)
 
     return call
 
 
-def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _stream_guard(inner: Callable[..., Any], method: str, counted: Counting) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            result = inner(_readable(request), context)
-            if isinstance(result, Awaitable):
-                # A handler such as Health.Watch writes to the context itself.
-                await result
-                return
-            async for message in result:
-                yield message
+            with counted(context):
+                result = inner(_readable(request), context)
+                if isinstance(result, Awaitable):
+                    # A handler such as Health.Watch writes to the context itself.
+                    await result
+                    return
+                async for message in result:
+                    yield message
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             await _abort(context, error, method)
 
@@ -226,6 +240,7 @@ class RunningServer:
     services: tuple[str, ...] = ()
     health: Any = None
     closing: asyncio.Task[None] | None = None
+    silent: asyncio.Task[None] | None = None
 
     async def set_serving(self, serving: bool, names: Sequence[str] = ()) -> None:
         """Sets the health status of every service, or that under ``names``."""
@@ -249,6 +264,7 @@ class RunningServer:
         """Sets the health to NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Calls that watch
         the health end only then."""
         await self.not_serving()
+        await end_tasks(self.silent)
         await self.server.stop(grace_s)
         if self.closing is not None:
             await self.closing
@@ -261,6 +277,7 @@ async def start_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_connections: int | None = None,
     max_calls: int | None = None,
     share_port: bool = False,
     serving: bool = True,
@@ -273,6 +290,7 @@ async def start_server(
         credentials: TLS; None for plain text.
         interceptors: run inside the interceptor that maps errors, so what they raise becomes a status as well.
         max_message_bytes: largest message that is received or sent.
+        max_connections: limit of connections; None: what the process's descriptors allow for its only port.
         max_calls: most calls at once, a quarter of them over one connection; more are refused. None: no bound.
         share_port: other servers of this user may listen on the same port; the system spreads connections over them.
         serving: the first health status.
@@ -286,15 +304,15 @@ async def start_server(
 
     from pillion.net.reflection_servicer import add_reflection
 
-    options = server_options(max_message_bytes, share_port=share_port)
+    names = tuple(name for name, _ in services)
+    errors = ErrorInterceptor(names)
+    max_connections = max_connections or connections_per_port()
+    options = server_options(max_message_bytes, max_connections, share_port=share_port)
     if max_calls is not None:
         options.append(("grpc.max_concurrent_streams", max_calls // 4))
-    server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *interceptors], options=options, maximum_concurrent_rpcs=max_calls
-    )
+    server = grpc.aio.server(interceptors=[errors, *interceptors], options=options, maximum_concurrent_rpcs=max_calls)
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    names = tuple(name for name, _ in services)
     for _, add in services:
         add(server)
     add_reflection(server, names)
@@ -305,6 +323,8 @@ async def start_server(
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     running = RunningServer(server, address, names, checker)
+    if not listen.startswith("unix:"):
+        running.silent = asyncio.create_task(close_silent(port, max_connections, errors.busy), name="silent clients")
     await running.set_serving(serving)
     return running
 

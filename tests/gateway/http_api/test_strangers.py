@@ -118,7 +118,7 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_more_answers_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
+    monkeypatch.setattr("pillion.gateway.assemble.connections_per_port", lambda _: 4)
     async with running_fake_cluster("abc") as fakes:
         address, http = fakes.gateway.http_address, fakes.gateway.http
         fakes.decode.gate.clear()
@@ -145,7 +145,7 @@ def is_open(reader: asyncio.StreamReader) -> bool:
 
 async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     """First a connection without a request, then one whose body is not whole, of the address that has most of them."""
-    monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 6)
+    monkeypatch.setattr("pillion.gateway.assemble.connections_per_port", lambda _: 6)
     # Nobody loses a place for another reason.
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 10 * WITHIN_S)
     async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:

@@ -358,7 +358,7 @@ def test_the_service_config_names_real_methods() -> None:
 
 
 def test_servers_allow_the_pings_that_clients_send() -> None:
-    client, server = dict(rpc.client_options()), dict(rpc.server_options())
+    client, server = dict(rpc.client_options()), dict(rpc.server_options(rpc.MAX_MESSAGE_BYTES, 1))
     assert client["grpc.keepalive_time_ms"] > server["grpc.http2.min_ping_interval_without_data_ms"]
     for options in (client, server):
         assert options["grpc.keepalive_permit_without_calls"] == 1

@@ -1,0 +1,37 @@
+"""The process's file descriptors, shared out between its ports.
+
+limit of open files = in use when the ports are opened + RESERVED_DESCRIPTORS + connections of each port
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+# Connections per port: at most, and however few descriptors there are.
+MAX_CONNECTIONS = 4096
+MIN_CONNECTIONS = 32
+# Descriptors of the links to Redis: the index, the registry, quotas, loads, batches, with up to 16 connections each.
+REDIS_DESCRIPTORS = 80
+# Descriptors of channels to workers and KV nodes, of their pools and of files.
+COMPONENT_DESCRIPTORS = 80
+# Descriptors of HTTP connections that are accepted only to be answered with 503 or closed.
+REFUSED_DESCRIPTORS = 96
+RESERVED_DESCRIPTORS = REDIS_DESCRIPTORS + COMPONENT_DESCRIPTORS + REFUSED_DESCRIPTORS
+
+
+def connections_per_port(ports: int = 1) -> int:
+    """Returns the limit of connections for each of ``ports`` that a process is about to open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    free = limit - len(open_descriptors()) - RESERVED_DESCRIPTORS
+    return min(MAX_CONNECTIONS, max(MIN_CONNECTIONS, free // ports))
+
+
+def open_descriptors() -> list[str]:
+    """Returns the numbers of the open descriptors; [] where the system has no /proc."""
+    try:
+        return os.listdir("/proc/self/fd")
+    except OSError:
+        return []
