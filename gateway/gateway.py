@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ from pillion.gateway.request.request_telemetry import (
     describe_span,
     down_readings,
     end_refused_span,
+    model_readings,
     operation_of,
     readings,
     version_readings,
@@ -101,7 +102,7 @@ from pillion.gateway.tokens.tokenizer import (
     TokenizerPool,
 )
 from pillion.observability import telemetry
-from pillion.observability.metrics import Meters, Values
+from pillion.observability.metrics import Meters, Reading, Values
 from pillion.rules.priority import queue_order
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
 from pillion.tasks import at_most
@@ -200,6 +201,7 @@ class Gateway:
         self.meters.watch(
             lambda: readings(admission.requests, admission.waiting, cluster.index_available, not registry.refusal)
         )
+        self.meters.watch(self._model_readings)
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         self.meters.watch(lambda: version_readings(cluster.view.versions()))
         if adapters is not None:
@@ -610,6 +612,11 @@ class Gateway:
         self.operators_only(tenant)
         return self.meters.collect()
 
+    def _model_readings(self) -> Iterator[Reading]:
+        for name in self._models:
+            queued, usage = self.cluster.queued_requests(name), self.cluster.kv_usage(name)
+            yield from model_readings(name, *self.admission.counts(name), queued, usage)
+
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
         """Returns the cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant
         that is no operator."""
@@ -816,7 +823,7 @@ class Gateway:
             describe_span(span, admitted, operation, name)
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
-        meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers)
+        meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers, admitted.max_tokens)
         permit.first_token_s = meter.first_s
 
         def ended(usage: Usage) -> None:

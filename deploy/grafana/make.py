@@ -204,13 +204,74 @@ def _service() -> Dashboard:
             "Answers that continued on another worker after a component was lost.",
         ),
     )
+    lengths = {
+        "prompt": "pillion_request_prompt_tokens",
+        "answer": "pillion_request_answer_tokens",
+        "longest answer": "pillion_request_longest_answer_tokens",
+        "max_tokens": "pillion_request_max_tokens",
+        "answers": "pillion_request_answers",
+    }
+    phases = ("prefill", "decode", "inference")
+    requests = (
+        Panel(
+            "Phases of requests",
+            "s",
+            tuple(Query(mean(f"pillion_request_{phase}_time_seconds", MODEL), phase) for phase in phases),
+            "Means: prefill is from the end of waiting to the first token, decode from there to the last one.",
+        ),
+        Panel(
+            "Lengths of requests",
+            "short",
+            tuple(Query(mean(metric, MODEL), name) for name, metric in lengths.items()),
+            "Mean tokens of prompts, answers, longest answers and limits, and answers per request.",
+        ),
+        Panel(
+            "Requests by model",
+            "short",
+            (
+                Query(
+                    f"sum by (gen_ai_request_model, state) (pillion_model_requests_now{{{MODEL}}})",
+                    "{{gen_ai_request_model}} {{state}}",
+                ),
+            ),
+            "Of those that wait, some are in the gateways' lines and some in decode workers'.",
+            stacked=True,
+        ),
+        Panel(
+            "KV in use by model",
+            "percentunit",
+            (
+                Query(
+                    f"max by (gen_ai_request_model) (pillion_model_kv_usage_ratio{{{MODEL}}})",
+                    "{{gen_ai_request_model}}",
+                ),
+            ),
+            "The share of the pools of a model's workers that a new prompt cannot have.",
+            maximum=1,
+        ),
+        Panel(
+            "Preemptions and drafts",
+            "ops",
+            (
+                Query(f"sum({rate('pillion_request_preemptions_total', MODEL)})", "preemptions"),
+                Query(rate_by("pillion_draft_tokens_total", "outcome", MODEL), "draft tokens, {{outcome}}"),
+            ),
+            "Counted at the ends of requests.",
+        ),
+    )
     models = "label_values(pillion_inter_token_latency_seconds_count, gen_ai_request_model)"
     return Dashboard(
         "pillion-service",
         "Pillion: service",
         "Latency, traffic and errors as clients see them.",
         (Variable("model", "Model", models),),
-        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts), ("Workers", workers)),
+        (
+            ("Latency", latencies),
+            ("Traffic", traffic),
+            ("Requests", requests),
+            ("Prompts and the split", prompts),
+            ("Workers", workers),
+        ),
     )
 
 

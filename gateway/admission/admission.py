@@ -158,6 +158,11 @@ class Admission:
         permit.deadline_s, permit.allowed_tokens = deadline_s, allowed_tokens
         await self._queues[model].turn(permit, waits)
 
+    def counts(self, model: str) -> tuple[int, int]:
+        """Returns how many answers of a model are at the workers, and how many of its requests wait for their turn."""
+        queue = self._queues.get(model)
+        return (0, 0) if queue is None else (queue.turns.running, len(queue.turns.permits))
+
     def line(self, model: str) -> tuple[int, dict[str, int]]:
         """Returns how many answers of a model are at the workers, and how many of its requests wait for their turn, by
         tenant, without those in the background."""

@@ -330,6 +330,24 @@ class Cluster:
         blocks = {node.node_id: node.total_blocks for node in self._known("kvnode")}
         return [blocks.get(worker.node_id, 0) * worker.block_size_tokens for worker in self._known("decode", model)]
 
+    def queued_requests(self, model: str) -> int:
+        """Returns about how many of this gateway's streams wait in decode workers' lines: its share of each line."""
+        shares = 0.0
+        for worker in self._known("decode", model):
+            streams = worker.running_requests + worker.waiting_requests
+            own = self.load.by_component[worker.component_id]
+            shares += worker.waiting_requests * min(1.0, own / streams) if streams else 0.0
+        return round(shares)
+
+    def kv_usage(self, model: str) -> float | None:
+        """Returns the share of the pools of the model's workers that a new prompt cannot have; None where no pool is
+        known."""
+        used = {one.node_id for role in WORKERS for one in self._known(role, model)}
+        nodes = [node for node in self._known("kvnode") if node.node_id in used]
+        held = sum(node.leased_blocks + node.quarantined_blocks + node.pinned_blocks for node in nodes)
+        total = sum(node.total_blocks for node in nodes)
+        return min(1.0, held / total) if total else None
+
     def blind_spot(self) -> str:
         """Returns what an error message adds while the registry takes no heartbeats; "" where it takes them."""
         if not self.registry.refusal:

@@ -19,7 +19,7 @@ from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
-from pillion.observability.metrics import OTHER, Meters, Reading
+from pillion.observability.metrics import OTHER, Meters, Metric, Reading
 from pillion.types import GenerateRequest, Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
@@ -47,6 +47,7 @@ class RequestMeter:
     Args:
         arrived_s: when the request came.
         answers: number of answers that are generated.
+        max_tokens: most tokens of each answer.
     """
 
     _meters: Meters
@@ -54,6 +55,7 @@ class RequestMeter:
     _operation: str
     _arrived_s: float
     answers: InitVar[int]
+    max_tokens: int = 0
 
     def __post_init__(self, answers: int) -> None:
         self._itl = self._meters.distribution(names.ITL, self._model)
@@ -109,6 +111,34 @@ class RequestMeter:
         if error is None or any(self._counts):
             # Where a request has no plan, it is not known how much of its prompt was computed.
             self._prompt(usage, timings)
+        if error is None:
+            self._finished(usage, timings)
+
+    def _finished(self, usage: Usage, timings: Timings) -> None:
+        """Notes how long a request was that ended well, in tokens and in time."""
+        waited_s = (timings.admission_ms + timings.decode_queue_ms) / 1000
+        first_s, last_s = self.first_s(), max(self._last_s, default=0.0)
+        observed: list[tuple[Metric, float]] = [
+            (names.REQUEST_PROMPT_TOKENS, usage.prompt_tokens),
+            (names.LONGEST_ANSWER_TOKENS, max(self._counts, default=0)),
+            (names.MAX_TOKENS, self.max_tokens),
+            (names.ANSWERS, len(self._counts)),
+            *((names.ANSWER_TOKENS, count) for count in self._counts),
+        ]
+        if first_s:
+            begun_s = min(first_s, self._arrived_s + waited_s)
+            observed += [
+                (names.PREFILL_TIME, first_s - begun_s),
+                (names.DECODE_TIME, last_s - first_s),
+                (names.INFERENCE_TIME, last_s - begun_s),
+            ]
+        for metric, value in observed:
+            self._meters.distribution(metric, self._model).observe(value)
+        self._meters.counter(names.REQUEST_PREEMPTIONS, self._model).add(timings.preemptions)
+        if usage.guessed_tokens:
+            rejected = usage.guessed_tokens - usage.accepted_tokens
+            for outcome, tokens in (("accepted", usage.accepted_tokens), ("rejected", rejected)):
+                self._meters.counter(names.DRAFT_TOKENS, self._model, outcome).add(tokens)
 
     def _prompt(self, usage: Usage, timings: Timings) -> None:
         model, meters = self._model, self._meters
@@ -173,6 +203,16 @@ def readings(running: int, waiting: int, index_available: bool, registry_writabl
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
     yield names.REGISTRY_WRITABLE, (), float(registry_writable)
+
+
+def model_readings(model: str, running: int, waiting: int, queued: int, kv_usage: float | None) -> Iterator[Reading]:
+    """Yields the gauges of one model: its requests ``running`` at workers, of which ``queued`` wait in their lines, and
+    those ``waiting`` at this gateway. ``kv_usage`` is None where its workers' pools are not known."""
+    queued = min(queued, running)
+    yield names.MODEL_REQUESTS, (model, "running"), running - queued
+    yield names.MODEL_REQUESTS, (model, "waiting"), waiting + queued
+    if kv_usage is not None:
+        yield names.MODEL_KV_USAGE, (model,), kv_usage
 
 
 def down_readings(records: Iterable[ComponentRecord]) -> Iterator[Reading]:

@@ -19,7 +19,14 @@ TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+# Tokens of a request, in steps of 1, 2, 5 up to the longest contexts.
+TOKENS_BOUNDS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+ANSWERS_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 SHARE_BOUNDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def _tokens(name: str, text: str) -> Metric:
+    return Metric(name, "histogram", "{token}", text, (MODEL,), TOKENS_BOUNDS)
 
 
 def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
@@ -70,6 +77,25 @@ QUEUE_TIME = _seconds(
     DURATION_BOUNDS,
     MODEL,
 )
+PREFILL_TIME = _seconds(
+    "pillion.request.prefill_time",
+    "Of each request: from the end of its waiting to its first token.",
+    DURATION_BOUNDS,
+    MODEL,
+)
+DECODE_TIME = _seconds(
+    "pillion.request.decode_time", "Of each request: from its first token to its last.", DURATION_BOUNDS, MODEL
+)
+INFERENCE_TIME = _seconds(
+    "pillion.request.inference_time", "Of each request: prefill and decode together.", DURATION_BOUNDS, MODEL
+)
+REQUEST_PROMPT_TOKENS = _tokens("pillion.request.prompt_tokens", "Tokens of each request's prompt.")
+ANSWER_TOKENS = _tokens("pillion.request.answer_tokens", "Tokens of each answer.")
+LONGEST_ANSWER_TOKENS = _tokens("pillion.request.longest_answer_tokens", "Tokens of each request's longest answer.")
+MAX_TOKENS = _tokens("pillion.request.max_tokens", "Most tokens that each answer of a request might have.")
+ANSWERS = Metric(
+    "pillion.request.answers", "histogram", "{answer}", "Answers to each request.", (MODEL,), ANSWERS_BOUNDS
+)
 SPLIT = Metric(
     "pillion.request.split_fraction",
     "histogram",
@@ -107,6 +133,25 @@ TENANT_KV = _counter(
     "tier",
 )
 REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a component was lost.", MODEL)
+REQUEST_PREEMPTIONS = _counter(
+    "pillion.request.preemptions", "{preemption}", "Times that streams of ended requests gave up their memory.", MODEL
+)
+DRAFT_TOKENS = _counter(
+    "pillion.draft_tokens", "{token}", "Draft tokens of ended requests: accepted, rejected.", MODEL, "outcome"
+)
+MODEL_REQUESTS = _gauge(
+    "pillion.model.requests_now",
+    "{request}",
+    "Requests of this gateway that run at workers, and that wait, in its own line or in decode workers'.",
+    MODEL,
+    "state",
+)
+MODEL_KV_USAGE = _gauge(
+    "pillion.model.kv_usage",
+    "1",
+    "Share of the pools of a model's workers that is leased, quarantined or pinned.",
+    MODEL,
+)
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis takes the gateway's heartbeats.")

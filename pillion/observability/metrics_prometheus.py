@@ -75,17 +75,23 @@ class _Alias:
 
 LORA_INFO = "vllm:lora_requests_info"
 ALIASES = (
-    _Alias("vllm:num_requests_running", names.REQUESTS_NOW, "state", ("running",)),
-    _Alias("vllm:num_requests_waiting", names.REQUESTS_NOW, "state", ("waiting",)),
+    _Alias("vllm:num_requests_running", names.MODEL_REQUESTS, "state", ("running",)),
+    _Alias("vllm:num_requests_waiting", names.MODEL_REQUESTS, "state", ("waiting",)),
     _Alias("vllm:num_requests_running", names.SEQUENCES, "state", ("running",)),
     _Alias("vllm:num_requests_waiting", names.SEQUENCES, "state", ("waiting",)),
+    _Alias("vllm:kv_cache_usage_perc", names.MODEL_KV_USAGE),
     _Alias("vllm:kv_cache_usage_perc", names.KV_USAGE),
+    # The older name, which dashboards still draw.
+    _Alias("vllm:gpu_cache_usage_perc", names.MODEL_KV_USAGE),
     _Alias("vllm:prompt_tokens", names.PROMPT_TOKENS),
     _Alias("vllm:generation_tokens", names.GENERATED_TOKENS),
     _Alias("vllm:prefix_cache_queries", names.PROMPT_TOKENS),
     _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, "source", ("pool", "fetched", "restored", "bucket")),
+    _Alias("vllm:num_preemptions", names.REQUEST_PREEMPTIONS),
     _Alias("vllm:num_preemptions", names.PREEMPTIONS),
     _Alias("vllm:request_success", names.REQUESTS, "outcome", ("stop", "length", "cancelled"), "finished_reason"),
+    _Alias("vllm:spec_decode_num_draft_tokens", names.DRAFT_TOKENS),
+    _Alias("vllm:spec_decode_num_accepted_tokens", names.DRAFT_TOKENS, "outcome", ("accepted",)),
     _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, "use", ("speculative",)),
     _Alias("vllm:spec_decode_num_accepted_tokens", names.ACCEPTED),
     _Alias(
@@ -97,9 +103,19 @@ ALIASES = (
     ),
     _Alias("vllm:time_to_first_token_seconds", names.TTFT),
     _Alias("vllm:inter_token_latency_seconds", names.ITL),
+    # The older name, which dashboards still draw.
+    _Alias("vllm:time_per_output_token_seconds", names.ITL),
     _Alias("vllm:request_time_per_output_token_seconds", names.TPOT),
     _Alias("vllm:e2e_request_latency_seconds", names.DURATION, "error.type", ("",)),
     _Alias("vllm:request_queue_time_seconds", names.QUEUE_TIME),
+    _Alias("vllm:request_prefill_time_seconds", names.PREFILL_TIME),
+    _Alias("vllm:request_decode_time_seconds", names.DECODE_TIME),
+    _Alias("vllm:request_inference_time_seconds", names.INFERENCE_TIME),
+    _Alias("vllm:request_prompt_tokens", names.REQUEST_PROMPT_TOKENS),
+    _Alias("vllm:request_generation_tokens", names.ANSWER_TOKENS),
+    _Alias("vllm:request_max_num_generation_tokens", names.LONGEST_ANSWER_TOKENS),
+    _Alias("vllm:request_params_max_tokens", names.MAX_TOKENS),
+    _Alias("vllm:request_params_n", names.ANSWERS),
 )
 
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.engine.worker.worker_telemetry import IDLE, StepMeter, load_readings
-from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused
+from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused, model_readings
 from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kernels.step import Sampled
 from pillion.kvstore.node.kv_node import metric_readings as books
@@ -170,6 +170,40 @@ def test_tokens_that_come_together_share_their_time() -> None:
     assert only(meters, names.SPLIT).total == pytest.approx(0.8)
     assert values(meters, names.GENERATED_TOKENS) == {("demo",): 7}
     assert values(meters, names.REPLAYS) == {("demo",): 0}
+
+
+def test_a_finished_request_is_in_histograms_of_its_length_and_its_phases() -> None:
+    meters = Meters()
+    request = RequestMeter(meters, "demo", CHAT, 100.0, 2, max_tokens=40)
+    request.tokens(0, 1, 100.3)
+    request.tokens(1, 3, 100.4)
+    request.tokens(0, 1, 101.0)
+    usage = Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=5, guessed_tokens=4, accepted_tokens=3)
+    timings = Timings(tail_tokens=10, admission_ms=150, decode_queue_ms=50, preemptions=2)
+    request.ended(101.5, usage, timings, ["stop", "stop"], None)
+    totals = {
+        names.REQUEST_PROMPT_TOKENS: (1, 10),
+        names.ANSWER_TOKENS: (2, 2 + 3),
+        names.LONGEST_ANSWER_TOKENS: (1, 3),
+        names.MAX_TOKENS: (1, 40),
+        names.ANSWERS: (1, 2),
+        names.PREFILL_TIME: (1, pytest.approx(0.1)),
+        names.DECODE_TIME: (1, pytest.approx(0.7)),
+        names.INFERENCE_TIME: (1, pytest.approx(0.8)),
+    }
+    assert {metric: (only(meters, metric).count, only(meters, metric).total) for metric in totals} == totals
+    assert values(meters, names.REQUEST_PREEMPTIONS) == {("demo",): 2}
+    assert values(meters, names.DRAFT_TOKENS) == {("demo", "accepted"): 3, ("demo", "rejected"): 1}
+    failed, request = metered()
+    request.ended(101.0, Usage(10, 0, 0), Timings(), [""], errors.Unavailable("no worker"))
+    assert not any(values(failed, metric) for metric in totals)
+
+
+def test_what_waits_at_workers_waits() -> None:
+    found = by_labels(model_readings("demo", running=5, waiting=2, queued=3, kv_usage=0.5), names.MODEL_REQUESTS)
+    assert found == {"demo/running": 2, "demo/waiting": 5}
+    assert not by_labels(model_readings("demo", 0, 0, 3, None), names.MODEL_KV_USAGE)
+    assert set(by_labels(model_readings("demo", 0, 0, 3, None), names.MODEL_REQUESTS).values()) == {0}
 
 
 def test_several_answers_have_one_first_token() -> None:

@@ -121,6 +121,7 @@ def test_vllm_names_say_the_same() -> None:
     assert found["vllm:prompt_tokens_total", (model,)] == 100
     assert found["vllm:prefix_cache_queries_total", (model,)] == 100
     assert found["vllm:prefix_cache_hits_total", (model,)] == 42
+    # A worker's page knows no names of models.
     assert found["vllm:num_requests_running", ()] == 3
     assert found["vllm:num_requests_waiting", ()] == 2
     # Of both kinds of operation, which vLLM does not tell apart.
