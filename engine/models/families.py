@@ -931,7 +931,7 @@ ROWS: dict[str, ModelFamily] = {
     "glm_moe_dsa": replace(
         _DEEPSEEK_SPARSE,
         derived=lambda raw: {**_indexed_attention(raw), "indexer_rope_interleave": True},
-        fixed={**_DEEPSEEK_FIXED, "indexer_rope_interleave": True},
+        fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "indexer_rope_interleave": True},
         keys={key: key for key in ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")},
     ),
     "mistral4": ModelFamily(

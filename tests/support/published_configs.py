@@ -458,6 +458,46 @@ SERVED: dict[str, dict[str, Any]] = {
         "7168 18432 61 128 128 129280",
         **{**_DEEPSEEK, "quantization_config": {**_FP8_BLOCKS, "scale_fmt": "ue8m0"}},
     ),
+    "DeepSeek-V3.2": _of(
+        "deepseek_v32",
+        "7168 18432 61 128 128 129280",
+        **_DEEPSEEK,
+        index_head_dim=128,
+        index_n_heads=64,
+        index_topk=2048,
+    ),
+    "GLM-5": _of(
+        "glm_moe_dsa",
+        "6144 12288 78 64 64 154880",
+        ep_size=1,
+        first_k_dense_replace=3,
+        head_dim=64,
+        index_head_dim=128,
+        index_n_heads=32,
+        index_topk=2048,
+        indexer_rope_interleave=True,
+        kv_lora_rank=512,
+        max_position_embeddings=202_752,
+        moe_intermediate_size=2048,
+        moe_layer_freq=1,
+        n_group=1,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_experts_per_tok=8,
+        num_nextn_predict_layers=1,
+        q_lora_rank=2048,
+        qk_head_dim=256,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        rope_interleave=True,
+        rope_parameters={"rope_theta": 1_000_000, "rope_type": "default"},
+        routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        topk_group=1,
+        topk_method="noaux_tc",
+        v_head_dim=256,
+    ),
     "Moonlight-16B-A3B": _of(
         "deepseek_v3",
         "2048 11264 27 16 16 163840",
@@ -1122,11 +1162,6 @@ SERVED = {name: {key: value for key, value in config.items() if value is not ...
 
 # These are refused, by the words that the refusal has.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DeepSeek-V3.2": (
-        _of("deepseek_v32", "7168 18432 61 128 128 129280", **_DEEPSEEK, index_n_heads=64, index_topk=2048),
-        "deepseek_v32",
-    ),
-    "GLM-5": (_of("glm_moe_dsa", "6144 12288 78 64 64 154880", index_topk=2048), "glm_moe_dsa"),
     "Qwen2.5-7B-Instruct-1M": (
         _of(
             "qwen2",

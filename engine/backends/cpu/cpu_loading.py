@@ -11,13 +11,12 @@ from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.layer_operations import TokenIndex
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 from pillion.host.core_lending_table import CoreLendingTable, CoreShare
 from pillion.host.cores import MAX_CPU_THREADS, parse_cores, usable_cores
-from pillion.kernels.cpu.attention.token_selection import max_selected_tokens
+from pillion.kernels.cpu.attention.cpu_attention_plan import MAX_SELECTED_TOKENS
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
@@ -92,7 +91,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         index = None if config.latents is None else config.latents.index
         if not reason and index is not None:
-            reason = _unsupported_index(index, flags.kv_cache_dtype, prepared.max_model_len)
+            reason = _unsupported_index(flags.kv_cache_dtype, prepared.max_model_len)
         if not reason and config.linear is not None and layout.state_layout is None:
             reason = f"pieces of states do not fit into blocks of {flags.block_size} tokens"
     if isa is not None and not reason:
@@ -127,11 +126,11 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     return ""
 
 
-def _unsupported_index(index: TokenIndex, kv_cache_dtype: str, max_model_len: int) -> str:
+def _unsupported_index(kv_cache_dtype: str, max_model_len: int) -> str:
     if kv_cache_dtype != "auto":
         return "rows with index keys are not kept in 8 bits"
-    if max_model_len > (most := max_selected_tokens(index.heads, index.dim)):
-        return f"tokens are selected of at most {most}; set --max-model-len"
+    if max_model_len > MAX_SELECTED_TOKENS:
+        return f"tokens are selected of at most {MAX_SELECTED_TOKENS}; set --max-model-len"
     return ""
 
 

@@ -23,6 +23,8 @@ Int64 = npt.NDArray[np.int64]
 
 # A partition has this many tokens and begins at a multiple of that in the sequence. A softmax runs over one partition.
 PARTITION_TOKENS = 512
+# Longest context of which tokens are selected; a row's scores lie in a thread's scratch memory.
+MAX_SELECTED_TOKENS = 196_608
 # The work of one thread has at least this many items, where partitions are short enough.
 ITEMS_PER_THREAD = 8
 # These are the numbers of the words of an item or a merge. SHIFT is a token's position minus its row in the batch;

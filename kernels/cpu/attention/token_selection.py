@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape, PoolLines
+from pillion.kernels.cpu.attention.cpu_attention_plan import MAX_SELECTED_TOKENS
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
@@ -20,11 +21,6 @@ from pillion.kernels.cpu.rows.rotate import turned
 GROUP_BYTES = 2
 # Index queries whose sums stay in registers.
 MAX_SUMS = 8
-
-
-def max_selected_tokens(heads: int, dim: int) -> int:
-    """Returns the longest context whose scores fit into a thread's scratch memory."""
-    return (SCRATCH_BYTES - heads * dim * 4 - heads * VECTOR_BYTES) // 4 // LANES * LANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,7 @@ class SelectTokens(KernelSpec):
     rotated: bool = True
 
     def emit(self, call: KernelCall) -> None:
+        assert self._at_scores + 4 * MAX_SELECTED_TOKENS <= SCRATCH_BYTES
         k, args = call.k, call.args
         with call.shared_range(call.step.number("num_tokens"), 1) as (row, _):
             behind = k.load_int(call.step.pointer("positions") + row * 4, 32) + 1
