@@ -3,6 +3,7 @@
     prepare.py            finds, converts and fingerprints a model: the entry for every component
     fingerprint.py        names a model by what decides its numbers
     model_files.py        resolves the flag; lists weight files
+    gguf_names.py         which GGUF files are a model: its parts, and the only one of several files
     generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py        the cache on disk of prepared models
     convert.py            foreign tokenizers -> a Hugging Face folder; a tokenizer is tried

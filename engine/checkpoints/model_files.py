@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pillion.engine.checkpoints.gguf_names import gguf_parts, model_name, only_model
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
@@ -46,8 +47,6 @@ _SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "voca
 # A worker waits this long for a hub's first answer; a download may take any time while it makes progress.
 HUB_TIMEOUT_S = 10.0
 
-# A part of a split GGUF file.
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 Progress = Callable[[str], None]
@@ -55,8 +54,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Is a model's Hugging Face folder or GGUF file, and the name by which clients know the model. ``sampling`` has
-    what is recommended for it where its files recommend nothing, by the keys of a generation_config.json."""
+    """A model's Hugging Face folder or GGUF file (of several parts the first), and the name by which clients know it.
+    ``sampling`` has what is recommended where its files recommend nothing, by the keys of a
+    generation_config.json."""
 
     path: Path
     name: str
@@ -79,17 +79,70 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
         return ModelSource(file, DEMO_NAME, DEMO_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
-        return ModelSource(path.resolve(), path.resolve().name)
+        return _of_folder(path.resolve())
     if path.is_file():
         with path.open("rb") as opened:
             if opened.read(4) != b"GGUF":
                 raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
-        return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
+        # A link keeps its name, by which the other parts are found.
+        return ModelSource(gguf_parts(path.absolute())[0], model_name(path.name))
     if is_hub_id(model):
         progress(f"looking for {model} ({revision}) on the hub")
+        if parts := _gguf_of_hub(model, revision):
+            return ModelSource(Path(download(model, revision, parts)) / parts[0], model)
         check_hub_config(model, revision, ignored_keys)
         return ModelSource(Path(download(model, revision)), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
+
+
+def _of_folder(folder: Path) -> ModelSource:
+    """Returns a Hugging Face folder, or the only GGUF model in a folder without safetensors files."""
+    parts = (
+        []
+        if _has_safetensors(folder)
+        else only_model((path.name for path in folder.glob("*.gguf")), str(folder), "name its file")
+    )
+    return ModelSource(gguf_parts(folder / parts[0])[0] if parts else folder, folder.name)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _gguf_of_hub(model: str, revision: str) -> list[str]:
+    """Returns the files of the only GGUF model of a hub repository without safetensors files, else []. Raises
+    ConfigError where there are several. What is in the hub's cache answers where the hub does not."""
+    _require_hub_client()
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    if isinstance(config, str) and _has_safetensors(Path(config).parent):
+        return []
+    try:
+        info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+        names = [sibling.rfilename for sibling in info.siblings or ()]
+    except Exception:  # noqa: BLE001  (the errors of :func:`download`, which says why where nothing is in the cache)
+        names = _names_in_cache(model, revision)
+    if any(name.endswith(".safetensors") for name in names):
+        return []
+    how = f"bring it with `hf download {model} FILE`, and name the path that this prints"
+    return only_model(names, model, how)
+
+
+def _names_in_cache(model: str, revision: str) -> list[str]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = [one for one in scan_cache_dir().repos if (one.repo_type, one.repo_id) == ("model", model)]
+    except CacheNotFound:
+        return []
+    return [
+        file.file_path.relative_to(cached.snapshot_path).as_posix()
+        for repository in repositories
+        for cached in repository.revisions
+        if revision in (*cached.refs, cached.commit_hash)
+        for file in cached.files
+    ]
 
 
 def folder_of(named: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, flag: str = "") -> Path:
@@ -180,19 +233,6 @@ def _hub_reason(error: BaseException) -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, so the hub is not asked"
     return f"no connection to {constants.ENDPOINT} ({said}); is there a network, and is HF_ENDPOINT right?"
-
-
-def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """Returns the files of the model that a GGUF file is, or is a part of: ``NAME-00001-of-00005.gguf``. Raises
-    ConfigError where one is missing."""
-    named = _PART.fullmatch(path.name)
-    if named is None:
-        return (path,)
-    count = int(named["count"])
-    names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
-    if missing := [name for name in names if not (path.parent / name).is_file()]:
-        raise ConfigError(f"{path.name} is one of {count} files, and {missing[0]} is not beside it")
-    return tuple(path.parent / name for name in names)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer, try_tokenizer
 from pillion.engine.checkpoints.fingerprint import fingerprint
+from pillion.engine.checkpoints.gguf_names import gguf_parts
 from pillion.engine.checkpoints.model_cache import (
     CONVERSION_VERSION,
     TEXTS_VERSION,
@@ -32,7 +33,6 @@ from pillion.engine.checkpoints.model_files import (
     ModelSource,
     Progress,
     folder_of,
-    gguf_parts,
     index_files,
     is_local,
     locate,

@@ -152,7 +152,7 @@ def check_producer(wanted: str, model: str, folder: Path) -> None:
     from pillion.engine.models.config_parser import read_config
     from pillion.engine.quantized.quantization import quantization_method
 
-    found = "gguf" if _is_file(model) else quantization_method(read_config(folder))
+    found = "gguf" if _is_gguf(model) else quantization_method(read_config(folder))
     if found == wanted:
         return
     what = f"is of {found}" if found else "has plain weights"
@@ -168,15 +168,17 @@ def _check_format(model: str, wanted: Any) -> None:
             f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which hold no code; convert"
             " other weights with transformers' save_pretrained"
         )
-    is_file = _is_file(model)
-    if is_file != (wanted == "gguf"):
+    is_gguf = _is_gguf(model)
+    if is_gguf != (wanted == "gguf"):
         raise ConfigError(
-            f"load_format={wanted!r}: {model} is {'a GGUF file' if is_file else 'a folder of safetensors'}"
+            f"load_format={wanted!r}: {model} is {'a GGUF file' if is_gguf else 'a folder of safetensors'}"
         )
 
 
-def _is_file(model: str) -> bool:
-    return model == "demo" or Path(model).expanduser().is_file()
+def _is_gguf(model: str) -> bool:
+    from pillion.engine.checkpoints.model_files import is_local, locate
+
+    return is_local(model) and locate(model, "", lambda line: None).is_gguf
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -8,10 +8,11 @@ import http.server
 import json
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from lab.testbed.ports import free_port
 from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
+from tests.engine.quantized.test_gguf_reader import write_part
 from tests.support.commands import pillion_commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -31,7 +32,7 @@ FILES = {
 
 
 @contextlib.contextmanager
-def hub() -> Iterator[tuple[str, list[str]]]:
+def hub(files: Mapping[str, bytes] = FILES) -> Iterator[tuple[str, list[str]]]:
     """A hub with one repository, "some/model"; yields its URL and the paths of files that were sent."""
     sent: list[str] = []
 
@@ -54,27 +55,27 @@ def hub() -> Iterator[tuple[str, list[str]]]:
             parts = self.path.partition("?")[0].split("/")[1:]
             if parts[:4] == ["api", "models", "some", "model"]:
                 if parts[4:] in (["revision", "main"], ["revision", COMMIT]):
-                    parallel_samples = [{"rfilename": name} for name in FILES]
+                    siblings = [{"rfilename": name} for name in files]
                     about = {
                         "id": "some/model",
                         "modelId": "some/model",
                         "sha": COMMIT,
-                        "parallel_samples": parallel_samples,
+                        "siblings": siblings,
                     }
                     return self._answer(200, json.dumps(about).encode(), Content_Type="application/json")
                 if parts[4] == "tree":
                     tree = [
                         {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-                        for name, body in FILES.items()
+                        for name, body in files.items()
                     ]
                     return self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
                 return self._answer(404, b"{}", X_Error_Code="RevisionNotFound")
             name = "/".join(parts[4:])
-            if parts[:3] == ["some", "model", "resolve"] and name in FILES:
+            if parts[:3] == ["some", "model", "resolve"] and name in files:
                 if self.command == "GET":
                     sent.append(name)
-                etag = hashlib.sha1(FILES[name]).hexdigest()
-                return self._answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+                etag = hashlib.sha1(files[name]).hexdigest()
+                return self._answer(200, files[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
             return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
 
         do_HEAD = do_GET  # noqa: N815
@@ -104,6 +105,35 @@ def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
             assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
         gone = pillion("models", "pull", "some/model")
         assert (gone.returncode, "`pillion prepare OWNER/NAME` brings a model" in gone.stderr) == (2, True)
+
+
+def test_a_repository_of_one_gguf_model_is_read(tmp_path: pathlib.Path) -> None:
+    """Its parts may stand in a folder, and llama.cpp's other files beside it. What was brought is found again where the
+    hub does not answer."""
+    names = [f"Q4_0/m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, name in enumerate(names):
+        write_part(tmp_path / name.rpartition("/")[2], number, 2)
+    parts = {name: (tmp_path / name.rpartition("/")[2]).read_bytes() for name in names}
+    beside = {"mmproj-m-f16.gguf": b"GGUF", "imatrix.gguf": b"GGUF", "README.md": b"", "config.json": b"{}"}
+    with hub({**parts, **beside}) as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
+        done = pillion("prepare", "some/model")
+        assert sorted(sent) == names
+        assert "m-00001-of-00002.gguf: its metadata lack llama.context_length" in done.stderr
+        sent.clear()
+    with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
+        again = pillion("prepare", "some/model")
+        assert "m-00001-of-00002.gguf: its metadata lack" in again.stderr, again.stderr
+
+
+def test_of_several_gguf_models_one_is_asked_for(tmp_path: pathlib.Path) -> None:
+    files = dict.fromkeys(("m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj.gguf"), b"GGUF")
+    with hub(files) as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
+        done = pillion("prepare", "some/model")
+        assert not sent
+    assert (
+        "some/model has 2 GGUF models: m-Q4_0.gguf, m-Q8_0.gguf; which one? bring it with `hf download some/model FILE`"
+        in done.stderr
+    )
 
 
 def test_no_network_is_said(tmp_path: pathlib.Path) -> None:

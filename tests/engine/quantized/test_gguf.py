@@ -365,11 +365,12 @@ def test_every_architecture_that_is_read_is_tested():
     assert set(FILES) == set(ARCHITECTURES)
 
 
+SMALL = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=258)
+
+
 def small_file(path, kind: str = "Q4_0", more: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Writes a model of one layer whose matrices are all of one type."""
-    model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=258)
-    )
+    model = LlamaForCausalLM(SMALL)
     tensors = gguf_tensors(model, "llama") | (more or {})
     types = {key: kind for key, tensor in tensors.items() if tensor.ndim > 1}
     write_gguf(path, "llama", tensors, sizes(model.config), types)
@@ -458,6 +459,24 @@ def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> Non
     with pytest.raises(OSError, match="No space left on device") as caught, shards.write_shards(tmp_path) as writer:
         writer.add({"a": torch.zeros(1)})
     assert caught.value.errno == 28
+
+
+def test_a_model_in_parts_is_that_in_one_file(tmp_path):
+    """With the same fingerprint: workers of both share blocks."""
+    tensors = small_file(tmp_path / "whole.gguf")
+    types = {key: "Q4_0" for key, tensor in tensors.items() if tensor.ndim > 1}
+    whole = prepare(ModelFlags(model=str(tmp_path / "whole.gguf"), dtype="float32"))
+    names = [*tensors]
+    for number, part in enumerate((names[:5], names[5:])):
+        split = {"split.no": number, "split.count": 2}
+        path = tmp_path / f"m-0000{number + 1}-of-00002.gguf"
+        given = {**sizes(SMALL), **split} if number == 0 else split
+        write_gguf(path, "llama", {name: tensors[name] for name in part}, given, types)
+    parts = prepare(ModelFlags(model=str(path), dtype="float32"))
+    assert (parts.name, parts.fingerprint) == ("m", whole.fingerprint)
+    path.unlink()
+    with pytest.raises(ConfigError, match="such as m-00002-of-00002"):
+        prepare(ModelFlags(model=str(tmp_path / "m-00001-of-00002.gguf"), dtype="float32"))
 
 
 def test_a_phi3_file_needs_no_padding(tmp_path, monkeypatch) -> None:
