@@ -444,7 +444,9 @@ class Gateway:
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
         adapters = [one.name for one in self._adapters() if tenant is None or tenant.may_use(one.name)]
-        found = self._named(check_model(name, known, adapters))
+        entries = [entry for one in known if (entry := self._named(one)) is not None]
+        aliases = [alias for entry in entries for alias in self._aliases(entry)]
+        found = self._named(check_model(name, known, adapters, aliases))
         assert found is not None
         return found
 

@@ -7,6 +7,7 @@ and engine import errors and types from here and run where gRPC and OpenTelemetr
     types.py, errors.py   values and errors of the public API; open them first
     client, offline       the clients; LLM
     tasks.py              tasks of asyncio that run beside their owner
+    near_names.py         suggestions for mistyped names
     config.py             every flag of every component
     settings              flags whose values have a form of their own
     rules                 what components must agree on about a request: the order of waiting, bounds

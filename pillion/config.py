@@ -145,6 +145,16 @@ def parse_api_key(text: str) -> str:
     return text
 
 
+def parse_quantization(text: str) -> str:
+    """Returns the text of --quantization. Raises ConfigError for another than its choices."""
+    if text not in QUANTIZATION_CHOICES:
+        raise ConfigError(
+            f"{text!r} is not one of {', '.join(QUANTIZATION_CHOICES)}; a checkpoint that is stored quantized (AWQ,"
+            " GPTQ, FP8, GGUF and others) needs no flag"
+        )
+    return text
+
+
 def parse_root_path(text: str) -> str:
     """Returns the text of --root-path without slashes at its end. Raises ConfigError for what is no path."""
     path = text.rstrip("/")
@@ -296,6 +306,7 @@ class ModelFlags:
     quantization: str = flag(
         "none",
         "Linear layers' weights of a plain checkpoint in 8 or 4 bits; int8-dynamic: their inputs in 8 bits, too (CPU).",
+        kind=parse_quantization,
         choices=QUANTIZATION_CHOICES,
     )
     quantization_group_size: str = flag(

@@ -6,6 +6,7 @@ Imports neither torch nor transformers, so that a start with a prepared model st
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pillion.engine.checkpoints.gguf_names import gguf_parts, model_name, only_m
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.near_names import did_you_mean
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -48,6 +50,9 @@ _SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "voca
 HUB_TIMEOUT_S = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+# Paths that a mistyped one is compared with.
+MAX_PATHS_BESIDE = 1000
 
 Progress = Callable[[str], None]
 
@@ -92,7 +97,13 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
             return ModelSource(Path(download(model, revision, parts)) / parts[0], model)
         check_hub_config(model, revision, ignored_keys)
         return ModelSource(Path(download(model, revision)), model)
-    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
+    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either{_near(path)}")
+
+
+def check_folder_named(named: str, flag: str = "") -> None:
+    """Raises ConfigError where :func:`folder_of` would, but asks no hub."""
+    if not Path(named).expanduser().is_dir() and not is_hub_id(named):
+        raise ConfigError(f"{f'{flag} {named}'.strip()} is no folder here, and no hub id (owner/name) either")
 
 
 def _of_folder(folder: Path) -> ModelSource:
@@ -149,12 +160,9 @@ def folder_of(named: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS,
     """Returns the local folder of an EAGLE head or of a tokenizer, which is ``named`` by a folder or a hub id; files of
     these ``patterns`` are downloaded where they are missing. Raises ConfigError, in one line that begins with the
     ``flag``, for another name or a failed download."""
+    check_folder_named(named, flag)
     path = Path(named).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if not is_hub_id(named):
-        raise ConfigError(f"{f'{flag} {named}'.strip()} is no folder here, and no hub id (owner/name) either")
-    return Path(download(named, revision, patterns))
+    return path.resolve() if path.is_dir() else Path(download(named, revision, patterns))
 
 
 def check_named(model: str) -> None:
@@ -168,6 +176,14 @@ def is_local(model: str) -> bool:
     """Returns whether a ``--model`` flag can only mean files of this machine, whether they exist or not; otherwise it
     is a hub id."""
     return not is_hub_id(model) or Path(model).expanduser().exists()
+
+
+def _near(path: Path) -> str:
+    """Suggests the demo model, or what stands beside a path that does not exist."""
+    beside = path.parent
+    there = itertools.islice(beside.iterdir(), MAX_PATHS_BESIDE) if beside.is_dir() else ()
+    known = [*(["demo"] if path.name == str(path) else []), *sorted(map(str, there))]
+    return did_you_mean(str(path), known, len(str(path)) - len(path.name))
 
 
 def installed_demo() -> Path | None:

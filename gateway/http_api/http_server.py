@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
-from pillion.errors import NotFound, PillionError, Unavailable
+from pillion.errors import NotFound, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.asked_address import BelowPath, asked_address
@@ -158,8 +158,8 @@ class _Pages:
             return
         try:
             entry = await self._gateway.find_entry(asked, call.tenant)
-        except PillionError:
-            raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
+        except NotFound as error:
+            raise unknown_model(error.message) from None
         for info in self._gateway.models(call.tenant):
             if info.name == asked:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))

@@ -80,7 +80,7 @@ class Recorder:
         kept = open_records(flags.record_path, flags.redis_url, max_bytes, flags.record_days * DAY_S)
         with contextlib.ExitStack() as opened:
             self._records = opened.enter_context(kept)
-            self._key = _own_key(flags)
+            self._key = own_key(flags)
             self._open = opened.pop_all()
         self.counts: Counter[str] = Counter()
         # These count, for the minute that runs, the records that each tenant has caused.
@@ -186,7 +186,7 @@ class Recorder:
             log.info("request %s is recorded as %s: %s", label, story.id, reason)
 
 
-def _own_key(flags: GatewayFlags) -> bytes:
+def own_key(flags: GatewayFlags) -> bytes:
     """Returns the key by which the gateway signs. Raises ConfigError."""
     if flags.record_key_file:
         return read_key(Path(flags.record_key_file))

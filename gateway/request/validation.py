@@ -27,6 +27,7 @@ from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
+from pillion.near_names import did_you_mean
 from pillion.rules.priority import MAX_PRIORITY
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
 from pillion.types import (
@@ -137,9 +138,12 @@ class ModelLimits:
         return self.max_model_len_tokens - 1
 
 
-def check_model(name: str, known: Collection[str], adapters: Collection[str] = ()) -> str:
+def check_model(
+    name: str, known: Collection[str], adapters: Collection[str] = (), aliases: Collection[str] = ()
+) -> str:
     """Returns the served model that ``name`` means; the name "" means the only one. Raises NotFound, and InvalidRequest
-    where a name is needed, both listing the known names. ``adapters`` are names that may be asked for, too."""
+    where a name is needed, both listing the known names. ``adapters`` are names that may be asked for, too, and
+    ``aliases`` further names, which are not listed but suggested."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -151,7 +155,8 @@ def check_model(name: str, known: Collection[str], adapters: Collection[str] = (
     if more:
         hidden = len(more) - MAX_LISTED_ADAPTERS
         listed += f"; adapters: {', '.join(more[:MAX_LISTED_ADAPTERS])}" + (f" and {hidden} more" if hidden > 0 else "")
-    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}")
+    near = did_you_mean(name, (*known, *more[:MAX_LISTED_ADAPTERS], *aliases))
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}{near}")
 
 
 def request_label(given: str, made: str = "") -> str:

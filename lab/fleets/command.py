@@ -18,10 +18,11 @@ from lab.fleets.studies import CapacityPoint, FleetVariant, capacity, compare, w
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig
 from pillion.cli.console import table_console
-from pillion.cli.flags import FlagType, did_you_mean
+from pillion.cli.flags import FlagType
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.loadgen.traces import read_trace
+from pillion.near_names import did_you_mean
 
 TABLE_WIDTH = 80
 FLEETS_OF_A_TABLE = 2

@@ -17,6 +17,7 @@ from typing import Any
 from pillion.cli.talk import given, show
 from pillion.client.client import Client
 from pillion.errors import ConfigError, PillionError
+from pillion.near_names import did_you_mean
 from pillion.types import ChatMessage, ModelInfo
 
 PROMPT, MORE = "you> ", "...> "
@@ -136,7 +137,8 @@ def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
     not served."""
     names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
     if model and names and model not in names:
-        raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(names)}")
+        listed = ", ".join(names)
+        raise ConfigError(f"--model {model} is not served at {target}; served: {listed}{did_you_mean(model, names)}")
     if not model and len(served) > 1:
         raise ConfigError(f"{target} serves {', '.join(served)}: choose one with --model")
     name = model or "".join(served) or "no model yet"

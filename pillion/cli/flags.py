@@ -12,7 +12,6 @@ may serve all components: a name that only another component knows is ignored, a
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ import click
 from pillion import config
 from pillion.cli.help_groups import write_commands, write_options
 from pillion.errors import ConfigError
+from pillion.near_names import did_you_mean
 
 ENV_PREFIX = "PILLION_"
 # A process may read flags of all these classes from one file and one environment.
@@ -340,13 +340,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
             # All variables begin with this prefix, so it says nothing about which of them is meant.
             hint = did_you_mean(name, known, len(ENV_PREFIX))
             raise ConfigError(f"unknown environment variable {name}{hint}")
-
-
-def did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
-    """Returns what an error says of a name that is nearly a known one; "" where no known name is near. The first
-    ``skip`` letters are not compared, because all known names begin with them."""
-    close = difflib.get_close_matches(name[skip:], [one[skip:] for one in known], 1)
-    return f"; did you mean {name[:skip]}{close[0]}?" if close else ""
 
 
 def read_config(path: str) -> dict[str, Any]:

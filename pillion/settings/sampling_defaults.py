@@ -7,13 +7,13 @@ requests with a bound of their own, and its ``do_sample`` is ignored.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from pillion.errors import ConfigError
+from pillion.near_names import did_you_mean
 from pillion.types import SAMPLING_OPTIONS, SamplingParams, range_violations
 
 OVERRIDE = "--override-generation-config"
@@ -69,9 +69,8 @@ def override_of(text: str) -> SamplingParams:
     known = SAMPLING_KEYS.values()
     for key in said:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
-            raise ConfigError(f"{OVERRIDE}: unknown key {key[:100]!r}; {hint}")
+            hint = did_you_mean(key, known) or f"; it takes {', '.join(known)}"
+            raise ConfigError(f"{OVERRIDE}: unknown key {key[:100]!r}{hint}")
     return read_defaults(said, OVERRIDE)
 
 

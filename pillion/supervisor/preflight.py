@@ -17,10 +17,12 @@ from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.cli.flags import option_name
+from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.net import tls
 from pillion.net.addresses import listening_host
 from pillion.settings.served_models import other_models
+from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig
 
 # The check waits this long for a Redis that is just being started.
 REDIS_WAIT_MS = 5000
@@ -40,6 +42,9 @@ def check_files(flags: Any) -> None:
                 check_named(other.model)
         for one in (flags, *(other_models(flags) if hasattr(flags, "also_model") else ())):
             _check_answer_files(one)
+    _check_draft_model(getattr(flags, "speculative_config", NO_SPECULATION))
+    if hasattr(flags, "lora_modules"):
+        _check_adapters(flags)
     if getattr(flags, "api_keys", ""):
         from pillion.gateway.admission.api_keys import read_keys
 
@@ -55,12 +60,17 @@ def check_files(flags: Any) -> None:
         _check_folder("disk_path", flags.disk_path)
     if getattr(flags, "batch_path", ""):
         _check_folder("batch_path", flags.batch_path)
+    if getattr(flags, "record_path", ""):
+        from pillion.gateway.recorder.recorder import own_key
+
+        own_key(flags)
 
 
 def _check_answer_files(flags: Any) -> None:
-    """Raises ConfigError for a template or a config of answers that is not there, and for a format of answers that
-    does not exist."""
+    """Raises ConfigError for a tokenizer, a template or a config of answers that is not there, and for a format of
+    answers that does not exist."""
     from pillion.engine.checkpoints.generation_config import check_folder
+    from pillion.engine.checkpoints.model_files import check_folder_named
     from pillion.gateway.formats.model_formats import parser_names
 
     if hasattr(flags, "tool_call_parser"):
@@ -71,6 +81,35 @@ def _check_answer_files(flags: Any) -> None:
 
         read_template(flags.chat_template)
     check_folder(getattr(flags, "generation_config", "auto"))
+    if getattr(flags, "tokenizer", ""):
+        check_folder_named(flags.tokenizer, "--tokenizer")
+
+
+def _check_draft_model(speculation: SpeculativeConfig) -> None:
+    """Raises ConfigError for a draft model, or an EAGLE head, that is not there."""
+    from pillion.engine.checkpoints.model_files import check_folder_named, check_named
+
+    with naming("speculative_config"):
+        if speculation.method == "eagle3":
+            check_folder_named(speculation.model)
+        elif speculation.model:
+            check_named(speculation.model)
+
+
+def _check_adapters(flags: GatewayFlags) -> None:
+    """Raises ConfigError for an adapter that cannot be read, and for a folder of --lora-path that is not there."""
+    from pillion.engine.adapters.adapter_config import load_adapter_config
+    from pillion.gateway.adapters.adapter_names import parse_lora_modules
+
+    for module in parse_lora_modules(flags.lora_modules):
+        folder = Path(module.path).expanduser()
+        try:
+            load_adapter_config(folder, folder)
+        except ConfigError as error:
+            raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
+    for path in flags.lora_path:
+        if not Path(path).expanduser().is_dir():
+            raise ConfigError(f"--lora-path {path} is no folder here")
 
 
 @contextmanager

@@ -183,6 +183,9 @@ def test_models() -> None:
     assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
     with pytest.raises(NotFound, match=r"'gpt' is not served here; known: other, toy"):
         v.check_model("gpt", {"toy", "other"})
+    for name, near in (("tony", "toy"), ("styl", "style"), ("dem", "demo")):
+        with pytest.raises(NotFound, match=f"; did you mean {near}\\?$"):
+            v.check_model(name, {"toy", "other"}, ["style"], ["demo"])
     with pytest.raises(NotFound, match=r"known: toy; adapters: a, b$"):
         v.check_model("gpt", {"toy"}, ["b", "toy", "a"])
     many = [f"a{n:03}" for n in range(v.MAX_LISTED_ADAPTERS + 3)]

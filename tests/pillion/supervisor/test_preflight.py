@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pathlib
+import re
 import socket
 import subprocess
 
+import click
 import pytest
 
 from lab.testbed.certs import make_certs
@@ -16,6 +19,7 @@ from lab.testbed.ports import free_port
 from lab.testbed.redis import running_redis
 from lab.testbed.tiny_model import save_tokenizer
 from pillion.cli.app import cli
+from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster, preflight
 from pillion.supervisor.preflight import ask_redis, wait_for_redis
@@ -51,6 +55,8 @@ def refusal(*argv: str) -> str:
         ),
         (["--also-model", "b=/no/model"], "--also-model: /no/model is no file or folder here"),
         (["--disk-path", "/proc/pillion"], "--disk-path /proc/pillion: No such file"),
+        (["--lora-modules", "x=/nope", "--enable-lora"], "--lora-modules x: /nope holds no adapter"),
+        (["--record-path", "redis"], "--record-path redis needs --record-key-file"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
         (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is no address"),
         (["--metrics-port", "65534"], "--metrics-port 65536 on 127.0.0.1 cannot be used: ports end at 65535"),
@@ -61,8 +67,63 @@ def test_places_that_cannot_be_used(model: str, flags: list[str], complaint: str
     assert complaint in refusal("serve", model, *flags)
 
 
+# A value of each flag that names a file or folder, with a path that cannot be used, and the flags that it needs.
+INTERNAL = ["--internal-tls-cert=/proc/nope", "--internal-tls-key=/proc/nope", "--internal-tls-ca=/proc/nope"]
+PATHS = {
+    "model": ["--model", "/proc/nope"],
+    "also_model": ["--also-model", "b=/proc/nope"],
+    "tokenizer": ["--tokenizer", "/proc/nope"],
+    "chat_template": ["--chat-template", "/proc/nope"],
+    "generation_config": ["--generation-config", "/proc/nope"],
+    "speculative_config": ["--speculative-config", '{"model": "/proc/nope", "num_speculative_tokens": 2}'],
+    "api_keys": ["--api-keys", "/proc/nope"],
+    "tls_cert": ["--tls-cert", "/proc/nope", "--tls-key", "/proc/nope"],
+    "tls_key": ["--tls-cert", __file__, "--tls-key", "/proc/nope"],
+    "tls_ca": ["--tls-cert", "/proc/nope", "--tls-key", "/proc/nope", "--tls-ca", "/proc/nope"],
+    "disk_path": ["--disk-path", "/proc/nope"],
+    "batch_path": ["--batch-path", "/proc/nope"],
+    "record_path": ["--record-path", "/proc/nope"],
+    "record_key_file": ["--record-path", "redis", "--record-key-file", "/proc/nope"],
+    "lora_modules": ["--enable-lora", "--lora-modules", "x=/proc/nope"],
+    "lora_path": ["--enable-lora", "--allow-runtime-lora-updating", "--lora-path", "/proc/nope"],
+    "internal_tls_cert": INTERNAL,
+    "internal_tls_key": INTERNAL,
+    "internal_tls_ca": INTERNAL,
+}
+NAMES_A_PATH = re.compile(r"\b(folder|file|PEM|PATH|drafted)\b|_path$|_file$", re.IGNORECASE)
+# Flags that speak of paths and name none.
+OTHERS = {"root_path", "served_model_name", "allow_runtime_lora_updating"}
+OTHERS |= {"disk_bytes", "batch_bytes", "batch_file_bytes", "batch_keep_days", "record_bytes"}
+
+
+@pytest.mark.parametrize("field", PATHS)
+def test_each_path_is_looked_at_before_anything_starts(model: str, field: str) -> None:
+    said = refusal("serve", *([] if field == "model" else [model]), *PATHS[field])
+    assert "--" + field.replace("_", "-") in said
+    assert "/proc/nope" in said or field == "tls_key"
+
+
+def test_no_flag_that_names_a_path_is_forgotten() -> None:
+    named = {
+        one.name
+        for one in dataclasses.fields(ServeFlags)
+        if NAMES_A_PATH.search(f"{one.metadata['help']} {one.name}") and not one.metadata["placement"]
+    }
+    assert named - OTHERS <= PATHS.keys()
+
+
 def test_a_model_that_is_not_there(model: str) -> None:
-    assert refusal("serve", f"{model}-not").startswith(f"--model: {model}-not is no file or folder here")
+    said = refusal("serve", f"{model}-not")
+    assert said.startswith(f"--model: {model}-not is no file or folder here")
+    assert said.endswith(f"; did you mean {model}?")
+    assert refusal("serve", "demoo").endswith("; did you mean demo?")
+
+
+def test_stored_formats_are_no_values_of_quantization(model: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        cli.main(["serve", model, "--quantization", "awq"], standalone_mode=False)
+    assert "needs no flag" in caught.value.message
+    assert "needs no flag" in refusal("serve", model, "--also-model", f"b={model},quantization=gptq")
 
 
 def test_certificates_that_cannot_be_used(model: str, tmp_path: pathlib.Path) -> None:
