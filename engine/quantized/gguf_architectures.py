@@ -6,14 +6,16 @@ changes are undone; what its loader derives by itself (``src/llama-model.cpp``) 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from pillion.engine.models.config_keys import words
+from pillion.engine.models.families import FAMILIES
 from pillion.engine.quantized.gguf_reader import GgufModel, GgufTensor
 from pillion.errors import ConfigError
 
@@ -28,25 +30,28 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
+_OPTIONAL = ("vocab_size", "attention.key_length", "attention.head_count_kv")
 # Read by add_rope and by the checks of read_config.
 _OTHER_KEYS = words(
     """
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
     rope.scaling.original_context_length rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast
-    rope.scaling.yarn_beta_slow attention.value_length
+    rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.value_length
     """
 )
-# No effect on the numbers of texts.
-_IDLE_KEYS = frozenset({"rope.scaling.finetuned", "pooling_type", "tensor_data_layout"})
+# No effect on the numbers of texts, whose positions are the same in all directions of pictures.
+_IDLE_KEYS = frozenset(
+    {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
+)
 _OF_PICTURES = ("vision.", "audio.", "mm.")
 _TENSORS_OF_PICTURES = ("v.", "a.", "mm.")
 # Values that change nothing; any other key that is not read may be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
+    **dict.fromkeys(("expert_gating_func", "expert_group_count", "expert_group_used_count"), (0, 1)),
     **dict.fromkeys(("expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), (0.0, 1.0)),
 }
+# Tensors outside of layers, and in them, by Llama's names.
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -74,39 +79,110 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<suffix>weight|bias)")
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_DEEPSEEK_KEYS = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+}
+_DEEPSEEK_OTHERS = words(
+    """
+    expert_group_count expert_group_used_count expert_gating_func expert_weights_norm expert_weights_scale
+    nextn_predict_layers
+    """
+)
+_DEEPSEEK_EXPERTS = {
+    **_EXPERTS,
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<suffix>\.weight|\.bias)?)")
 # Divisors of the rotary frequencies: for texts of any length, for short ones and for long ones.
 _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
 # Gemma models of this many layers scale scores by the root of hidden / heads, others by that of a head's values.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+# The number that stands for sigmoids among the functions of routers.
+_SIGMOID = 2
+
+Numbers = np.ndarray
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """An architecture of GGUF files.
+    """An architecture of GGUF files. Tensors are named as in their layer, such as "ssm_a" and "attn_q.weight".
 
     Attributes:
-        model_type: its ``model_type`` in config.json.
+        model_type: its ``model_type`` in config.json, unless ``derived`` says another.
         keys: keys of its metadata, beside those of all, by their names in config.json.
         config: values of config.json that llama.cpp has in its code.
         derived: what llama.cpp computes from the metadata and the config so far.
-        others: further keys: those that ``derived`` reads, and those that follow from others.
-        tensors: names of a layer's tensors beside, or instead of, those of all.
+        others: keys that ``derived`` reads, some in place of those of all, and those that follow from others.
+        tensors: Llama's names of tensors, or of their modules, beside those of all, or instead of them.
+        joined: tensors that a folder has of the rows of several.
         permutes: whether the two halves of a rotated head are interleaved in rows of queries and keys.
-        shifted_norms: whether the weights of norms are stored with 1 added.
+        shifted_norms: whether the weights of norms are stored with 1 added, except of state spaces.
         partial_rope: whether only a part of a head may be rotated.
+        changes: what undoes a change of numbers, of all tensors of a joined one.
+        rows, columns: the order of rows and columns in a folder. A joined tensor has those of its first one.
+        swapped: matrices of all experts that a folder has as [experts, inputs, outputs], where they are plain.
     """
 
     model_type: str
     keys: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    derived: Callable[[GgufModel, Mapping[str, Any]], Mapping[str, Any]] = lambda model, config: {}
+    config: Config = field(default_factory=dict)
+    derived: Callable[[GgufModel, Config], Config] = lambda model, config: {}
     others: Set[str] = frozenset()
     tensors: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     permutes: bool = False
     shifted_norms: bool = False
     partial_rope: bool = False
+    changes: Mapping[str, Callable[..., Numbers]] = field(default_factory=dict)
+    rows: Mapping[str, Callable[[Config], Numbers]] = field(default_factory=dict)
+    columns: Mapping[str, Callable[[Config], Numbers]] = field(default_factory=dict)
+    swapped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderTensor:
+    """A tensor of a folder: the tensors of a file whose rows it has, the order of rows and columns, None where that is
+    the file's, and the change of numbers; ``swapped`` as in :class:`GgufArchitecture`."""
+
+    name: str
+    parts: tuple[GgufTensor, ...]
+    rows: Numbers | None = None
+    columns: Numbers | None = None
+    change: Callable[..., Numbers] | None = None
+    swapped: bool = False
+
+    def numbers(self) -> Numbers:
+        """Returns the tensor's numbers."""
+        found = [part.numbers() for part in self.parts]
+        axis = max(found[0].ndim - 2, 0)
+        if self.rows is not None:
+            found = [np.concatenate(found, axis).take(self.rows, axis)]
+        if self.columns is not None:
+            found = [found[0].take(self.columns, -1)]
+        if self.change is not None:
+            return self.change(*found)
+        joined = found[0] if len(found) == 1 else np.concatenate(found, axis)
+        return joined.swapaxes(-1, -2) if self.swapped else joined
 
 
 def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -127,25 +203,288 @@ def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def _needed(model: GgufModel, key: str) -> Any:
+    """Returns the architecture's value of a key. Raises ConfigError where there is none."""
+    if (value := model.get(key)) is None:
+        raise ConfigError(f"its metadata lack {model.architecture}.{key}")
+    return value
+
+
+def _mixtral(model: GgufModel, config: Config) -> Config:
+    """Mixtral's files are those of Llama with experts."""
+    count = model.get("expert_count")
+    if not count:
+        if model.get("expert_used_count"):
+            raise ConfigError("its metadata have expert_used_count and no experts")
+        return {}
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": count,
+        "num_experts_per_tok": _needed(model, "expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _glm4_moe(model: GgufModel, config: Config) -> Config:
+    """Some of these models norm queries and keys."""
+    normed = any(tensor.name == "blk.0.attn_q_norm.weight" for tensor in model.tensors)
+    return {"use_qk_norm": normed, **_routing(model)}
+
+
+def _routing(model: GgufModel) -> dict[str, Any]:
+    """How experts are chosen and weighed in DeepSeek's models, and those like them."""
+    return {
+        "n_group": model.get("expert_group_count") or 1,
+        "topk_group": model.get("expert_group_used_count") or 1,
+        "norm_topk_prob": bool(model.get("expert_weights_norm")),
+        "routed_scaling_factor": _shortest(model.get("expert_weights_scale") or 1.0),
+    }
+
+
+def _ministral(model: GgufModel, config: Config) -> Config:
+    """How queries grow with their position, where they do."""
+    beta = model.get("attention.temperature_scale")
+    if not beta:
+        return {}
+    return {
+        "model_type": "ministral3",
+        "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": _shortest(beta)},
+    }
+
+
+def _lfm2(model: GgufModel, config: Config) -> Config:
+    """Layers without KV heads are convolutions."""
+    heads = np.broadcast_to(_needed(model, "attention.head_count_kv"), config["num_hidden_layers"]).tolist()
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": kinds}
+
+
+def _qwen35(model: GgufModel, config: Config) -> Config:
+    return {"linear_value_head_dim": _needed(model, "ssm.inner_size") // _needed(model, "ssm.time_step_rank")}
+
+
+def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config], Numbers]:
+    """Returns the order of a delta net's value heads: by the keys that they share, where a file has the first heads of
+    all keys, then the second ones. ``each`` is the key for a head's numbers, 1 without; where ``after_keys``, queries
+    and keys come before."""
+
+    def order(config: Config) -> Numbers:
+        keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        size = config[each] if each else 1
+        before = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
+        own = np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
+        return np.concatenate((np.arange(before), before + own))
+
+    return order
+
+
+def _by_groups(config: Config) -> Numbers:
+    """Returns the order of rows of a delta net's inputs by keys: each key's query, key, values and gates."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    ends = np.cumsum([0, *[keys * config["linear_key_head_dim"]] * 2, *[heads * config["linear_value_head_dim"]] * 2])
+    return np.concatenate([np.arange(*part).reshape(keys, -1) for part in itertools.pairwise(ends)], 1).ravel()
+
+
+def _deepseek2(model: GgufModel, config: Config) -> Config:
+    """DeepSeek's third version, and models like it, score experts by sigmoids. Keys and values of latents may be stored
+    as one head."""
+    key, value = (
+        model.get(f"attention.{kind}_length_mla") or _needed(model, f"attention.{kind}_length")
+        for kind in ("key", "value")
+    )
+    found = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": key - _needed(model, "rope.dimension_count"),
+        "v_head_dim": value,
+        **_routing(model),
+    }
+    if model.get("expert_gating_func") == _SIGMOID or not model.get("expert_count"):
+        return {**found, "model_type": "deepseek_v3"}
+    return {**found, "topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def _keys_and_values(keys: Numbers, values: Numbers) -> Numbers:
+    """Joins [heads, rank, keys] and [heads, values, rank] to kv_b_proj [heads * (keys + values), rank]."""
+    joined = np.concatenate((keys.swapaxes(1, 2), values), 1)
+    return joined.reshape(-1, joined.shape[-1])
+
+
+def _gemma4(model: GgufModel, config: Config) -> Config:
+    layers = config["num_hidden_layers"]
+    slides = [bool(slide) for slide in np.broadcast_to(_needed(model, "attention.sliding_window_pattern"), layers)]
+    heads = np.broadcast_to(_needed(model, "attention.head_count_kv"), layers).tolist()
+    widths = np.broadcast_to(_needed(model, "feed_forward_length"), layers).tolist()
+    for kind, size in (("", config["global_head_dim"]), ("_swa", config["head_dim"])):
+        for key in (f"attention.value_length{kind}", f"rope.dimension_count{kind}"):
+            if model.get(key) not in (None, size):
+                raise ConfigError(f"its heads have {size} values, and gemma4.{key} is another number")
+    if model.get("rope.scaling.type") not in (None, "none", "linear"):
+        raise ConfigError(f"gemma4.rope.scaling.type is {model.get('rope.scaling.type')!r}, which is not read")
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    if len(set(slides)) < 2:
+        raise ConfigError("gemma4.attention.sliding_window_pattern has layers of one kind, which is not read")
+    if _ROPE_FACTORS not in tensors:
+        raise ConfigError(f"it lacks the tensor {_ROPE_FACTORS}")
+    local, full, factors = slides.index(True), slides.index(False), tensors[_ROPE_FACTORS].numbers()
+    found: dict[str, Any] = {
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "num_key_value_heads": heads[local],
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        # Without a matrix for values, layers without a window have their keys.
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "num_global_key_value_heads": heads[full],
+        "enable_moe_block": bool(model.get("expert_count")),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": model.get("rope.freq_base_swa") or 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": config["rope_parameters"]["rope_theta"],
+                "factor": model.get("rope.scaling.factor") or 1.0,
+                # Pairs that do not turn have huge divisors.
+                "partial_rotary_factor": float((factors < 1e6).mean()),
+            },
+        },
+    }
+    if config["hidden_size_per_layer_input"]:
+        found["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
+    return found
+
+
+def _in_turn(config: Config) -> Numbers:
+    """Returns the order of rows of gate and up of gpt-oss's experts, in turn."""
+    return np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
+
+
+def _of_experts(gate: Numbers, up: Numbers) -> Numbers:
+    """Returns biases of gate and up [experts, width] in turn."""
+    return np.stack((gate, up), -1).reshape(len(gate), -1)
+
+
+def _shortest(value: float) -> float:
+    """Returns the shortest decimal number that is the same in 32 bits."""
+    return float(f"{value:.7g}")
+
+
 _GEMMA_KEYS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_ROW = {"ffn_gate_inp_shexp.weight": lambda gate: gate.reshape(1, -1)}
+# A convolution of each channel on its own reads one channel.
+_TAPS = lambda taps: taps[:, None]  # noqa: E731
+_VALUE = "linear_value_head_dim"
+_QWEN35 = GgufArchitecture(
+    model_type="qwen3_5_text",
+    keys={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "full_attention_interval": "full_attention_interval",
+    },
+    derived=_qwen35,
+    others={"ssm.inner_size", "nextn_predict_layers"},
+    tensors={
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    shifted_norms=True,
+    partial_rope=True,
+    changes={"ssm_a": lambda rates: np.log(-rates), "ssm_conv1d.weight": _TAPS},
+    rows={
+        "attn_qkv.weight": _by_key_heads(_VALUE, after_keys=True),
+        "ssm_conv1d.weight": _by_key_heads(_VALUE, after_keys=True),
+        "attn_gate.weight": _by_key_heads(_VALUE),
+        **dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"), _by_key_heads()),
+    },
+    columns={"ssm_out.weight": _by_key_heads(_VALUE)},
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    model_type="qwen3_5_moe_text",
+    keys={
+        **_QWEN35.keys,
+        **_EXPERT_KEYS,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    tensors={
+        **_QWEN35.tensors,
+        **_EXPERTS,
+        **_SHARED_EXPERT,
+        "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    },
+    changes={**_QWEN35.changes, **_ROW},
+)
+_QWEN3_MOE = GgufArchitecture(
+    model_type="qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}, tensors=_EXPERTS
+)
+_GRANITE = GgufArchitecture(
+    model_type="granite",
+    keys={
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    permutes=True,
+)
+_LFM2 = GgufArchitecture(
+    model_type="lfm2",
+    keys={"shortconv.l_cache": "conv_L_cache"},
+    config={"block_auto_adjust_ff_dim": False},
+    derived=_lfm2,
+    others={"attention.head_count_kv"},
+    tensors={
+        "token_embd_norm": "model.norm",
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    },
+    changes={"shortconv.conv.weight": _TAPS},
+)
 # Files of Llama, SmolLM2 and Mistral are all "llama".
 ARCHITECTURES = {
-    "llama": GgufArchitecture(model_type="llama", permutes=True),
-    "qwen2": GgufArchitecture(model_type="qwen2"),
-    "qwen3": GgufArchitecture(model_type="qwen3"),
-    "qwen3moe": GgufArchitecture(
-        model_type="qwen3_moe",
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        config={"norm_topk_prob": True},
+    "llama": GgufArchitecture(
+        model_type="llama",
+        derived=_mixtral,
+        others={"expert_count", "expert_used_count"},
         tensors=_EXPERTS,
+        permutes=True,
+    ),
+    "qwen2": GgufArchitecture(model_type="qwen2"),
+    "qwen2vl": GgufArchitecture(model_type="qwen2"),
+    "qwen3": GgufArchitecture(model_type="qwen3"),
+    "qwen3vl": GgufArchitecture(model_type="qwen3"),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
+    "qwen2moe": GgufArchitecture(
+        model_type="qwen2_moe",
+        keys={**_EXPERT_KEYS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        config={"norm_topk_prob": False},
+        tensors={**_EXPERTS, **_SHARED_EXPERT},
+        changes=_ROW,
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35_MOE,
+    "qwen3next": replace(
+        _QWEN35_MOE,
+        model_type="qwen3_next",
+        tensors={**_QWEN35_MOE.tensors, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+        joined={"linear_attn.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight")},
+        rows={"attn_qkv.weight": _by_groups},
+        columns={},
     ),
     "phi3": GgufArchitecture(
         model_type="phi3",
@@ -155,6 +494,7 @@ ARCHITECTURES = {
         tensors=_FUSED,
         partial_rope=True,
     ),
+    "gemma": GgufArchitecture(model_type="gemma", shifted_norms=True),
     "gemma2": GgufArchitecture(
         model_type="gemma2",
         keys=_GEMMA_KEYS,
@@ -171,6 +511,159 @@ ARCHITECTURES = {
         tensors=_FOUR_NORMS,
         shifted_norms=True,
     ),
+    "gemma4": GgufArchitecture(
+        model_type="gemma4_text",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        others=words(
+            """
+            attention.value_length attention.value_length_swa attention.sliding_window_pattern attention.head_count_kv
+            feed_forward_length rope.freq_base_swa rope.dimension_count rope.dimension_count_swa
+            """
+        ),
+        config={"final_logit_softcapping": None, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        derived=_gemma4,
+        tensors={
+            **_FOUR_NORMS,
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        joined={"experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight")},
+    ),
+    "mistral3": GgufArchitecture(
+        model_type="llama", derived=_ministral, others={"attention.temperature_scale"}, permutes=True
+    ),
+    "smollm3": GgufArchitecture(model_type="smollm3", permutes=True),
+    "granite": _GRANITE,
+    "granitemoe": replace(
+        _GRANITE,
+        model_type="granitemoeshared",
+        keys={
+            **_GRANITE.keys,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        config={"shared_intermediate_size": 0},
+        derived=lambda model, config: {} if config["shared_intermediate_size"] else {"model_type": "granitemoe"},
+        tensors={**_EXPERTS, "ffn_down_shexp": "shared_mlp.output_linear"},
+        joined={"shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")},
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        keys={
+            **_LFM2.keys,
+            **_EXPERT_KEYS,
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        others=_LFM2.others | {"expert_gating_func"},
+        config={"norm_topk_prob": True, "use_expert_bias": True},
+        tensors={**_LFM2.tensors, **_EXPERTS, "exp_probs_b.bias": "mlp.expert_bias"},
+    ),
+    "minimax-m2": GgufArchitecture(
+        model_type="minimax_m2",
+        keys={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        others={"expert_gating_func", "nextn_predict_layers"},
+        tensors={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+        partial_rope=True,
+    ),
+    "gpt-oss": GgufArchitecture(
+        model_type="gpt_oss",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        derived=lambda model, config: {"rope_parameters": {**config["rope_parameters"], "truncate": False}},
+        tensors={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        joined={
+            f"mlp.experts.gate_up_proj{end}": (f"ffn_gate_exps.{kind}", f"ffn_up_exps.{kind}")
+            for end, kind in (("", "weight"), ("_bias", "bias"))
+        },
+        rows={
+            "ffn_gate_exps.weight": lambda config: np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
+        },
+        changes={"ffn_gate_exps.bias": _of_experts},
+        swapped=("ffn_gate_exps.weight", "ffn_down_exps.weight"),
+    ),
+    "glm4moe": GgufArchitecture(
+        model_type="glm4_moe",
+        keys=_DEEPSEEK_KEYS,
+        derived=_glm4_moe,
+        others=_DEEPSEEK_OTHERS,
+        tensors={**_DEEPSEEK_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        partial_rope=True,
+    ),
+    "deepseek2": GgufArchitecture(
+        model_type="deepseek_v2",
+        keys={
+            **_DEEPSEEK_KEYS,
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        others=words(
+            """
+            attention.key_length attention.key_length_mla attention.value_length attention.value_length_mla
+            attention.head_count_kv
+            """
+        )
+        | _DEEPSEEK_OTHERS,
+        config={"q_lora_rank": None, "num_experts_per_tok": 1},
+        derived=_deepseek2,
+        tensors={
+            **_DEEPSEEK_EXPERTS,
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+        },
+        joined={"self_attn.kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight")},
+        changes={"attn_k_b.weight": _keys_and_values},
+    ),
 }
 
 
@@ -182,28 +675,41 @@ def read_config(model: GgufModel) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"GGUF files of the architecture {name!r} are not read ({known} are): use the model's folder")
     row = ARCHITECTURES[name]
-    keys = {**_KEYS, **row.keys}
+    keys = {key: ours for key, ours in {**_KEYS, **row.keys}.items() if key not in row.others}
     _refuse_unread(model, {*keys, *_OTHER_KEYS, *_IDLE_KEYS, *row.others})
     config: dict[str, Any] = {"model_type": row.model_type, "vocab_size": _vocab_size(model), **row.config}
     config |= {ours: _one(key, model.get(key)) for key, ours in keys.items() if model.get(key) is not None}
-    if missing := [
-        key for key in _KEYS if key not in ("attention.key_length", "vocab_size") and model.get(key) is None
-    ]:
-        if missing != ["attention.head_count_kv"]:
-            raise ConfigError(f"its metadata lack {name}.{missing[0]}")
-        config["num_key_value_heads"] = config["num_attention_heads"]
+    optional = (*_OPTIONAL, *(["feed_forward_length"] if "expert_feed_forward_length" in keys else []))
+    if missing := [key for key in _KEYS if key in keys and key not in optional and model.get(key) is None]:
+        raise ConfigError(f"its metadata lack {name}.{missing[0]}")
+    config["num_hidden_layers"] -= model.get("nextn_predict_layers") or 0
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in model.tensors)
+    add_rope(config, model)
+    if keys.get("attention.key_length") == "head_dim":
+        _add_head(config, model, row)
+    config |= row.derived(model, config)
+    family = FAMILIES[config["model_type"]]
+    if "attention_bias" in family.defaults:
+        config["attention_bias"] = any(tensor.name.endswith(".attn_q.bias") for tensor in model.tensors)
+    config[family.eps] = config.pop("rms_norm_eps")
+    return config
+
+
+def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -> None:
+    """Adds a head's size, and how much of it is rotated."""
     head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if model.get("attention.value_length") not in (None, head_dim):
-        raise ConfigError(f"its keys have {head_dim} values, and {name}.attention.value_length is another number")
-    config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in model.tensors)
-    config |= row.derived(model, config)
-    add_rope(config, model)
+        raise ConfigError(
+            f"its keys have {head_dim} values, and {model.architecture}.attention.value_length is another number"
+        )
     rotated = model.get("rope.dimension_count") or head_dim
     if rotated != head_dim:
         if not row.partial_rope:
-            raise ConfigError(f"{name}.rope.dimension_count = {rotated}, and heads have {head_dim} values")
+            raise ConfigError(
+                f"{model.architecture}.rope.dimension_count = {rotated}, and heads have {head_dim} values"
+            )
         config["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
-    return config
 
 
 def _refuse_unread(model: GgufModel, read: set[str]) -> None:
@@ -215,9 +721,6 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
             continue
         if value in _NEUTRAL[own] if own in _NEUTRAL else not np.any(value):
             continue
-        if own.startswith("expert"):
-            others = ", ".join(one for one, row in ARCHITECTURES.items() if "expert_count" in row.keys)
-            raise ConfigError(f"{key} = {value}: mixture of experts is read from folders and files of {others}")
         raise ConfigError(f"its metadata have {key} = {value!r:.80}, which is not read: use the model's folder")
 
 
@@ -252,6 +755,10 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
         for key, ours in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
             if (value := model.get(f"rope.scaling.yarn_{key}")) is not None:
                 rope[ours] = value
+        if log := model.get("rope.scaling.yarn_log_multiplier"):
+            # Files of deepseek2 alone have a tenth of it.
+            log = _shortest(log * 10 if model.architecture == "deepseek2" else log)
+            rope |= {"mscale": log, "mscale_all_dim": log}
     factors = {tensor.name: tensor.numbers().tolist() for tensor in model.tensors if tensor.name in _FACTORS}
     if _ROPE_FACTORS in factors:
         one = factors[_ROPE_FACTORS]
@@ -261,41 +768,65 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
 
 
-def folder_tensors(model: GgufModel, config: Mapping[str, Any]) -> Iterator[tuple[str, GgufTensor, np.ndarray | None]]:
-    """Yields each tensor with its name in a folder and the order of its rows there, None where that is the file's; of
-    all experts of a layer, one after another. Raises ConfigError for a tensor that is not known."""
-    row = ARCHITECTURES[model.architecture]
-    layer_tensors = {**_LAYER_TENSORS, **row.tensors}
-    for tensor in model.tensors:
-        if tensor.name in _FACTORS or tensor.name.startswith(_TENSORS_OF_PICTURES):
+def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
+    """Yields each tensor of a folder; of all experts of a layer, one after another where it has them so. Raises
+    ConfigError for a tensor that is not known."""
+    row, family = ARCHITECTURES[model.architecture], FAMILIES[config["model_type"]]
+    names = {**_MODEL_TENSORS, **_LAYER_TENSORS, **row.tensors}
+    firsts = {parts[0]: (name, parts) for name, parts in row.joined.items()}
+    others = {part for parts in row.joined.values() for part in parts[1:]}
+    every = {
+        tensor.name: tensor
+        for tensor in model.tensors
+        if tensor.name not in _FACTORS and not tensor.name.startswith(_TENSORS_OF_PICTURES)
+    }
+    for place, tensor in every.items():
+        found = _TENSOR.fullmatch(place)
+        own, layer = (found["own"], found["layer"]) if found else (place, None)
+        if layer is not None and int(layer) >= config["num_hidden_layers"]:
+            # It only drafts tokens.
             continue
-        parts = _TENSOR.fullmatch(tensor.name)
-        layer = parts["layer"] if parts else None
-        known = (_MODEL_TENSORS if layer is None else layer_tensors).get(parts["stem"]) if parts else None
-        if parts is None or known is None:
-            raise ConfigError(f"its tensor {tensor.name} is not read in the architecture {model.architecture}")
-        name = f"{known}.{parts['suffix']}" if layer is None else f"model.layers.{layer}.{known}.{parts['suffix']}"
+        parts = [tensor]
+        if own in firsts:
+            known, joined = firsts[own]
+            parts = [every[place.replace(own, part)] for part in joined if place.replace(own, part) in every]
+        elif own in others:
+            continue
+        else:
+            known = names.get(own) or (
+                f"{names[found['stem']]}{found['suffix'] or ''}" if found and found["stem"] in names else ""
+            )
+        if not known or (layer is None) != known.startswith(("model.", "lm_head")) or len(parts) not in (1, 2):
+            raise ConfigError(f"its tensor {place} is not read in the architecture {model.architecture}")
+        name = family.in_files(known if layer is None else f"model.layers.{layer}.{known}")
+        change = row.changes.get(own)
+        if row.shifted_norms and own.endswith("norm.weight") and not own.startswith("ssm_"):
+            change = _unshifted
+        whole = FolderTensor(
+            name=name,
+            parts=tuple(parts),
+            rows=_row_order(row, own, tensor, config),
+            columns=row.columns[own](config) if own in row.columns else None,
+            change=change,
+            swapped=own in row.swapped,
+        )
         if "{}" not in known:
-            yield name, tensor, _row_order(row, parts["stem"], tensor, config)
+            yield whole
             continue
         for expert in range(len(tensor.data)):
-            shape, data = tensor.shape[1:], tensor.data[expert]
-            yield name.format(expert), GgufTensor(tensor.name, tensor.kind, shape, data), None
+            part = GgufTensor(tensor.name, tensor.kind, tensor.shape[1:], tensor.data[expert])
+            yield replace(whole, name=name.format(expert), parts=(part,))
 
 
-def _row_order(row: GgufArchitecture, stem: str, tensor: GgufTensor, config: Mapping[str, Any]) -> np.ndarray | None:
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(stem)
+def _unshifted(weight: Numbers) -> Numbers:
+    return weight - 1
+
+
+def _row_order(row: GgufArchitecture, own: str, tensor: GgufTensor, config: Config) -> Numbers | None:
+    if own in row.rows:
+        return row.rows[own](config)
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(own.partition(".")[0])
     if not row.permutes or heads is None:
         return None
     rows = len(tensor.data)
     return np.arange(rows).reshape(config[heads], rows // config[heads] // 2, 2).swapaxes(1, 2).reshape(rows)
-
-
-def plain_numbers(model: GgufModel, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
-    """Returns a tensor's numbers as a folder has them."""
-    numbers = tensor.numbers()
-    if order is not None:
-        numbers = numbers[order]
-    if ARCHITECTURES[model.architecture].shifted_norms and tensor.name.endswith("norm.weight"):
-        numbers = numbers - 1
-    return numbers

@@ -12,7 +12,7 @@ is computed from a product that float32 holds exactly, so that any order of thes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,19 @@ def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
         layout.group,
         None if offsets is None else offsets.reshape(rows, -1),
     )
+
+
+def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMatrix | None:
+    """Returns a matrix whose input k is the input ``order[k]``; None where groups do not move as a whole."""
+    groups = order.view(-1, matrix.group)
+    first = groups[:, 0]
+    if not torch.equal(groups, first[:, None] + torch.arange(matrix.group)) or bool((first % matrix.group).any()):
+        return None
+    scales, offsets = (
+        None if each is None else each[:, first // matrix.group] for each in (matrix.scales, matrix.offsets)
+    )
+    assert scales is not None
+    return replace(matrix, codes=matrix.codes[:, order], scales=scales, offsets=offsets)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -109,6 +122,11 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     return ((low | high << 4) - 32).flatten(1), scales, None
 
 
+def _mxfp4(blocks: torch.Tensor) -> Parts:
+    exponents = blocks[:, :1].int() - 127
+    return _nibbles(blocks[:, 1:]), torch.ldexp(torch.ones(len(blocks), 1), exponents), None
+
+
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group,
     packed in 12 bytes. Of the last four groups the upper two bits are in the bytes of the first four."""
@@ -128,4 +146,5 @@ BLOCK_LAYOUTS = {
     "Q4_K": BlockLayout(144, "uint4", 32, _q4_k),
     "Q5_K": BlockLayout(176, "int8", 32, _q5_k),
     "Q6_K": BlockLayout(210, "int8", 16, _q6_k),
+    "MXFP4": BlockLayout(17, "fp4_e2m1", 32, _mxfp4),
 }

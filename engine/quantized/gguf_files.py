@@ -25,6 +25,7 @@ from pillion.errors import ConfigError
 from pillion.types import SAMPLING_OPTIONS
 
 if TYPE_CHECKING:
+    from pillion.engine.quantized.gguf_architectures import FolderTensor
     from pillion.engine.quantized.gguf_reader import GgufModel
 
 # Sampling values that metadata recommend, by their names in a generation_config.json.
@@ -114,29 +115,53 @@ def _convert_weights(
         for name, matrix in _matrices(source, model, config):
             if isinstance(matrix, torch.Tensor):
                 writer.add({name: matrix.to(getattr(torch, dtype)).contiguous()})
+            elif isinstance(matrix, list):
+                each = [stored_tensors(name, one) for one in matrix]
+                writer.add({key: torch.stack([one[key] for one in each]) for key in each[0]})
             else:
                 writer.add(stored_tensors(name, matrix))
 
 
 def _matrices(source: Path, model: GgufModel, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields each tensor by its name in a folder, quantized or in floating point."""
+    """Yields each tensor by its name in a folder: numbers, or a matrix quantized, of all experts a list of these."""
     import numpy as np
     import torch
 
-    from pillion.engine.quantized.gguf_architectures import folder_tensors, plain_numbers
-    from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS, read_blocks
+    from pillion.engine.quantized.gguf_architectures import folder_tensors
 
     with _blaming(source):
-        for name, tensor, order in folder_tensors(model, config):
-            layout = BLOCK_LAYOUTS.get(tensor.kind)
-            if layout is None or tensor.data.ndim < 2:
-                yield name, torch.from_numpy(np.copy(plain_numbers(model, tensor, order)))
-                continue
-            matrix = read_blocks(layout, torch.from_numpy(np.copy(tensor.data)))
-            for numbers in (matrix.scales, matrix.offsets):
-                if numbers is not None and not bool(numbers.isfinite().all()):
-                    raise ConfigError(f"{tensor.name} holds scales that are NaN or infinite")
-            yield name, matrix if order is None else matrix.rows(torch.from_numpy(order))
+        for tensor in folder_tensors(model, config):
+            matrices = _quantized(tensor)
+            yield tensor.name, torch.from_numpy(np.copy(tensor.numbers())) if matrices is None else matrices
+
+
+def _quantized(tensor: FolderTensor) -> Any:
+    """Returns a matrix, or a list of those of all experts, quantized; None where it cannot stay so."""
+    import numpy as np
+    import torch
+
+    from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS, read_blocks, reorder_inputs
+    from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, stack_rows
+
+    first, kinds = tensor.parts[0], {part.kind for part in tensor.parts}
+    is_matrix = first.data.ndim > 1 and not first.name.endswith("bias") and tensor.change is None
+    if not is_matrix or len(kinds) > 1 or not kinds <= BLOCK_LAYOUTS.keys():
+        return None
+    layout, stacked, found = BLOCK_LAYOUTS[first.kind], first.data.ndim == 3, []
+    for expert in range(len(first.data) if stacked else 1):
+        own = [part.data[expert] if stacked else part.data for part in tensor.parts]
+        matrix = stack_rows([read_blocks(layout, torch.from_numpy(np.copy(data))) for data in own], torch.float32)
+        assert isinstance(matrix, QuantizedMatrix)
+        for numbers in (matrix.scales, matrix.offsets):
+            if numbers is not None and not bool(numbers.isfinite().all()):
+                raise ConfigError(f"{first.name} holds scales that are NaN or infinite")
+        if tensor.rows is not None:
+            matrix = matrix.rows(torch.from_numpy(tensor.rows))
+        ordered = matrix if tensor.columns is None else reorder_inputs(matrix, torch.from_numpy(tensor.columns))
+        if ordered is None:
+            return None
+        found.append(ordered)
+    return found if stacked else found[0]
 
 
 def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 For a matrix ``X.weight`` [N, K], or ``X`` where the name has no such end:
 
     X.codes    uint8 [N, K / 2], two codes a byte, the first in the lower half; or int8 [N, K], one code a byte
+    X.fp4      the same as uint8 codes, which are floats of 4 bits (e2m1)
     X.scales   float32 [N, groups], each for K / groups neighbouring inputs
     X.offsets  of the same shape, or absent where all are 0
 
@@ -20,6 +21,7 @@ from pillion.engine.quantized.formats.layout import finite, stem, unpack_halves
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
+_FP4 = "fp4_e2m1"
 _FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether there are offsets.
 
 
@@ -32,11 +34,15 @@ class PillionFormat:
     def __init__(self, *, rounds_rows: bool = False) -> None:
         self._rounds_rows = rounds_rows
         self._shifted: set[str] = set()  # The matrices with these names have offsets.
+        self._floats: set[str] = set()  # The codes of these are floats.
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
         codes, scales, offsets = _names(name)
         if codes not in headers:
-            return ()
+            codes = _floats(name)
+            if codes not in headers:
+                return ()
+            self._floats.add(name)
         *rows, columns = shape
         found = headers[codes]
         width = {"U8": -(-columns // 2), "I8": columns}.get(found.dtype)
@@ -57,6 +63,8 @@ class PillionFormat:
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         codes_name, scales_name, offsets_name = _names(name)
+        if name in self._floats:
+            codes_name = _floats(name)
         codes, scales, columns = get(codes_name), get(scales_name), shape[1]
         scales = finite(scales_name, scales)
         offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
@@ -66,7 +74,8 @@ class PillionFormat:
                 "int8", codes.view(torch.uint8), scales, group, offsets, rounds_rows=self._rounds_rows
             )
         halves = unpack_halves(codes)[..., :columns]
-        return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
+        coding = _FP4 if name in self._floats else _FOUR_BITS[offsets is not None]
+        return QuantizedMatrix(coding, halves.contiguous(), scales, group, offsets)
 
 
 def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
@@ -78,11 +87,18 @@ def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor
     if matrix.coding == "int8":
         codes = codes.view(torch.int8)
     else:
-        assert matrix.coding == _FOUR_BITS[offsets is not None]
+        if matrix.coding == _FP4:
+            codes_name = _floats(name)
+        else:
+            assert matrix.coding == _FOUR_BITS[offsets is not None]
         codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     found = {codes_name: codes, scales_name: matrix.scales, offsets_name: offsets}
     return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def _floats(name: str) -> str:
+    return f"{stem(name)}.fp4"
 
 
 def _names(name: str) -> tuple[str, str, str]:

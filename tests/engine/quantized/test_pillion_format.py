@@ -33,7 +33,7 @@ def checked(tensors: dict[str, torch.Tensor]) -> None:
     one.read("a.weight", (6, 10), tensors.__getitem__)
 
 
-@pytest.mark.parametrize("coding", ["int4", "uint4", "int8"])
+@pytest.mark.parametrize("coding", ["int4", "uint4", "int8", "fp4_e2m1"])
 @pytest.mark.parametrize(("columns", "groups"), [(10, 2), (7, 1), (64, 2)])
 def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
     wanted, one = matrix(coding, 6, columns, groups), PillionFormat()
@@ -57,6 +57,7 @@ def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
         ({"a.scales": torch.zeros(6, 2).half()}, "a.scales is F16"),
         ({"a.offsets": torch.zeros(6, 5)}, "a.offsets is F32"),
         ({"a.scales": None}, "a.scales is missing beside a.codes"),
+        ({"a.codes": None, "a.fp4": torch.zeros(6, 4, dtype=torch.uint8)}, r"a.fp4 is U8 \[6, 4\].*codes of \[6, 10\]"),
         ({"a.scales": torch.full((6, 2), torch.nan)}, "a.scales holds NaN"),
         ({"a.offsets": torch.full((6, 2), torch.inf)}, "a.offsets holds NaN or infinite"),
     ],
