@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
@@ -63,6 +65,9 @@ STORED = "/v1/responses/"
 # it. A missing or doubled /v1, a slash at the end, and a letter too few are above it.
 LIKENESS = 0.8
 MAX_SHOWN_PATH_CHARS = 200
+# Names of this machine: its own, and those that Docker and Podman give it within containers. Nobody can register them.
+_LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
+_ASKS_PRIVATE = b"access-control-request-private-network"
 
 
 class _Pages:
@@ -271,7 +276,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     )
     if not origins:
         return app
-    return CORSMiddleware(
+    return _NamedOrigins(
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
@@ -287,13 +292,27 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     )
 
 
+class _NamedOrigins(CORSMiddleware):
+    """Answers preflights and writes the headers of CORS. A page of the internet may ask a private address only where
+    its origin is named: '*' is every page that a user of this network ever opens."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Answers a preflight, as Starlette does but for private networks, which it refuses or does not know."""
+        plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != _ASKS_PRIVATE])
+        response = super().preflight_response(plain)
+        is_named = request_headers["origin"] in self.allow_origins
+        if response.status_code == 200 and is_named and len(plain) < len(request_headers):
+            response.headers["Access-Control-Allow-Private-Network"] = "true"
+        return response
+
+
 def _own_hosts(flags: GatewayFlags) -> frozenset[str] | None:
     """Returns the names under which the port may be asked; None for any. Where neither a key nor the network keeps a
     foreign page out, its name may have become this machine's address (DNS rebinding), so other names are refused."""
     is_open = not (flags.api_keys or flags.api_key) and is_local(f"{flags.host}:0")
     if "*" in flags.allowed_hosts or not (flags.allowed_hosts or is_open):
         return None
-    return frozenset(name.lower() for name in (flags.host, "localhost", *flags.allowed_hosts))
+    return frozenset(name.lower() for name in (flags.host, *_LOCAL_NAMES, *flags.allowed_hosts))
 
 
 class _Server(uvicorn.Server):

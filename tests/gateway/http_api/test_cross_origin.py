@@ -87,6 +87,30 @@ async def test_no_foreign_page_writes_at_any_api(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("allowed", "origin", "status", "is_private"),
+    [
+        ((FRIEND,), FRIEND, 200, True),
+        (("*",), FRIEND, 200, False),
+        (("*", FRIEND), FRIEND, 200, True),
+        (("*", FRIEND), EVIL, 200, False),
+        ((FRIEND,), EVIL, 400, False),
+    ],
+)
+async def test_a_named_page_may_ask_a_private_network(
+    allowed: tuple[str, ...], origin: str, status: int, is_private: bool
+) -> None:
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "content-type"
+    async with running_fake_cluster(allowed_origins=allowed) as fakes:
+        address = fakes.gateway.http_address
+        for private in ({}, {"Access-Control-Request-Private-Network": "true"}):
+            reply = await call(address, "/v1/completions", headers=asked | private, method="OPTIONS")
+            assert reply.status == status
+            said = reply.headers.get("access-control-allow-private-network")
+            assert said == ("true" if is_private and private else None)
+
+
+@pytest.mark.parametrize(
     ("host", "name"),
     [
         ("Evil.example:8000", "evil.example"), ("evil.example.", "evil.example"), ("localhost", "localhost"),
@@ -105,7 +129,10 @@ async def test_a_page_whose_name_became_this_machines_address_is_refused() -> No
     async with running_fake_cluster(allowed_hosts=("llm.example.org",), ui=True) as fakes:
         address = fakes.gateway.http_address
         port = address.rpartition(":")[2]
-        for evil in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"):
+        for evil in (
+            *("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"),
+            *("host.docker.internal.evil.example", "evil.docker.internal", "internal"),
+        ):
             said = {"Host": evil, "Origin": f"http://{evil}", "Sec-Fetch-Site": "same-origin"}
             for path, body in (
                 *((page, None) for page in ("/v1/models", "/metrics", "/health", "/ui", "/v1/files", "/nothing")),
@@ -123,6 +150,8 @@ async def test_a_page_whose_name_became_this_machines_address_is_refused() -> No
             "[::1]:8000",
             "10.0.0.7",
             "llm.example.org:443",
+            f"host.docker.internal:{port}",
+            "host.containers.internal",
         ):
             assert (await call(address, "/v1/chat/completions", chat, {"Host": own})).status == 200, own
 
