@@ -143,9 +143,8 @@ class BatchClaim:
                 with open(file, "wb", buffering=PIECE_BYTES, closefd=False) as out:
                     out.write(first + b"\n")
                     out.writelines(line + b"\n" for line in lines)
-                self._folder.keep_file(
-                    file, part, name, self.record.tenant, f"{self.record.id}{kind}.jsonl", OUTPUT_PURPOSE
-                )
+                filename, seconds = f"{self.record.id}{kind}.jsonl", self.record.output_seconds
+                self._folder.keep_file(file, part, name, self.record.tenant, filename, OUTPUT_PURPOSE, seconds)
             finally:
                 os.close(file)
                 part.unlink(missing_ok=True)

@@ -109,12 +109,13 @@ class Upload:
         with told_if_full():
             write_all(self._file, data)
 
-    def keep(self, filename: str, purpose: str) -> FileRecord:
-        """Ends the writing of the file, which is its tenant's from now on. Raises InvalidRequest for an empty file."""
+    def keep(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
+        """Ends the writing of the file, which is its tenant's for ``seconds``, or --batch-keep-days. Raises
+        InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
         self._resize(self.size)
-        return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose)
+        return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose, seconds)
 
     def close(self) -> None:
         """Ends the writing of the file. A file that was not kept is removed."""
@@ -202,8 +203,18 @@ class BatchFolder:
                 f"this tenant has in the folder of --batch-path already {share} {what}, {text}", FULL_RETRY_MS
             )
 
-    def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
-        """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then."""
+    def keep_file(
+        self,
+        file: int,
+        part: Path,
+        name: str,
+        tenant: str,
+        filename: str,
+        purpose: str,
+        seconds: int | None = None,
+    ) -> FileRecord:
+        """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then. It is
+        removed after ``seconds``, if that is sooner than --batch-keep-days."""
         now = int(time.time())
         record = FileRecord(
             id=name,
@@ -212,7 +223,7 @@ class BatchFolder:
             purpose=purpose,
             bytes=os.fstat(file).st_size,
             created_at=now,
-            expires_at=now + self.keep_s,
+            expires_at=now + min(self.keep_s, self.keep_s if seconds is None else seconds),
         )
         with told_if_full():
             os.fsync(file)
@@ -254,7 +265,14 @@ class BatchFolder:
                 raise Conflict(f"batch {batch.id} reads {known.id}: cancel it, or wait for its end")
         self._remove_file(known.id)
 
-    def create(self, tenant: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
+    def create(
+        self,
+        tenant: str,
+        file_id: str,
+        endpoint: str,
+        metadata: dict[str, str] | None,
+        output_seconds: int | None = None,
+    ) -> BatchRecord:
         """Makes a new batch on the disk. Raises InvalidRequest, which names ``input_file_id``, and Overloaded."""
         try:
             known = self.file(tenant, file_id)
@@ -277,6 +295,7 @@ class BatchFolder:
             expires_at=now + COMPLETION_WINDOW_S,
             completion_window=COMPLETION_WINDOW,
             metadata=metadata,
+            output_seconds=output_seconds,
         )
         with told_if_full():
             self.of_batch(record.id).mkdir(mode=_OWNER_ONLY_FOLDER)

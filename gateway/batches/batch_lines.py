@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.batches.batch_records import BatchError
+from pillion.gateway.http_api.request_bodies import BOM
 
 # OpenAI's API allows the same number of lines.
 MAX_BATCH_LINES = 50_000
@@ -37,7 +38,12 @@ class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
     body: Raw
 
 
-read_request = msgspec.json.Decoder(BatchLine).decode
+_read_request = msgspec.json.Decoder(BatchLine).decode
+
+
+def read_request(raw: bytes) -> BatchLine:
+    """Reads a line of the input. Raises ValueError and RecursionError."""
+    return _read_request(raw.removeprefix(BOM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class InputCheck:
         """Judges the next line of the input, with its end. An empty line counts as a line and is no request."""
         self.number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
-        if not raw.strip():
+        if not raw.removeprefix(BOM).strip():
             return
         self.places[self.number] = offset, len(raw)
         code, message, param = self._judged(raw)

@@ -43,6 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a tenant's batch. Times are Unix times, in seconds; None for an event that has not happened.
 
     Attributes:
+        output_seconds: after how many seconds its files of answers and errors are removed.
         total, completed, failed: number of lines in all, with an answer, and with an error.
     """
 
@@ -54,6 +55,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
     completion_window: str = COMPLETION_WINDOW
     metadata: dict[str, str] | None = None
+    output_seconds: int | None = None
     status: str = "validating"
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
@@ -88,7 +90,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     def shown(self) -> dict[str, Any]:
         """Returns the batch as OpenAI's clients read it."""
         known = msgspec.structs.asdict(self)
-        for name in ("tenant", "total", "completed", "failed"):
+        for name in ("tenant", "output_seconds", "total", "completed", "failed"):
             del known[name]
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         errors = {"object": "list", "data": self.errors} if self.errors else None

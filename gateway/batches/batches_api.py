@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw
@@ -18,7 +18,7 @@ from pillion.gateway.batches.batch_folder import INPUT_PURPOSE, BatchFolder, Fil
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.multipart import FORM_TYPE, FormReader, UploadForm
-from pillion.gateway.http_api.body_reading import parse
+from pillion.gateway.http_api.body_reading import UNKNOWN, current_reading, note_ignored, parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
@@ -34,6 +34,8 @@ MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
 JSON_LINES = b"application/jsonl"
 # An upload may take UPLOAD_GRACE_S, and as long as its bytes take at MIN_BYTES_PER_S.
 UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
+
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 _UPLOAD = {"purpose": "batch", "file": "@requests.jsonl"}
 _BATCH = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
@@ -59,6 +61,18 @@ def batch_routes(
     ]
 
 
+class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
+    """Says when a file is removed.
+
+    Attributes:
+        anchor: only "created_at" is known.
+        seconds: the seconds after that.
+    """
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+
+
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/batches.
 
@@ -67,13 +81,14 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
         completion_window: only "24h" is known.
         metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
+        output_expires_after: when its files of answers and errors are removed; never later than --batch-keep-days.
     """
 
     input_file_id: str
     endpoint: str
     completion_window: str
     metadata: Raw = Raw()
-    output_expires_after: Raw = Raw()
+    output_expires_after: ExpiresAfter | None = None
 
 
 @dataclass(eq=False)
@@ -127,9 +142,9 @@ class BatchesApi:
                     await on_disk(upload.write, waiting)
                     waiting = bytearray()
             form.end()
-            _check_fields(form.fields)
+            seconds = await self._calls.read(call, _read_fields, b"", form.fields)
             await on_disk(upload.write, waiting)
-            return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE)
+            return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE, seconds)
 
     async def files(self, call: HttpCall) -> None:
         """Lists files, the newest first."""
@@ -185,7 +200,12 @@ class BatchesApi:
             raise refused("completion_window", f"only {COMPLETION_WINDOW!r} is supported", "unsupported_value")
         with _mapped():
             record = await self._runner.on_disk(
-                folder.create, call.tenant.name, body.input_file_id, body.endpoint, metadata
+                folder.create,
+                call.tenant.name,
+                body.input_file_id,
+                body.endpoint,
+                metadata,
+                None if body.output_expires_after is None else body.output_expires_after.seconds,
             )
         await _answer(call, record.shown())
 
@@ -232,15 +252,23 @@ def _mapped() -> Iterator[None]:
         raise ApiError(413, error.message, param="file", code="request_too_large") from None
 
 
-def _check_fields(fields: dict[str, str]) -> None:
-    """Checks the fields of an upload's form besides the file. Raises ApiError."""
+def _read_fields(_: bytes, fields: dict[str, str]) -> int | None:
+    """Reads the fields of an upload's form besides the file, and returns after how many seconds the file is to be
+    removed, None where they do not say. Raises ApiError."""
     if "purpose" not in fields:
         raise refused("purpose", "this field is required", "missing_required_parameter")
     if fields["purpose"] != INPUT_PURPOSE:
         raise refused("purpose", f"only {INPUT_PURPOSE!r} is supported", "unsupported_value")
-    for name in fields:
-        if name != "purpose":
-            raise refused(name[:100], "this field is not known here", "unknown_parameter")
+    anchor, seconds = fields.get(_ANCHOR, "created_at"), fields.get(_SECONDS, "")
+    if anchor != "created_at":
+        raise refused(_ANCHOR, "only 'created_at' is supported", "unsupported_value")
+    if seconds and not (seconds.isdecimal() and 0 < len(seconds) < 10 and int(seconds)):
+        raise refused(_SECONDS, "a positive number of seconds is needed")
+    for name in fields.keys() - {"purpose", _ANCHOR, _SECONDS}:
+        if current_reading().strict:
+            raise refused(name[:100], UNKNOWN, "unknown_parameter")
+        note_ignored(name)
+    return int(seconds) if seconds else None
 
 
 def _listed(

@@ -19,10 +19,13 @@ class UploadForm(msgspec.Struct):
     Attributes:
         file: the file, with its name: JSON lines, each a request.
         purpose: only "batch" is known.
+        expires_after: "created_at" in expires_after[anchor], and in expires_after[seconds] the seconds from then to the
+            file's removal; never later than --batch-keep-days.
     """
 
     file: str
     purpose: str
+    expires_after: str = ""
 
 
 class FormReader:

@@ -402,7 +402,8 @@ def host_name(host: str) -> str:
 
 class OwnPagesWrite:
     """Represents an ASGI application that passes calls on to ``app``, except those for names that are not among its
-    ``hosts`` (None: any name), and writes that foreign pages make a browser send."""
+    ``hosts`` (None: any name), and writes that foreign pages make a browser send. The path of a POST may end with a
+    slash."""
 
     def __init__(
         self,
@@ -420,6 +421,9 @@ class OwnPagesWrite:
         # Where a header comes twice the first one counts, as everywhere on the port.
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         scope = {**scope, "pillion.refusals": self._refusals}
+        if scope.get("method") == "POST":
+            # A redirect would lose the body at some clients.
+            scope["path"] = scope["path"].rstrip("/") or "/"
         name = host_name(known.get(b"host", b"").decode("latin-1"))
         error = None
         if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):

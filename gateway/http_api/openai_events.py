@@ -9,7 +9,7 @@ text.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,6 +253,20 @@ class ChatResponseWriter(ResponseWriter):
     opening = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
     empty = b'"delta":{}'
 
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """Returns the events of these deltas. The reason of an answer's end comes in an event of its own, with an empty
+        delta: some clients read nothing else of it."""
+        return super().events([part for one in batch for part in self._with_end(*one)], usage)
+
+    def _with_end(self, prompt: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
+        if delta.finish_reason is None:
+            yield prompt, delta
+            return
+        shows_tokens = bool(delta.token_ids) and (self._shows or self._shows_ids)
+        if delta.text or delta.reasoning or delta.tool_calls or shows_tokens:
+            yield prompt, replace(delta, finish_reason=None, stop_string="")
+        yield prompt, replace(delta, text="", reasoning="", tool_calls=(), token_ids=(), logprobs=())
+
     def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
         if answer.opened:
             return b"", b""
@@ -308,8 +322,7 @@ class ReadResponseWriter(ChatResponseWriter):
         self._custom = CustomCalls(asked.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Returns ``delta`` as events: its reasoning and content, then the parts of its calls. The last event ends the
-        answer."""
+        """Returns ``delta`` as events: its reasoning and content, then the parts of its calls."""
         delta = self._presented(index, delta)
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
@@ -324,14 +337,8 @@ class ReadResponseWriter(ChatResponseWriter):
         tail = self._tail_with(usage)
         events = [self._open(index, answer, bool(usage))[0]]
         for n, change in enumerate(changes):
-            logprobs, reason = None, None
-            if self._shows and delta.logprobs and n == 0:
-                logprobs = self._logprobs(answer, delta.logprobs)
-            if delta.finish_reason is not None and n == len(changes) - 1:
-                reason = delta.finish_reason.value
-            fields = {"delta": change, "logprobs": logprobs, "finish_reason": reason}
-            if reason is not None and delta.stop_string:
-                fields["stop_reason"] = delta.stop_string
+            logprobs = self._logprobs(answer, delta.logprobs) if self._shows and delta.logprobs and n == 0 else None
+            fields = {"delta": change, "logprobs": logprobs, "finish_reason": None}
             if self._shows_ids and n == 0:
                 fields["token_ids"] = delta.token_ids
             events.append(answer.head + _encode(fields)[1:] + b"]" + tail)

@@ -39,6 +39,8 @@ ZSTD_WINDOW_LOG = 23
 MAX_PIECES, MAX_DEPTH = 2**18, 64
 # A body of this size is read as it is, for nothing is gained.
 SMALL_BYTES = 16 * 2**10
+# The mark of UTF-8 that Windows' programs write before JSON.
+BOM = b"\xef\xbb\xbf"
 # A key or a type that matters is shorter than this.
 MAX_NAME_BYTES = 32
 
@@ -253,7 +255,7 @@ class BodyReader:
             raise _not_packed(self._encoding)
         if self._commas > MAX_COMMAS:
             raise ApiError(413, f"the body has more than {MAX_COMMAS} items", code="request_too_large")
-        return bytes(self._cutter.kept)
+        return bytes(self._cutter.kept.removeprefix(BOM))
 
 
 def too_large() -> ApiError:

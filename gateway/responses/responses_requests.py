@@ -39,6 +39,8 @@ from pillion.types import (
     ToolCall,
 )
 
+# What the model reads before the result of a call of which only the id came.
+LOST_CALL = "[This is the result of a call of a tool that is not part of this conversation.]"
 LOGPROBS = "message.output_text.logprobs"
 # The reasoning of an answer has no summary, whichever of these is asked for.
 _SUMMARIES = ("auto", "concise", "detailed")
@@ -159,8 +161,8 @@ class _ItemConversation:
             call_id = _needed(item.call_id, f"{path}.call_id")
             text = _content(item.output, f"{path}.output", "tool").text
             if self._has_references and call_id not in self._called:
-                # The call was referred to, and nobody here has it.
-                self.gathered.add(ChatMessage("user", text), path)
+                # Nothing is stored here, so the call that was referred to is lost.
+                self.gathered.add(ChatMessage("user", f"{LOST_CALL}\n{text}"), path)
                 return
             self.gathered.add(ChatMessage("tool", text, tool_call_id=call_id, name=self._called.get(call_id, "")), path)
         elif item.type == "reasoning":

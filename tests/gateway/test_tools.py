@@ -141,6 +141,7 @@ async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
                 texts[n] += delta.content or ""
                 thoughts[n] += getattr(delta, "reasoning_content", None) or ""
                 tokens[n] += len(choice.logprobs.content) if choice.logprobs else 0
+                assert not (choice.finish_reason and (delta.content or delta.tool_calls))
                 reasons[n] = choice.finish_reason or reasons[n]
                 assert len(delta.tool_calls or ()) <= 1
                 for part in delta.tool_calls or ():

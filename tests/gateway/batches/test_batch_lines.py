@@ -123,6 +123,15 @@ def test_the_place_of_each_request_is_known() -> None:
     assert bytes(read_request(texts[2]).body) == b'{"messages": []}'
 
 
+def test_a_line_may_begin_with_a_byte_order_mark() -> None:
+    mark, check = b"\xef\xbb\xbf", InputCheck(CHAT, 1000)
+    texts = [mark + json.dumps(GOOD).encode() + b"\n", mark + b"\n"]
+    for text in texts:
+        check.add(text)
+    assert (check.end(), list(check.places)) == ((), [1])
+    assert bytes(read_request(texts[0]).body) == b'{"messages": []}'
+
+
 def test_output_lines_are_openais() -> None:
     said = json.loads(output_line("batch_ab", 3, "mine", 200, "r-1", b'{"x":1}'))
     response = {"status_code": 200, "request_id": "r-1", "body": {"x": 1}}

@@ -212,7 +212,8 @@ async def test_an_input_that_is_wrong_fails_with_its_lines(tmp_path: pathlib.Pat
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"metadata": {"x": 1}}, "metadata[...]"),
         ({"metadata": {"x" * 65: ""}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
+        ({"output_expires_after": {"anchor": "last_active_at", "seconds": 3600}}, "output_expires_after.anchor"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 0}}, "output_expires_after.seconds"),
         ({"priority": 3}, "input_file_id"),
     ],
 )
@@ -246,7 +247,10 @@ async def test_wrong_forms_are_refused_and_leave_nothing(served: str, tmp_path: 
     wrong = {
         (400, "purpose"): [form(FILE), form(FILE, ("purpose", "", b"fine-tune")), form(FILE, PURPOSE, PURPOSE)],
         (400, "file"): [form(PURPOSE), form(FILE, FILE, PURPOSE), form(PURPOSE, (*FILE[:2], b""))],
-        (400, "expires_after[anchor]"): [form(FILE, PURPOSE, ("expires_after[anchor]", "", b"created_at"))],
+        (400, "expires_after[anchor]"): [form(FILE, PURPOSE, ("expires_after[anchor]", "", b"last_active_at"))],
+        (400, "expires_after[seconds]"): [
+            form(FILE, PURPOSE, ("expires_after[seconds]", "", seconds)) for seconds in (b"0", b"-1", b"x", b"9" * 10)
+        ],
         (413, "file"): [form(PURPOSE, (*FILE[:2], bytes(2000)))],
         (400, None): [form(FILE, PURPOSE, end=b""), (b"nonsense", form(FILE)[1]), (b"", form(FILE)[1])],
         (415, None): [(b"{}", {}), (b"x", {"Content-Type": "multipart/form-data"})],
@@ -259,6 +263,25 @@ async def test_wrong_forms_are_refused_and_leave_nothing(served: str, tmp_path: 
     for parts in ((FILE, PURPOSE), (PURPOSE, FILE)):
         body, headers = form(*parts)
         assert (await call(served, "/v1/files", body, headers)).json["bytes"] == 7
+
+
+async def test_files_expire_when_their_client_says(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path, batch_keep_days=1) as (_, client):
+        wanted: Any = {"anchor": "created_at", "seconds": 7200}
+        for expires_after, seconds in ((wanted, 7200), ({**wanted, "seconds": 2_592_000}, 86_400)):
+            file = await client.files.create(file=("in.jsonl", chats(1)), purpose="batch", expires_after=expires_after)
+            assert file.expires_at == file.created_at + seconds
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", output_expires_after=wanted
+        )
+        output = await client.files.retrieve((await ended(client, batch)).output_file_id or "")
+        assert output.expires_at == output.created_at + 7200
+
+
+async def test_a_forms_other_fields_have_no_effect_and_are_named(served: str) -> None:
+    body, headers = form(FILE, PURPOSE, ("user", "", b"x"))
+    reply = await call(served, "/v1/files", body, headers)
+    assert (reply.status, reply.headers["x-pillion-ignored"]) == (200, "user")
 
 
 async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.Path) -> None:

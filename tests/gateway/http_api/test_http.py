@@ -60,7 +60,6 @@ NEAR = {
     "/completions": "/v1/completions",
     "/embeddings": "/v1/embeddings",
     "/v2/classify": "/v1/classify",
-    "/v1/completions/": "/v1/completions",
     "/v1/v1/messages": "/v1/messages",
     "/v1/message": "/v1/messages",
     "/messages": "/v1/messages",
@@ -288,7 +287,7 @@ async def test_only_json_is_taken() -> None:
         b'"x"',
         b"null",
         b"\xff\xfe",
-        b'\xef\xbb\xbf{"prompt": "x"}',
+        b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}',
         b'{"prompt": "x"} {}',
         b'{"prompt": "\xff"}',
         b'{"prompt": "x", "temperature": NaN}',
@@ -310,6 +309,14 @@ async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, fakes) ->
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
     assert (await call(fakes.gateway.http_address, "/v1/completions", TEXT)).status == 200
+
+
+async def test_a_posts_path_may_end_with_a_slash_and_its_body_begin_with_a_byte_order_mark(fakes) -> None:
+    for path in ("/v1/completions", "/v1/completions/", "/v1/completions//"):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            reply = await call(fakes.gateway.http_address, path, mark + json.dumps(TEXT).encode())
+            assert reply.status == 200, (path, mark)
+    assert (await call(fakes.gateway.http_address, "/", {})).status == 405
 
 
 @pytest.fixture

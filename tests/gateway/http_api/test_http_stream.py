@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,25 @@ async def test_chat_events() -> None:
             assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
         assert {event["object"] for event in events} == {"chat.completion.chunk"}
         assert all("usage" not in event for event in events)
+        await fakes.settled()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"logprobs": True, "return_token_ids": True}, {"max_tokens": 3}, {"stop": ["x", ": "]}], ids=str
+)
+async def test_the_reason_of_a_chats_end_comes_with_an_empty_delta(more: dict[str, Any]) -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        events = (await call(fakes.gateway.http_address, "/v1/chat/completions", {**CHAT, **more})).events
+        *choices, last = [event["choices"][0] for event in events]
+        assert (last["delta"], last["logprobs"]) == ({}, None)
+        assert last["finish_reason"] == ("length" if "max_tokens" in more else "stop")
+        assert last.get("stop_reason") == (": " if "stop" in more else None)
+        assert not last.get("token_ids")
+        assert all(one["finish_reason"] is None and one["delta"] and "stop_reason" not in one for one in choices)
+        if "logprobs" in more:
+            ids = [token for one in choices for token in one.get("token_ids", [])]
+            assert ids == list(fakes.decode.script)
+            assert sum(len(one["logprobs"]["content"]) for one in choices if one["logprobs"]) == len(ids)
         await fakes.settled()
 
 

@@ -10,7 +10,7 @@ import pytest
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.body_reading import BodyReading, read_noting
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
+from pillion.gateway.responses.responses_requests import LOST_CALL, ResponsesRequest, responses_request
 from pillion.types import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -368,7 +368,7 @@ def test_a_result_whose_call_was_only_referred_to_is_told() -> None:
         {"type": "function_call_output", "call_id": "c", "output": "12"},
     )
     request, ignored = noted(input=[{"role": "user", "content": "a"}, reference, result])
-    assert [(one.role, one.content) for one in request.messages] == [("user", "a"), ("user", "12")]
+    assert [(one.role, one.content) for one in request.messages] == [("user", "a"), ("user", f"{LOST_CALL}\n12")]
     assert ignored == "input.id, input.item_reference"
 
 
